@@ -1,0 +1,37 @@
+# The README's two commands are `make quickstart` and `make test`. Installing is done once; re-running costs nothing.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt --editable
+
+.PHONY: quickstart test check clean
+
+quickstart: .venv/.installed
+	$(BIN)/fullshard train quickstart
+
+test: .venv/.installed-test
+	$(BIN)/python -m pytest
+
+check: .venv/.installed-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/arch
+
+# torch first and pinned: the constraint alone would let another package choose a build.
+.venv/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(INSTALL) .
+	touch $@
+
+.venv/.installed-test: .venv/.installed
+	$(INSTALL) '.[test]'
+	touch $@
+
+.venv/.installed-check: .venv/.installed-test
+	$(INSTALL) '.[test,check]'
+	touch $@
+
+clean:
+	rm -rf .venv

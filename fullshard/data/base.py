@@ -1,0 +1,76 @@
+"""The contracts of the data path: source (records) → encoder (features) → packer → order → loader.
+
+Must not know models, losses or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from fullshard.part import Part
+
+Record = Mapping[str, Any]
+"""One entry of a source as it was stored."""
+Features = dict[str, np.ndarray]
+"""What the model sees of one sample: arrays by name."""
+
+IGNORE = -100
+"""The label of a position without a loss term. `labels[i]` is the target of position i: already shifted by one."""
+
+
+class Records(Protocol):
+    """An open source: random access to records, each with a place to name in an error."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Record: ...
+
+    def where(self, index: int) -> str:
+        """`FILE:LINE`, or whatever finds the record again."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Changes when the content changes; the key of every cache."""
+        ...
+
+
+class Source(Part):
+    """Where records come from."""
+
+    folder: ClassVar[str] = "fullshard.data.sources"
+    default_kind: ClassVar[str | None] = "files"
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, (str, list)) else value
+
+    def open(self) -> Records:
+        """Checks that the data is there and can be read, and gives access to it."""
+        raise NotImplementedError
+
+
+class Encoder(Part):
+    """Turns a record into features."""
+
+    folder: ClassVar[str] = "fullshard.data.encode"
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
+        """The samples of one record, each at most `length` long; none when nothing in it can be learned from.
+
+        Raises DataError in words about the record alone; the caller adds the place."""
+        raise NotImplementedError
+
+    def blank(self, sample: Features) -> Features:
+        """A sample without loss terms, to fill a batch that has too few; never enters a loss or a metric."""
+        return {name: np.full_like(array, IGNORE) if name == "labels" else array for name, array in sample.items()}
+
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        """Tensors of one micro-batch; padded to `length`, or to the longest sample when it is None."""
+        raise NotImplementedError

@@ -1,0 +1,67 @@
+"""Strategy and ranks → device mesh, and the written rule behind `auto`.
+
+Axes: `dp_replicate` (copies) and `dp_shard` (slices). Must not know models or data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard.dist.world import World
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A strategy made concrete: how many copies, how many slices each, and why."""
+
+    strategy: str
+    replicas: int
+    shards: int
+    reason: str
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        return self.strategy in ("full", "hybrid")
+
+    def describe(self) -> str:
+        return f"{self.strategy}: {self.replicas} x {self.shards} (replicate x shard); {self.reason}"
+
+
+def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
+    """Resolves the strategy. `auto`, by this rule: on a CPU or one rank `full`; else, with s = bytes of parameters,
+    gradients and optimizer state and m = memory of one GPU: several nodes and s / ranks-per-node < 0.4 m → `hybrid`;
+    one node and s < 0.4 m → `grad_op`; otherwise `full`."""
+    if strategy == "auto":
+        return _auto_layout(world, state_bytes)
+    if strategy == "hybrid":
+        if world.num_nodes == 1:
+            return Layout("hybrid", 1, world.size, "one node, so hybrid is the same as full")
+        return Layout("hybrid", world.num_nodes, world.local_size, "sharded within a node, replicated across nodes")
+    if strategy == "none":
+        return Layout("none", world.size, 1, "every rank holds the whole model, as in data-parallel replication")
+    reason = "parameters stay gathered from forward to backward" if strategy == "grad_op" else "everything is sharded"
+    return Layout(strategy, 1, world.size, reason)
+
+
+def _auto_layout(world: World, state_bytes: int) -> Layout:
+    if world.device.type != "cuda" or world.size == 1:
+        why = "one rank" if world.size == 1 else "CPU ranks"
+        return Layout("full", 1, world.size, f"auto: {why}")
+    memory = torch.cuda.get_device_properties(world.device).total_memory
+    gib = f"{state_bytes / 2**30:.1f} GiB of state, {memory / 2**30:.0f} GiB per GPU"
+    if world.num_nodes > 1 and state_bytes / world.local_size < 0.4 * memory:
+        return Layout("hybrid", world.num_nodes, world.local_size, f"auto: a node holds a copy ({gib})")
+    if world.num_nodes == 1 and state_bytes < 0.4 * memory:
+        return Layout("grad_op", 1, world.size, f"auto: memory is ample ({gib})")
+    return Layout("full", 1, world.size, f"auto: memory comes first ({gib})")
+
+
+def make_mesh(layout: Layout, world: World) -> DeviceMesh:
+    """One axis where there is one copy, two where there are more."""
+    if layout.replicas == 1 and layout.strategy != "none":
+        return init_device_mesh(world.device.type, (layout.shards,), mesh_dim_names=("dp_shard",))
+    shape = (layout.replicas, layout.shards)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))

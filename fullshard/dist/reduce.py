@@ -1,0 +1,69 @@
+"""The collectives: every sum, agreement and norm over ranks, in one file.
+
+Every rank calls these in the same order; a decision (stop, save, best) is always one reduced number.
+Must not know what is being reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, in place."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    return tensor
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """True on every rank when it is true on one."""
+    tensor = torch.tensor(int(flag), device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return bool(tensor.item())
+
+
+def from_main(value: Any) -> Any:
+    """Rank 0's value, on every rank."""
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's value, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def barrier(device: torch.device) -> None:
+    """Waits for all ranks."""
+    any_rank(False, device)
+
+
+@torch.no_grad()
+def clip_global_norm(parameters: Iterable[torch.nn.Parameter], *, ceiling: float | None) -> torch.Tensor:
+    """The norm of the whole gradient, on every strategy; scales gradients down to `ceiling`. No host sync.
+
+    Sums squares of local slices over the shard axis only: replicas hold equal copies and must not be counted twice.
+    Working on local slices spares DTensor's dispatch, which is slow on hundreds of parameters."""
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):
+            by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter.grad.to_local())
+    squares = []
+    for mesh, grads in by_mesh.items():
+        square = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).square().sum()
+        dist.all_reduce(square, group=mesh.get_group("dp_shard"))
+        squares.append(square)
+    norm = torch.stack(squares).sum().sqrt()
+    if ceiling is not None:
+        factor = (ceiling / (norm + 1e-6)).clamp(max=1.0)
+        for grads in by_mesh.values():
+            torch._foreach_mul_(grads, factor)
+    return norm

@@ -1,0 +1,115 @@
+"""Gives a sharded module its values: each rank reads or makes only what it keeps, one unit at a time.
+
+No rank ever holds the whole model. Fresh values are drawn per unit from (seed, unit name), so they do not depend on the
+number of ranks. Must not know file formats, model classes or losses.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import CheckpointError
+from fullshard.models.base import Family, Weights
+
+
+def materialise(
+    module: nn.Module, ties: list[list[str]], *, parameters_on: torch.device, buffers_on: torch.device
+) -> None:
+    """Allocates this rank's slices, filled with NaN so that a value never set shows; moves buffers without casting."""
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(buffers_on)
+        real = torch.empty_like(tensor, device=parameters_on)
+        (real.to_local() if isinstance(real, DTensor) else real).fill_(float("nan"))
+        return real
+
+    module._apply(allocate)
+    tie(module, ties)
+
+
+def tie(module: nn.Module, ties: list[list[str]]) -> None:
+    """Makes each group of names one parameter object again."""
+    for first, *others in ties:
+        parameter = module.get_parameter(first)
+        for name in others:
+            owner, _, key = name.rpartition(".")
+            module.get_submodule(owner)._parameters[key] = parameter
+
+
+def rows_of(parameter: DTensor) -> tuple[int, int]:
+    """The rows of the whole tensor that this rank keeps: FSDP cuts dim 0 into equal chunks, the last ones shorter."""
+    mesh = parameter.device_mesh
+    shards, index = mesh["dp_shard"].size(), mesh.get_local_rank("dp_shard")
+    chunk = -(-parameter.shape[0] // shards)
+    return min(index * chunk, parameter.shape[0]), min((index + 1) * chunk, parameter.shape[0])
+
+
+@torch.no_grad()
+def fill(
+    module: nn.Module,
+    template: nn.Module,
+    units: dict[str, list[str]],
+    ties: list[list[str]],
+    *,
+    family: Family,
+    weights: Weights | None,
+    seed: int,
+) -> None:
+    """Values for every parameter: stored ones where `weights` has them, fresh ones elsewhere."""
+    stored = weights.names() if weights else set()
+    parameters = dict(module.named_parameters())
+    for unit, members in units.items():
+        fresh = [name for name in members if name not in stored]
+        for name in members:
+            if weights and name in stored:
+                start, stop = rows_of(_sharded(parameters[name]))
+                _sharded(parameters[name]).to_local().copy_(weights.read(name, start, stop))
+        if fresh:
+            _fill_fresh(parameters, template, unit, fresh, family=family, seed=seed)
+    for name, buffer in module.named_buffers():
+        if weights and name in stored:
+            buffer.copy_(weights.read(name, 0, buffer.shape[0] if buffer.dim() else 1))
+    tie(module, ties)
+
+
+def _fill_fresh(
+    parameters: dict[str, nn.Parameter], template: nn.Module, unit: str, fresh: list[str], *, family: Family, seed: int
+) -> None:
+    """Makes the unit real in the template, initialises it there, keeps this rank's rows, and lets it go again."""
+    subtree = template.get_submodule(unit)
+    owners = [(name, template.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in fresh]
+    meta = {name: owner._parameters[key] for name, owner, key in owners}
+    for name, owner, key in owners:
+        local = _sharded(parameters[name]).to_local()
+        empty = torch.full(meta[name].shape, float("nan"), device=local.device, dtype=torch.float32)  # type: ignore[union-attr]
+        owner._parameters[key] = nn.Parameter(empty, requires_grad=False)
+    with torch.random.fork_rng(devices=[local.device] if local.device.type == "cuda" else []):
+        torch.manual_seed(zlib.crc32(f"{seed}/{unit}".encode()))
+        family.initialise(subtree, root=template)
+    for name, owner, key in owners:
+        start, stop = rows_of(_sharded(parameters[name]))
+        _sharded(parameters[name]).to_local().copy_(owner._parameters[key][start:stop])  # type: ignore[index]
+        owner._parameters[key] = meta[name]
+
+
+def _sharded(parameter: nn.Parameter) -> DTensor:
+    assert isinstance(parameter, DTensor), "every parameter belongs to an FSDP unit"
+    return parameter
+
+
+@torch.no_grad()
+def prove(module: nn.Module, trainable: set[str]) -> None:
+    """Every value was set, and exactly the parameters that were trainable before still are."""
+    unset = [n for n, p in module.named_parameters() if torch.isnan(_sharded(p).to_local()).any()]
+    if unset:
+        raise CheckpointError(
+            f"{len(unset)} parameters have no value or NaN after loading, first {unset[0]}. "
+            "The stored weights are damaged, or the model leaves these parameters uninitialised."
+        )
+    now = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert now == trainable, f"sharding changed what is trainable: {sorted(now ^ trainable)[:3]}"

@@ -1,0 +1,79 @@
+"""This process among the ranks: who it is, which device it has, how it joins and leaves.
+
+Must not know models, data or what the ranks are for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fullshard.errors import SetupError
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank, all ranks, and the device that belongs to this rank."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+    backend: str
+
+    @property
+    def num_nodes(self) -> int:
+        return self.size // self.local_size
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def describe(self) -> str:
+        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return f"{self.size} {'rank' if self.size == 1 else 'ranks'}{nodes}, {device}, {self.backend}"
+
+
+def choose_device_type(wanted: str) -> str:
+    """`auto` is CUDA where there is a GPU; an explicit wish that cannot be met is an error."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise SetupError("topology.device = cuda, but torch sees no GPU. Use topology.device: cpu, or check the driver.")
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return wanted
+
+
+def join(*, device: str, backend: str, timeout_s: float) -> World:
+    """Joins the process group that the RANK, WORLD_SIZE, ... variables describe; one process alone needs none of them."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    kind = choose_device_type(device)
+    if kind == "cuda":
+        # LOCAL_RANK, never RANK: on the second node RANK is beyond the last GPU. Ranks share a GPU only over gloo.
+        index = local_rank % torch.cuda.device_count() if backend == "gloo" else local_rank
+        torch.cuda.set_device(index)
+        place = torch.device("cuda", index)
+    else:
+        place = torch.device("cpu")
+    if backend == "auto":
+        backend = "nccl" if kind == "cuda" else "gloo"
+    # A gloo group beside NCCL carries host tensors: offloaded gradients are clipped there.
+    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if not dist.is_initialized():
+        alone = size == 1 and "MASTER_ADDR" not in os.environ
+        store = dist.HashStore() if alone else None
+        dist.init_process_group(backends, rank=rank if alone else -1, world_size=size if alone else -1, store=store, timeout=timeout)
+    return World(rank, size, local_rank, local_size, place, backend)
+
+
+def leave() -> None:
+    """Leaves the process group; safe to call twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

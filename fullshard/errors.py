@@ -1,0 +1,54 @@
+"""The exception tree. A user's mistake is a FullshardError and prints without a traceback; anything else is a bug.
+
+    FullshardError            exit code 2
+    ├── RecipeError           a key, a value, or two keys that contradict each other
+    ├── DataError             a file, a line, a record
+    ├── SetupError            ranks, devices, addresses, packages
+    ├── CheckpointError       a folder that cannot be saved to, read or resumed from
+    └── NumericalError        exit code 3: a guard stopped the run
+
+Every message has three parts, in this order: where, what was found against what is allowed, what to do.
+Must not know anything else of the package.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_USER = 2
+EXIT_NUMERICAL = 3
+EXIT_PREEMPTED = 75
+
+
+class FullshardError(Exception):
+    """A mistake the user can mend; `str(error)` is the whole message."""
+
+    exit_code = EXIT_USER
+
+
+class RecipeError(FullshardError):
+    """A recipe key, its value, or a contradiction between keys."""
+
+
+class DataError(FullshardError):
+    """A file, line or record that cannot be used."""
+
+
+class SetupError(FullshardError):
+    """Ranks, devices, addresses or packages that do not fit the run."""
+
+
+class CheckpointError(FullshardError):
+    """A checkpoint that cannot be written, read or resumed from."""
+
+
+class NumericalError(FullshardError):
+    """A numerical guard stopped the run."""
+
+    exit_code = EXIT_NUMERICAL
+
+
+def missing_package(package: str, *, extra: str, needed_by: str) -> SetupError:
+    """The error for an optional package that is not installed, with the line that installs it."""
+    return SetupError(
+        f"{needed_by} needs the package {package}, which is not installed. Install it with: pip install 'fullshard[{extra}]'"
+    )

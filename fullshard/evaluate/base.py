@@ -1,0 +1,58 @@
+"""The contract of an evaluation: numbers (and texts) about the model as it is now.
+
+Runs on all ranks, in step with each other. Must not update weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fullshard.objectives.base import Batch, Objective
+from fullshard.part import Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class EvaluationInputs:
+    """What an evaluation may use. `batches` starts a fresh pass over this rank's share of the validation data."""
+
+    model: nn.Module
+    objective: Objective
+    aux: dict[str, nn.Module]
+    batches: Callable[[], Iterable[Batch]]
+    num_batches: int
+    processor: Any
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
+    device: torch.device
+    advance: Callable[[float], None] = lambda loss: None
+    """Called after each validation batch with the running loss; moves the progress bar."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The same on every rank."""
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+
+
+class Evaluation(Part):
+    """Something to find out about the model at each validation."""
+
+    folder: ClassVar[str] = "fullshard.evaluate"
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    only_at_end: bool = False
+    """Run once, when training is over, instead of at every validation."""
+
+    def run(self, inputs: EvaluationInputs) -> Findings:
+        """Looks at the model; called on every rank with the same settings."""
+        raise NotImplementedError

@@ -1,0 +1,31 @@
+"""The objective's own loss and metrics on the validation data: exact sum over exact count, every sample once."""
+
+from __future__ import annotations
+
+import torch
+
+from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+
+
+class Loss(Evaluation):
+    """Validation loss, and what the objective measures beside it."""
+
+    def run(self, inputs: EvaluationInputs) -> Findings:
+        from fullshard.step import sum_terms, to_device
+
+        sums: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for batch in inputs.batches():
+                count = inputs.objective.count(batch)
+                terms = inputs.objective.loss(inputs.model, to_device(batch, inputs.device), inputs.aux)
+                for name, pair in sum_terms([terms], count, inputs.device).items():
+                    sums[name] = sums[name] + pair if name in sums else pair
+                inputs.advance(float(sums["loss"][0] / sums["loss"][1].clamp(min=1)))
+        numbers = {}
+        for name in sorted(sums):
+            total, count_all = inputs.sum_over_ranks(sums[name]).tolist()
+            numbers[name] = total / max(count_all, 1)
+        return Findings(numbers | inputs.objective.derived(numbers))
+
+
+__all__ = ["Loss"]

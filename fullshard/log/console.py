@@ -1,0 +1,223 @@
+"""The console: what a person sees of a run, on rank 0, and the same in log.txt with time and rank.
+
+On a terminal bars move in place; elsewhere there are plain lines and no control characters. A silent console (every
+other rank) has the same methods and shows nothing; its warnings and errors still reach log.txt.
+Must not know torch, the recipe or how numbers are made.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console as Screen
+from rich.console import Group
+from rich.live import Live
+from rich.text import Text
+
+from fullshard.log import bar as bars
+from fullshard.log import words
+from fullshard.log.bar import Clock, Pace
+
+FILE_WIDTH = 100
+"""Columns of what is laid out for a file."""
+QUIET_S = 30.0
+"""Without a terminal a bar shows itself after so many seconds in which nothing else did."""
+STEP_LINE_S = 2.0
+"""Without a terminal step lines are at least so far apart; log.txt has them all."""
+
+
+class Console:
+    """Where a run speaks. Texts are plain: no markup is read in them."""
+
+    def __init__(self, *, silent: bool = False, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
+        self.silent = silent
+        self.clock = clock
+        out = stream or sys.stdout
+        self.on_terminal = not silent and out.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
+        self._screen = _screen(stream, on_terminal=self.on_terminal, stderr=False)
+        self._errors = _screen(stream, on_terminal=self.on_terminal, stderr=True)
+        self._live: Live | None = None
+        self._bars: list[Bar] = []
+        self._run: Pace | None = None
+        self._log: TextIO | None = None
+        self._early: list[str] = []
+        self._rank = 0
+        self._debug = False
+
+    # The log file
+
+    def open_log(self, path: Path, *, rank: int = 0, debug: bool = False) -> None:
+        """Starts log.txt, or goes on in it; what was said before is written first."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._rank, self._debug = rank, debug
+        # One short write a line in append mode: lines of several ranks do not tear each other.
+        self._log = path.open("a", encoding="utf-8", buffering=1)
+        for text in self._early:
+            self._write_down(text)
+        self._early.clear()
+
+    def close(self) -> None:
+        """Takes bars down and closes log.txt."""
+        for open_bar in reversed(self._bars):
+            self._close_bar(open_bar)
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    # Words
+
+    def say(self, text: str = "") -> None:
+        self._emit(text)
+
+    def note(self, text: str) -> None:
+        """Something secondary."""
+        self._emit(text, style="dim")
+
+    def warn(self, text: str) -> None:
+        """Shown by rank 0; written down by every rank."""
+        self._emit(f"warning: {text}", style="yellow", every_rank=True)
+
+    def error(self, text: str) -> None:
+        """Shown on stderr by rank 0; written down by every rank."""
+        self._emit(f"error: {text}", style="red", every_rank=True, screen=self._errors)
+
+    def library(self, origin: str, text: str) -> None:
+        """What a library said; written down by every rank."""
+        self._emit(f"{origin}: {text}", style="dim", every_rank=True)
+
+    def debug(self, text: str) -> None:
+        """Only for log.txt, and only when debugging was asked for."""
+        if self._debug:
+            self._write_down(words.plain(text))
+
+    # The run
+
+    def header(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """What is true of the run, in two columns."""
+        self._emit(title, style="bold")
+        self._table(rows)
+        self._emit("")
+
+    def parameter_summary(self, *, total: int, trainable: int, frozen: int) -> None:
+        share = f", {trainable / total:.2%} of total" if frozen and total else ""
+        self._emit("FSDP parameter summary:", style="bold")
+        self._emit(f"  Total: {words.count(total)}")
+        self._emit(f"  Trainable: {words.count(trainable)}{share}")
+        self._emit(f"  Frozen: {words.count(frozen)}")
+
+    def run_begin(self, total_steps: int, *, done: int = 0) -> None:
+        """Training starts at step `done` of `total_steps`: from here on the time left of the run is measured."""
+        self._run = Pace(total_steps, clock=self.clock, done=done)
+
+    def epoch_begin(self, epoch: int, epochs: float, lr: float) -> None:
+        """Epochs are counted from 1."""
+        self._emit("")
+        self._emit(f"Started Training on: {epoch} / {epochs:g} epoch", style="bold")
+        self._emit(f"Current LR: {lr:.6e}")
+
+    def training_bar(self, total_steps: int, *, done: int = 0) -> Bar:
+        """The bar of one epoch. Its time left is that of the epoch; that of the whole run is named as such."""
+        return Bar(self, "Training", "loss", Pace(total_steps, clock=self.clock, done=done), run=self._run)
+
+    def validation_bar(self, total: int) -> Bar:
+        """The bar of one validation."""
+        return Bar(self, "Validation", "val_loss", Pace(total, clock=self.clock))
+
+    def epoch_end(self, epoch: int, *, seconds: float, train_loss: float, val_loss: float | None = None) -> None:
+        self._emit(f"Epoch {epoch} completed in {seconds:.2f} seconds")
+        self._emit(f"Average Train Loss: {train_loss:.6f}")
+        if val_loss is not None:
+            self._emit(f"Average Val Loss: {val_loss:.6f}")
+
+    def new_best(self, value: float, metric: str = "loss") -> None:
+        self._emit(f">>>>>> New Best Val {metric.replace('_', ' ').title()}: {value:.6f}", style="green")
+
+    def saved(self, path: Path, *, seconds: float, size_bytes: int) -> None:
+        self._emit(f"Saved {path} ({words.size(size_bytes)}) in {seconds:.1f} s", style="dim")
+
+    def finished(self, seconds: float, rows: Sequence[tuple[str, str]] = ()) -> None:
+        """The end, how long it took, and where things are."""
+        self._emit("")
+        self._emit("Training complete!", style="bold green")
+        self._table([("time", words.duration(seconds)), *rows])
+
+    def next_steps(self, steps: Sequence[str]) -> None:
+        self._emit("")
+        self._emit("Next:", style="bold")
+        for number, text in enumerate(steps, 1):
+            self._emit(f"  {number}. {text}")
+
+    # How it gets out
+
+    def _table(self, rows: Sequence[tuple[str, str]]) -> None:
+        width = min(self._screen.width, 120) if self.on_terminal else FILE_WIDTH
+        for left, right in words.columns(rows, width=width):
+            self._show(Text.assemble((left, "dim"), right))
+        for left, right in words.columns(rows, width=FILE_WIDTH):
+            if not self.silent:
+                self._write_down(left + right)
+
+    def _emit(self, text: str, *, style: str = "", every_rank: bool = False, screen: Screen | None = None) -> None:
+        text = words.plain(text)
+        self._show(Text(text, style=style), screen)
+        if every_rank or not self.silent:
+            self._write_down(text)
+
+    def _show(self, text: Text, screen: Screen | None = None) -> None:
+        if not self.silent:
+            # Soft wrap leaves long lines whole: a command or a path can be copied, and a file is not folded.
+            (screen or self._screen).print(text, soft_wrap=True, highlight=False)
+
+    def _write_down(self, text: str) -> None:
+        if self._log is None:
+            self._early.append(text)
+            return
+        stamp = f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {self._rank}  "
+        self._log.write("".join(f"{stamp}{line}".rstrip() + "\n" for line in text.split("\n")))
+
+    def _open_bar(self, new: Bar) -> None:
+        self._bars.append(new)
+        if self.on_terminal and self._live is None:
+            self._live = Live(get_renderable=self._in_place, console=self._screen, transient=True, refresh_per_second=4)
+            self._live.start()
+
+    def _close_bar(self, old: Bar) -> None:
+        if old not in self._bars:
+            return
+        self._bars.remove(old)
+        if self._live is not None and not self._bars:
+            self._live.stop()
+            self._live = None
+        self._show(Text(old.line(self._screen.width if self.on_terminal else FILE_WIDTH)))
+        if not self.silent:
+            self._write_down(old.line(FILE_WIDTH))
+
+    def _in_place(self) -> Group:
+        lines = [line for open_bar in list(self._bars) for line in open_bar.lines(self._screen.width)]
+        return Group(*lines)
+
+
+class Bar:
+    """A bar while it is open (`with console.training_bar(625) as bar`); its last state stays as a line."""
+
+    def __init__(self, console: Console, label: str, loss_name: str, pace: Pace, *, run: Pace | None = None) -> None:
+        self._console, self._label, self._loss_name = console, label, loss_name
+        self._pace, self._run = pace, run
+        self._loss: float | None = None
+        self._status = ""
+        self._shown_at: float | None = None
+
+    def __enter__(self) -> Bar:
+        self._quiet_since = self._console.clock()
+        self._console._open_bar(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._console._close_bar(self)

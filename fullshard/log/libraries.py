@@ -1,0 +1,103 @@
+"""What other libraries have to say: warnings and log records, once each, on the console's terms.
+
+Libraries write to stderr by handlers of their own, through a progress bar and on every rank; these are taken out
+while a run lasts. Must not import the libraries, and must not change their levels.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fullshard.log.console import Console
+
+
+class Libraries(logging.Handler):
+    """Stands in for the handlers that libraries have put up."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self._seen: set[str] = set()
+        self._taken: list[tuple[logging.Logger, logging.Handler]] = []
+
+    def take(self) -> None:
+        """Takes the place of every handler that writes to the screen; again after more libraries were imported."""
+        for logger in _loggers():
+            for old in [h for h in logger.handlers if _to_screen(logger, h)]:
+                logger.removeHandler(old)
+                logger.addHandler(self)
+                self._taken.append((logger, old))
+        logging.root.addHandler(self)
+
+    def give_back(self) -> None:
+        """Puts everything back as it was found."""
+        for logger in _loggers():
+            logger.removeHandler(self)
+        for logger, old in self._taken:
+            logger.addHandler(old)
+        self._taken.clear()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):
+            # A library's own mistake in a format string must not stop a run.
+            text = str(record.msg)
+        origin = record.name.partition(".")[0]
+        if record.levelno < logging.WARNING:
+            self._console.debug(f"{record.name}: {text}")
+        elif origin == "fullshard":
+            self._console.warn(text)
+        else:
+            self.once(origin, text)
+
+    def once(self, origin: str, text: str) -> None:
+        """Says a text unless it was said before."""
+        if text not in self._seen:
+            self._seen.add(text)
+            self._console.library(origin, text)
+
+
+@contextmanager
+def route(console: Console) -> Iterator[Libraries]:
+    """While it is open, warnings and log records go to the console; afterwards everything is as before."""
+    libraries = Libraries(console)
+    show = warnings.showwarning
+
+    def showwarning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
+        libraries.once(_package(filename), f"{category.__name__}: {message}")
+
+    warnings.showwarning = showwarning
+    libraries.take()
+    try:
+        yield libraries
+    finally:
+        warnings.showwarning = show
+        libraries.give_back()
+
+
+def _loggers() -> list[logging.Logger]:
+    known = [item for item in logging.root.manager.loggerDict.values() if isinstance(item, logging.Logger)]
+    return [logging.root, *known]
+
+
+def _to_screen(logger: logging.Logger, handler: logging.Handler) -> bool:
+    if logger.name.partition(".")[0] == "torch" and "TORCH_LOGS" in os.environ:
+        return False  # asked for by the user, in a format of its own
+    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return isinstance(handler, logging.StreamHandler) and any(handler.stream is screen for screen in screens)
+
+
+def _package(filename: str) -> str:
+    parts = Path(filename).parts
+    for marker in ("site-packages", "dist-packages"):
+        if marker in parts[:-1]:
+            return Path(parts[parts.index(marker) + 1]).stem
+    return Path(filename).stem

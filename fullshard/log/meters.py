@@ -1,0 +1,144 @@
+"""Meters: how fast the run is and where its time goes, from the steps, tokens and seconds it is told of.
+
+MFU = tokens per second x flops per token / (peak flops of one device x ranks), with tokens counted over all ranks,
+flops per token as the model family states them (6·N + 6·L·d·s for a decoder) and the peak dense bf16 (log/peaks.py).
+Must not know where the numbers go, and must not import torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+PHASES = ("data", "compute", "log", "evaluate", "save")
+PAUSES = ("evaluate", "save")
+"""Phases that are not training: they count for the run's length, never for tokens per second."""
+
+
+@dataclass
+class _Window:
+    """What happened since the last record."""
+
+    began: float
+    steps: int = 0
+    tokens: int = 0
+    time: dict[str, float] = field(default_factory=dict)
+
+
+class Meters:
+    """Counts steps and gives one record per window.
+
+    `samples`, `tokens` and `seconds` start where a resumed run had got to. The first `warmup` steps of a process
+    (compiling, first allocations) never enter a rate. Waiting for the device belongs into the phase `compute`: read the
+    loss inside it, or an asynchronous device makes `compute` look short.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        ranks: int = 1,
+        samples: int = 0,
+        tokens: int = 0,
+        seconds: float = 0.0,
+        warmup: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.samples, self.tokens = samples, tokens
+        self.totals = dict.fromkeys(PHASES, 0.0)
+        """Seconds per phase in this process, warm-up included."""
+        self._flops_per_token, self._peak_flops, self._ranks = flops_per_token, peak_flops, ranks
+        self._clock = clock
+        self._began = clock() - seconds
+        self._warmup = warmup
+        self._window = _Window(clock())
+        self._data_wait = 0.0
+        self._windows_quiet: int | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Wall-clock seconds of the run, pauses included."""
+        return self._clock() - self._began
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Books the time of a block under one of `PHASES`."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.add(name, self._clock() - began)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Books seconds under one of `PHASES`."""
+        self.totals[name] += seconds
+        self._window.time[name] = self._window.time.get(name, 0.0) + seconds
+
+    def step(self, *, samples: int, tokens: int) -> None:
+        """A step is done; counts are over all ranks."""
+        self.samples += samples
+        self.tokens += tokens
+        if self._warmup > 0:
+            self._warmup -= 1
+            self._window = _Window(self._clock())
+        else:
+            self._window.steps += 1
+            self._window.tokens += tokens
+
+    def record(
+        self,
+        *,
+        step: int,
+        epoch: float,
+        loss: float,
+        lr: float,
+        grad_norm: float | None = None,
+        memory_bytes: int | None = None,
+        **metrics: float,
+    ) -> dict[str, Any]:
+        """The record of the window since the last one, for metrics.jsonl; begins a new window.
+
+        `samples`, `tokens` and `seconds` are since the start of the run; rates, `data_wait` (a share of the training
+        time) and `time` (seconds per phase) are of the window. What was not measured is absent.
+        """
+        record: dict[str, Any] = {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "lr": lr}
+        if grad_norm is not None:
+            record["grad_norm"] = grad_norm
+        record |= {**metrics, "samples": self.samples, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
+        record |= self._rates()
+        if memory_bytes is not None:
+            record["memory_gib"] = round(memory_bytes / 2**30, 3)
+        record["time"] = {name: round(seconds, 4) for name, seconds in self._window.time.items()}
+        self._window = _Window(self._clock())
+        return record
+
+    def _rates(self) -> dict[str, float]:
+        window = self._window
+        seconds = self._clock() - window.began - sum(window.time.get(name, 0.0) for name in PAUSES)
+        self._data_wait = 0.0
+        if window.steps == 0 or seconds <= 0:
+            return {}
+        rates = {"tokens_per_second": round(window.tokens / seconds, 2)}
+        if self._flops_per_token and self._peak_flops:
+            flops = window.tokens / seconds * self._flops_per_token
+            rates["mfu"] = round(flops / (self._peak_flops * self._ranks), 4)
+        self._data_wait = window.time.get("data", 0.0) / seconds
+        rates["data_wait"] = round(self._data_wait, 4)
+        return rates
+
+    def advice(self, *, workers: int | None = None, every: int = 50) -> str | None:
+        """What to say about the record just made: a line when data wait is above 5 %, once per `every` windows."""
+        if self._windows_quiet is not None:
+            self._windows_quiet += 1
+        if self._data_wait <= 0.05 or (self._windows_quiet is not None and self._windows_quiet < every):
+            return None
+        self._windows_quiet = 0
+        now = "" if workers is None else f" (now {workers})"
+        return (
+            f"{self._data_wait:.0%} of the step time is spent waiting for data, more than 5%: the device stands idle. "
+            f"Raise data.workers{now}, or put the data on a faster disk."
+        )

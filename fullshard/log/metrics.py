@@ -1,0 +1,97 @@
+"""`metrics.jsonl`: every number of a run, one JSON object a line, always on, rank 0 only.
+
+A number that JSON cannot say is written as null and named beside it: `"loss": null, "not_finite": {"loss": "nan"}`.
+Resuming at step s drops the lines after s, so that a curve never doubles back, and a line torn by a kill.
+Must not know what the numbers mean.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """The open file. `step` is the step the run goes on from; at 0 the file starts empty."""
+
+    def __init__(self, path: Path, *, step: int = 0) -> None:
+        self.dropped = _cut(path, step) if path.exists() else 0
+        """Lines of an earlier life that were taken out."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8", buffering=1)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Appends one record; it is in the file when this returns."""
+        self._file.write(encode(record) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One record as valid JSON in one line."""
+    unsayable: dict[str, str] = {}
+    finite = _finite(record, "", unsayable)
+    if unsayable:
+        finite["not_finite"] = unsayable
+    return json.dumps(finite, allow_nan=False, ensure_ascii=False, default=float)
+
+
+def _finite(value: Any, where: str, unsayable: dict[str, str]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v, f"{where}.{k}" if where else str(k), unsayable) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v, f"{where}[{i}]", unsayable) for i, v in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        unsayable[where] = str(value)
+        return None
+    return value
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The records of a run; a torn last line is left out."""
+    return [record for line in _lines(path) if (record := _decode(line)) is not None]
+
+
+def last_step(path: Path) -> int | None:
+    """The highest step that the file holds, None when it holds none."""
+    steps = [r["step"] for r in read(path) if isinstance(r.get("step"), int)] if path.exists() else []
+    return max(steps, default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    # Not splitlines(): text inside a record may hold separators such as U+2028.
+    return path.read_text(encoding="utf-8", errors="replace").split("\n")
+
+
+def _decode(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _cut(path: Path, step: int) -> int:
+    lines = _lines(path)
+    torn = lines.pop()
+    kept = [line for line in lines if _survives(_decode(line), step)] if step else []
+    dropped = len(lines) - len(kept) + bool(torn)
+    if dropped:
+        temporary = path.with_name(path.name + ".new")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    return dropped
+
+
+def _survives(record: dict[str, Any] | None, step: int) -> bool:
+    return record is not None and not (isinstance(record.get("step"), (int, float)) and record["step"] > step)

@@ -1,0 +1,72 @@
+"""The contract of a model family: how a model is built, where its values come from, how it is written out.
+
+A family builds plain single-device modules. Must not know objectives, ranks or torch.distributed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from fullshard.part import Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class Weights(Protocol):
+    """Stored tensors by parameter name, readable in part, so that a rank reads only its own rows."""
+
+    def names(self) -> set[str]:
+        """The module's parameter and buffer names that are stored."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` (of dim 0) of one tensor, on the CPU, in its stored dtype; a 0-d tensor is whole."""
+        ...
+
+
+class Family(Part):
+    """A family of models."""
+
+    folder: ClassVar[str] = "fullshard.models"
+    default_kind: ClassVar[str | None] = "hf"
+    forward_methods: ClassVar[tuple[str, ...]] = ()
+    """Methods of the module, besides `forward`, that an objective calls."""
+
+    def prepare(self, texts: Iterable[str], *, cache: Path) -> None:
+        """Fetches or makes what the model needs on disk (weights, a tokenizer from `texts`), once, before ranks meet."""
+
+    def processor(self, *, cache: Path) -> Any:
+        """The tokenizer or processor that goes with the model, or None."""
+        return None
+
+    def build(self, *, processor: Any) -> nn.Module:
+        """The module with its edits (LoRA, frozen parts, resized embedding): parameters on meta, buffers real."""
+        raise NotImplementedError
+
+    def weights(self, module: nn.Module) -> Weights | None:
+        """Where stored values come from; None when the model starts from scratch."""
+        return None
+
+    def initialise(self, module: nn.Module, *, root: nn.Module) -> None:
+        """Fills the direct parameters of one real module of the tree under `root` with fresh values."""
+        raise NotImplementedError
+
+    def blocks(self, module: nn.Module) -> list[str] | None:
+        """Names of the modules that are sharded, recomputed and compiled one by one; None: found by structure."""
+        return None
+
+    def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """The dtype a parameter is kept in: fp32 for everything that is trained."""
+        return torch.float32
+
+    def flops_per_token(self, module: nn.Module, *, length: int) -> float:
+        """Floating-point operations per token of one training step: 6·N + 6·L·d·s unless the family knows better."""
+        return 6.0 * sum(p.numel() for p in module.parameters())
+
+    def export(self, module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, processor: Any) -> None:
+        """Writes whole tensors, one at a time, as a folder that the ecosystem's own loader reads."""
+        raise NotImplementedError

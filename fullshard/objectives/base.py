@@ -1,0 +1,71 @@
+"""The contract of an objective: what is minimised, and nothing about how.
+
+An objective answers with sums and counts; the step divides by the count over all ranks and micro-batches. That makes the
+result the same for any world size and any split into micro-batches. Must not know data sources, optimizers or FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fullshard.part import Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch = dict[str, Any]
+"""One micro-batch: tensors by name. `sample_ids` is always there; -1 marks a sample that only fills the batch."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The sum over the loss terms of one micro-batch, and metrics as (sum, count) pairs of tensors."""
+
+    loss_sum: torch.Tensor
+    metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class Objective(Part):
+    """What a run minimises."""
+
+    folder: ClassVar[str] = "fullshard.objectives"
+    default_kind: ClassVar[str | None] = "causal_lm"
+    needs: ClassVar[tuple[str, ...]] = ()
+    """The batch keys it reads."""
+
+    def count(self, batch: Batch) -> int:
+        """How many loss terms the micro-batch holds, from the batch alone (on the CPU, before any forward)."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
+        """The sum over those terms."""
+        raise NotImplementedError
+
+    def derived(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Numbers that follow from the averages, such as perplexity from the loss."""
+        return {}
+
+    def check(self, model: nn.Module, batch: Batch) -> list[str]:
+        """Proves before step 1, on a first batch, what the loss takes for granted; raises where it does not hold.
+        Returns lines that say what was proven. Called on every rank, without grad."""
+        return []
+
+    def backward(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        total: torch.Tensor,
+        aux: dict[str, nn.Module],
+        scale: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[Terms]:
+        """Adds the gradient of `sum / total` over all micro-batches. Override only when terms couple across them."""
+        results = []
+        for batch in batches:
+            terms = self.loss(model, batch, aux)
+            scale(terms.loss_sum / total).backward()
+            detached = {name: (s.detach(), c.detach()) for name, (s, c) in terms.metrics.items()}
+            results.append(Terms(terms.loss_sum.detach(), detached))
+        return results

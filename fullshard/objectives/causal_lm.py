@@ -1,0 +1,112 @@
+"""Next-token prediction: pre-training and supervised fine-tuning; which positions count is written in the labels.
+
+The loss works on hidden states and the head, so full logits never exist. Must not know data sources, optimizers or FSDP.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fullshard.errors import SetupError
+from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
+from fullshard.ops.varlen_attention import document_bounds
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far two ways of computing the same logits may lie apart, relative to the largest."""
+
+
+class CausalLM(Objective):
+    """Cross-entropy of the next token; `labels[i]` is the target of position i."""
+
+    needs: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "labels")
+
+    full_logits: bool = False
+    """Take the model's own logits, all at once: slower and larger, for models whose head does more than a product."""
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["labels"] != IGNORE).sum())
+
+    def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
+        targets = batch["labels"].reshape(-1)
+
+        def reduce(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            if head is None:
+                return _plain_cross_entropy(hidden.reshape(len(targets), -1), targets)
+            return linear_cross_entropy(
+                hidden.reshape(len(targets), -1),
+                head.weight,
+                targets,
+                bias=head.bias,
+                scale=head.scale,
+                softcap=head.softcap,
+            )
+
+        loss, correct = self._run(model, reduce, batch)
+        count = (targets != IGNORE).sum()
+        return Terms(loss, {} if torch.is_grad_enabled() else {"accuracy": (correct, count)})
+
+    def _run(self, model: nn.Module, reduce: Any, batch: Batch) -> Any:
+        inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
+        if self.full_logits or not hasattr(model, "hidden_states_and_head"):
+            output = model(**inputs)
+            return reduce(getattr(output, "logits", output), None)
+        return model.hidden_states_and_head(reduce, **inputs, bounds=batch.get("bounds"))
+
+    def derived(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Perplexity follows from the loss."""
+        return {"perplexity": math.exp(min(numbers["loss"], 80.0))}
+
+    @torch.no_grad()
+    def check(self, model: nn.Module, batch: Batch) -> list[str]:
+        """The head path gives the model's own logits, and in a packed row no document sees another."""
+        ids = batch["input_ids"].reshape(-1)[:8].repeat(2)[None]
+        positions = torch.arange(8, device=ids.device).repeat(2)[None]
+        row = {"input_ids": ids, "position_ids": positions, "bounds": document_bounds(positions.cpu()).to(ids.device)}
+        model.eval()
+        lines = []
+        with torch.compiler.set_stance("force_eager"):
+            logits = self._run(model, _logits, row)
+            if not self.full_logits and hasattr(model, "hidden_states_and_head"):
+                own = model.hidden_states_and_head(_logits, **row, full_logits=True)
+                lines.append(_check_head(logits, own))
+            other = {**row, "input_ids": torch.cat([ids[:, :8].roll(1, dims=-1), ids[:, 8:]], dim=-1)}
+            if int((batch["position_ids"] == 0).sum()) > len(batch["position_ids"]):
+                lines.append(_check_isolation(logits, self._run(model, _logits, other)))
+        return lines
+
+
+def _logits(hidden: torch.Tensor, head: Any) -> torch.Tensor:
+    return hidden if head is None else head.logits(hidden)
+
+
+def _check_head(ours: torch.Tensor, own: torch.Tensor) -> str:
+    apart = float((ours - own).abs().max() / own.abs().max().clamp(min=1e-6))
+    if not apart <= TOLERANCE[own.dtype]:
+        raise SetupError(
+            f"The loss from hidden states and head does not agree with this model's own logits: {apart:.1e} apart, allowed "
+            f"{TOLERANCE[own.dtype]:.0e}. Its head does more than a matrix product: set objective.full_logits: true."
+        )
+    return f"the chunked loss agrees with the model's own logits ({apart:.1e})"
+
+
+def _check_isolation(first: torch.Tensor, second: torch.Tensor) -> str:
+    apart = float((first[:, 8:] - second[:, 8:]).abs().max() / first.abs().max().clamp(min=1e-6))
+    if not apart <= TOLERANCE[first.dtype] / 10:
+        raise SetupError(
+            f"In this model a document in a packed row changes the next one by {apart:.1e}: its attention does not keep "
+            "documents apart. Set data.pack: false."
+        )
+    return f"documents in a packed row do not see each other ({apart:.1e})"
+
+
+def _plain_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+    return loss, ((logits.argmax(-1) == targets) & (targets != IGNORE)).sum().float()
+
+
+__all__ = ["CausalLM"]

@@ -1,0 +1,59 @@
+"""Attention over packed rows with flash kernels: each document attends to itself only, and no mask is ever built.
+
+Registered with Transformers under NAME, so any model that uses its attention interface can run it. CUDA, bf16 or fp16.
+Must not know models, batches or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+NAME = "fullshard_varlen"
+BOUNDS_MULTIPLE = 128
+"""Bounds are padded to a multiple of this many entries, so that compiled code sees few shapes."""
+
+
+def document_bounds(position_ids: torch.Tensor) -> torch.Tensor:
+    """Cumulative document lengths of the flattened rows, from positions that restart at 0 with each document.
+
+    Padded with the total: documents of length nothing, which the kernels skip."""
+    flat = position_ids.reshape(-1)
+    starts = torch.nonzero(flat == 0).reshape(-1)
+    padded = -(-(len(starts) + 1) // BOUNDS_MULTIPLE) * BOUNDS_MULTIPLE
+    bounds = torch.full((padded,), len(flat), dtype=torch.int32)
+    bounds[: len(starts)] = starts.to(torch.int32)
+    return bounds
+
+
+def register() -> str:
+    """Makes the attention known to Transformers; returns the name to ask for."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    return NAME
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Transformers' attention signature: (batch, heads, length, width) in, (batch, length, heads, width) out."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, length, width = query.shape
+    if key.shape[1] != heads:
+        key, value = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (key, value))
+    flat = [t.transpose(1, 2).reshape(batch * length, heads, width) for t in (query, key, value)]
+    window = (sliding_window - 1, 0) if sliding_window else (-1, 0)
+    out = varlen_attn(*flat, cu_seq_lens_q, cu_seq_lens_q, length, length, scale=scaling, window_size=window)
+    return out.reshape(batch, length, heads, width), None

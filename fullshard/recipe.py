@@ -1,0 +1,282 @@
+"""The recipe: every setting of a run, in sections, frozen.
+
+A recipe states only what differs from the defaults. `None` means "resolve it"; build.py does, and writes the result down.
+Must not know YAML, torch, ranks or any concrete part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from fullshard.data.base import Encoder, Source
+from fullshard.evaluate.base import Evaluation
+from fullshard.launch.base import Launcher
+from fullshard.models.base import Family
+from fullshard.objectives.base import Objective
+from fullshard.optim.base import Optimizer
+from fullshard.part import Section, decode
+from fullshard.precision import check_word
+from fullshard.schedules.base import Schedule
+from fullshard.sinks.base import Sink
+
+Precision = Annotated[str, BeforeValidator(check_word)]
+
+
+class Data(Section):
+    """What the run learns from."""
+
+    train: Source
+    """A path, a list of paths, or a source with its settings."""
+    validation: Source | None = None
+    """The same for validation; without it `holdout` of the training records is kept apart."""
+    encode: Encoder | None = None
+    """How a record becomes tokens; null: chosen from the keys of the first record."""
+    sequence_length: int = Field(1024, ge=2)
+    """The longest sample, in tokens."""
+    pack: bool = True
+    """Put several documents into one row; they never attend to each other."""
+    shuffle: bool = True
+    """A new global order every epoch; false keeps the order of the source."""
+    holdout: float = Field(0.05, ge=0, lt=1)
+    """Share of the training records kept for validation when no validation source is given; 0 for none."""
+    workers: int | None = Field(None, ge=0)
+    """Loader processes per rank; null: 2 with a GPU, 0 on a CPU."""
+    cache: Path | None = None
+    """Where tokenised data is kept; null: the user's cache folder."""
+
+
+class Batch(Section):
+    """How many samples make a step: global = per_device x accumulate x ranks."""
+
+    per_device: int = Field(8, ge=1)
+    """Samples in one micro-batch of one rank."""
+    accumulate: int | None = Field(None, ge=1)
+    """Micro-batches per step; null: 1, or what `global` asks for."""
+    global_size: int | None = Field(None, ge=1, alias="global")
+    """Samples per step over all ranks; the same for any number of ranks."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Batch:
+        if self.accumulate is not None and self.global_size is not None:
+            raise ValueError("give batch.accumulate or batch.global, not both: one follows from the other")
+        return self
+
+
+class Duration(Section):
+    """How long the run is."""
+
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training data."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Duration:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give exactly one of duration.epochs and duration.steps")
+        return self
+
+
+class Wrap(Section):
+    """Which modules become FSDP units; by default the model's own blocks, found by structure."""
+
+    classes: list[str] | None = None
+    """Class names of the modules to wrap."""
+    min_params: int | None = Field(None, ge=1)
+    """Wrap by size instead: modules with at least this many parameters."""
+    whole: bool = False
+    """One unit for the whole model."""
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = [value]
+        return {"classes": value} if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Wrap:
+        if sum((self.classes is not None, self.min_params is not None, self.whole)) > 1:
+            raise ValueError(
+                "wrap.classes, wrap.min_params and wrap.whole exclude each other: min_params has no effect where classes are named"
+            )
+        return self
+
+
+class Sharding(Section):
+    """How the model is spread over the ranks."""
+
+    strategy: Literal["auto", "full", "grad_op", "hybrid", "none"] = "auto"
+    """full: parameters, gradients and optimizer state; grad_op: parameters stay gathered from forward to backward;
+    hybrid: sharded within a node, replicated across nodes; none: replicated."""
+    wrap: Wrap | None = None
+    """Which modules become units; null: by structure."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory."""
+    forward_prefetch: bool = False
+    """Ask for the next block's parameters before this one has run."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass: every second block, or every block."""
+    compile: bool | None = None
+    """Compile each block; null: on CUDA yes, on a CPU no."""
+    sync_batchnorm: bool = False
+    """Share batch-norm statistics over ranks."""
+    use_orig_params: bool | None = None
+    """Accepted without effect: FSDP2 always keeps the original parameters."""
+    limit_all_gathers: bool | None = None
+    """Accepted without effect: FSDP2 needs no limit."""
+    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] | None = None
+    """Accepted without effect: FSDP2 always gathers the next block early, as BACKWARD_PRE did."""
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"strategy": value} if isinstance(value, str) else value
+
+    def notes(self) -> list[str]:
+        """What happens instead, for each key that FSDP2 made meaningless."""
+        notes = []
+        if self.use_orig_params is not None:
+            notes.append("sharding.use_orig_params has no effect: FSDP2 always keeps the original parameters.")
+        if self.limit_all_gathers is not None:
+            notes.append("sharding.limit_all_gathers has no effect: FSDP2 bounds the gathered memory by itself.")
+        if self.backward_prefetch not in (None, "BACKWARD_PRE"):
+            notes.append(
+                f"sharding.backward_prefetch = {self.backward_prefetch} is not available: "
+                "FSDP2 always gathers the next block's parameters early, as BACKWARD_PRE did."
+            )
+        return notes
+
+
+class Topology(Section):
+    """Which devices, on how many nodes."""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """auto: CUDA where there is a GPU."""
+    devices: int | Literal["auto"] | list[int] = "auto"
+    """Ranks per node: a count, a list of GPU ids, or auto (all GPUs; one process on a CPU)."""
+    nodes: int = Field(1, ge=1)
+    """Machines in the run."""
+    timeout_s: float = Field(600.0, gt=0)
+    """How long a rank waits for the others before the run stops."""
+    launcher: Launcher = Field(default_factory=lambda: decode(Launcher, {}, where="topology.launcher"))
+    """What starts the ranks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ids(cls, value: Any) -> Any:
+        devices = value.get("devices") if isinstance(value, dict) else None
+        if isinstance(devices, str) and devices != "auto":
+            parts = [part.strip() for part in devices.split(",") if part.strip()]
+            if not all(part.isdigit() for part in parts):
+                raise ValueError(f"topology.devices = {devices!r} is not a count, a list of ids (0,2) or auto")
+            ids = [int(part) for part in parts]
+            value = {**value, "devices": ids if "," in devices else ids[0]}
+        return value
+
+    @model_validator(mode="after")
+    def _some(self) -> Topology:
+        if self.devices == 0 or self.devices == []:
+            raise ValueError("topology.devices must be at least 1")
+        if isinstance(self.devices, list) and len(set(self.devices)) != len(self.devices):
+            raise ValueError(f"topology.devices names a GPU twice: {self.devices}")
+        return self
+
+
+class Best(Section):
+    """Which checkpoint is the best."""
+
+    metric: str = "loss"
+    """A validation number."""
+    mode: Literal["min", "max"] = "min"
+    """Whether lower or higher is better."""
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"metric": value} if isinstance(value, str) else value
+
+
+class Checkpoint(Section):
+    """When and how the run is saved."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """Save every so many steps."""
+    every_epochs: int | None = Field(1, ge=1)
+    """Save at the end of every so many epochs."""
+    keep: int | None = Field(3, ge=1)
+    """How many checkpoints stay; `best` and `last` always do. null keeps all."""
+    best: Best | None = Field(default_factory=Best)
+    """The number that decides `best`; null for no best checkpoint."""
+
+
+class Evaluate(Section):
+    """When the model is validated, and how."""
+
+    every_steps: int | None = Field(None, ge=1)
+    """Validate every so many steps."""
+    every_epochs: int | None = Field(1, ge=1)
+    """Validate at the end of every so many epochs."""
+    per_device: int | None = Field(None, ge=1)
+    """Samples in one validation batch of one rank; null: as in training."""
+    parts: list[Evaluation] = Field(
+        default_factory=lambda: [decode(Evaluation, {"kind": "loss"}, where="evaluate.parts[0]")]
+    )
+    """What is found out."""
+    patience: int | None = Field(None, ge=1)
+    """Stop after so many validations without a better `checkpoint.best`."""
+
+
+class Log(Section):
+    """What is written down while the run goes on."""
+
+    every_steps: int = Field(10, ge=1)
+    """Steps between two logged lines."""
+    sinks: list[Sink] = Field(default_factory=lambda: [decode(Sink, {"kind": "tensorboard"}, where="log.sinks[0]")])
+    """Where the numbers go, beside metrics.jsonl."""
+    sample_ids: bool = False
+    """Write the sample ids of every step to metrics.jsonl."""
+    debug: bool = False
+    """Say more in log.txt."""
+
+
+class Recipe(Section):
+    """Every setting of a run."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The name of the run folder inside `output`."""
+    output: Path = Path("runs")
+    """The folder that holds run folders."""
+    seed: int = Field(0, ge=0)
+    """Decides the data order, fresh weights and dropout."""
+    model: Family
+    """The model."""
+    objective: Objective = Field(default_factory=lambda: decode(Objective, {}, where="objective"))
+    """What is minimised."""
+    data: Data
+    """What the run learns from."""
+    batch: Batch = Field(default_factory=Batch)
+    """Samples per step."""
+    duration: Duration = Field(default_factory=lambda: Duration(epochs=1))
+    """How long the run is."""
+    optimizer: Optimizer = Field(default_factory=lambda: decode(Optimizer, {}, where="optimizer"))
+    """How gradients become updates."""
+    schedule: Schedule = Field(default_factory=lambda: decode(Schedule, {}, where="schedule"))
+    """How the learning rate moves."""
+    precision: Precision = "auto"
+    """auto, bf16, fp16 or fp32, in any of the field's spellings."""
+    sharding: Sharding = Field(default_factory=Sharding)
+    """How the model is spread over the ranks."""
+    topology: Topology = Field(default_factory=Topology)
+    """Which devices."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    """When the run is saved."""
+    evaluate: Evaluate = Field(default_factory=Evaluate)
+    """When the model is validated."""
+    log: Log = Field(default_factory=Log)
+    """What is written down."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.output / self.name

@@ -1,0 +1,48 @@
+"""The contract of a learning-rate schedule: a pure function from optimizer step to a factor of the base rate.
+
+Steps are optimizer steps, whatever the world size or the accumulation. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import field_validator
+
+from fullshard.part import Part
+
+
+class Schedule(Part):
+    """How the learning rate moves over the run."""
+
+    folder: ClassVar[str] = "fullshard.schedules"
+    default_kind: ClassVar[str | None] = "cosine"
+
+    warmup: int | float = 0
+    """Linear warm-up: a whole number is steps, a fraction below 1 a share of the run."""
+
+    @field_validator("warmup", mode="before")
+    @classmethod
+    def _warmup_in_range(cls, value: Any) -> Any:
+        number = float(value)
+        if number < 0 or (number > 1 and number != int(number)):
+            raise ValueError("warm-up is a number of steps (0, 100) or a share of the run (0.03)")
+        return int(number) if number >= 1 or number == 0 else number
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    def warmup_steps(self, total: int) -> int:
+        return self.warmup if isinstance(self.warmup, int) else round(self.warmup * total)
+
+    def factor(self, step: int, total: int) -> float:
+        """The factor at optimizer step `step` (counted from 0) of `total`."""
+        warmup = self.warmup_steps(total)
+        if step < warmup:
+            return (step + 1) / warmup
+        return self.after_warmup(step - warmup, max(total - warmup, 1))
+
+    def after_warmup(self, step: int, total: int) -> float:
+        """The factor `step` steps after warm-up, of `total` such steps."""
+        raise NotImplementedError

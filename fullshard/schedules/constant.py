@@ -1,0 +1,15 @@
+"""The learning rate stays as it is."""
+
+from __future__ import annotations
+
+from fullshard.schedules.base import Schedule
+
+
+class Constant(Schedule):
+    """A constant rate after warm-up."""
+
+    def after_warmup(self, step: int, total: int) -> float:
+        return 1.0
+
+
+__all__ = ["Constant"]

@@ -1,0 +1,20 @@
+"""The learning rate falls on half a cosine."""
+
+from __future__ import annotations
+
+import math
+
+from fullshard.schedules.base import Schedule
+
+
+class Cosine(Schedule):
+    """From the base rate to `floor` of it at the end of the run."""
+
+    floor: float = 0.0
+    """The factor at the end."""
+
+    def after_warmup(self, step: int, total: int) -> float:
+        return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * min(step / total, 1.0)))
+
+
+__all__ = ["Cosine"]

@@ -1,0 +1,49 @@
+"""Progress: where a run stands; what a checkpoint restores beside the weights. Must not know who reads it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """Counts since the first step of the run, over all ranks."""
+
+    step: int = 0
+    """Optimizer steps done; also the data cursor, since the order is a function of (seed, epoch)."""
+    epoch: int = 0
+    """Epochs completed."""
+    samples: int = 0
+    tokens: int = 0
+    schedule_step: int = 0
+    """Steps that moved the weights: an overflow under fp16 moves the data on, not the schedule."""
+    best: float | None = None
+    best_step: int | None = None
+    validations_without_gain: int = 0
+    seconds: float = 0.0
+    """Training time over all runs of this folder."""
+    finished: bool = False
+    epoch_sums: dict[str, list[float]] = field(default_factory=dict)
+    """Loss sum and count of the epoch so far, so that its average survives a resume."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Progress:
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `fullshard.train` gives back."""
+
+    folder: str
+    step: int
+    best: float | None
+    best_step: int | None
+    validation: dict[str, float]
+    """The last validation numbers."""
+    stopped: str
+    """Why the run ended: done, patience, signal."""

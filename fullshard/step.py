@@ -1,0 +1,107 @@
+"""One optimizer step over a list of micro-batches: count, backward, clip, update.
+
+Gradients are sums divided by the count over all ranks and micro-batches, so a step is the same for any split.
+Must not know time, logging, checkpoints or any concrete loss.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fullshard.dist import reduce
+from fullshard.dist.shard import one_by_one
+from fullshard.objectives.base import Batch, Objective, Terms
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves: tensors that are still on the device, so that nothing waits for it."""
+
+    sums: dict[str, torch.Tensor]
+    """(sum, count) of the loss and each metric over this rank's micro-batches."""
+    total: torch.Tensor
+    """Loss terms over all ranks."""
+    grad_norm: torch.Tensor
+    skipped: bool
+    """The scaler found an overflow and left the weights alone."""
+
+
+def train_step(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    objective: Objective,
+    aux: dict[str, nn.Module],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    clip: float | None,
+    lr: float,
+    device: torch.device,
+) -> StepResult:
+    """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches."""
+    model.train()
+    count = sum(objective.count(batch) for batch in batches)
+    total = reduce.sum_over_ranks(torch.tensor(float(count), device=device)).clamp(min=1.0)
+    on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
+    scale = scaler.scale if scaler else _unscaled
+    terms = objective.backward(model, on_device, total, aux, scale)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if scaler:
+        scaler.unscale_(optimizer)
+    grad_norm = reduce.clip_global_norm(parameters, ceiling=clip)
+    skipped = _update(optimizer, scaler, lr=lr)
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped)
+
+
+def _unscaled(loss: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, lr: float) -> bool:
+    for group in optimizer.param_groups:
+        # An optimizer that keeps its rate in a tensor (so that a compiled update need not recompile) is written in place.
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+    if scaler is None:
+        optimizer.step()
+        return False
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() < before
+
+
+def sum_terms(terms: Sequence[Terms], count: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Adds the micro-batches up, in fp64 so that the order of addition does not show."""
+    loss = torch.stack([t.loss_sum.double() for t in terms]).sum()
+    sums = {"loss": torch.stack([loss, torch.tensor(float(count), dtype=torch.float64, device=device)])}
+    for name in terms[0].metrics:
+        pairs = [torch.stack([part.double() for part in t.metrics[name]]) for t in terms]
+        sums[name] = torch.stack(pairs).sum(0)
+    return sums
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Copies a batch's tensors; from pinned memory the copy overlaps with what the device is doing."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }
+
+
+def seed_everything(*key: int) -> None:
+    """Seeds every generator from (seed, step, rank): randomness is a function of the step, so resume needs no saved state."""
+    words = np.random.SeedSequence(key).generate_state(2)
+    seed = int(words[0]) << 32 | int(words[1])
+    random.seed(seed)
+    np.random.seed(int(words[0]))
+    torch.manual_seed(seed)
