@@ -85,8 +85,9 @@ def _accumulation(global_size: int, *, per_device: int, world: int) -> int:
     below = global_size // per_pass * per_pass
     use = f"{below} or {below + per_pass}" if below else f"{per_pass}, or a smaller batch.per_device"
     raise RecipeError(
-        f"batch.global = {global_size} cannot be split evenly: {_count(world, 'rank')} x batch.per_device = {per_device} "
-        f"makes {per_pass} samples per pass, and {global_size} is not a multiple of {per_pass}. Use batch.global = {use}."
+        f"batch.global = {global_size} cannot be split evenly: {_count(world, 'rank')} x batch.per_device = "
+        f"{per_device} makes {per_pass} samples per pass, and {global_size} is not a multiple of {per_pass}. Use "
+        f"batch.global = {use}."
     )
 
 

@@ -10,7 +10,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -62,7 +62,8 @@ def parse_override(text: str) -> Override:
     found = _ASSIGNMENT.match(text.removeprefix("--"))
     if not found:
         raise RecipeError(
-            f"{text!r} is not a setting. Settings on the command line look like optimizer.lr=3e-4: a key path, =, a value."
+            f"{text!r} is not a setting. Settings on the command line look like optimizer.lr=3e-4: a key path, =, a "
+            "value."
         )
     steps = _STEP.findall(found["path"])
     path = tuple(int(index) if index else name for name, index in steps)
@@ -81,7 +82,8 @@ def _merge(state: Settings, cls: type[Section] | None, below: Any, above: Any, w
     above = _long(cls, above)
     if not isinstance(above, Mapping):
         return above
-    merged, above = dict(_long(cls, below)) if isinstance(_long(cls, below), Mapping) else {}, _underscored(cls, above)
+    below, above = _long(cls, below), _underscored(cls, above, where)
+    merged = dict(below) if isinstance(below, Mapping) else {}
     if cls is not None:
         cls = _settle_kind(state, cls, merged, above, where, origin)
         _drop_excluded(state, cls, merged, above, where, origin)
@@ -111,10 +113,8 @@ def _settle_kind(
     if new != old:
         known = {spec.alias or name for name, spec in settled.model_fields.items()} | {"kind"}
         for key in [key for key in below if key not in known]:
-            state.replaced.append(
-                f"{where}.{key}: dropped, {where}.kind = {new} ({origin}) has no such key ({_origin(state, where, key)})"
-            )
-            del below[key]
+            lost = f"{shown(below.pop(key))} ({_origin(state, where, key)})"
+            state.replaced.append(f"{where}.{key}: {lost} is dropped, {where}.kind = {new} ({origin}) has no such key")
     return settled
 
 
@@ -154,10 +154,11 @@ def _edit(state: Settings, path: tuple[str | int, ...], rest: tuple[str | int, .
     cls: type[Section] | None = state.section
     found: Any = state.values
     annotation: Any = None
-    for name in path:
-        found, name = _underscored(cls, _long(cls, found or {})), str(name).replace("-", "_") if cls else name
-        annotation = _annotation(_concrete(cls, found), str(name))
-        cls, found = _section_in(annotation), found.get(name)
+    for name in map(str, path):
+        found = _long(cls, found)
+        found = found if isinstance(found, Mapping) else {}
+        annotation = _annotation(_concrete(cls, found), key := name.replace("-", "_") if cls else name)
+        cls, found = _section_in(annotation), found.get(key)
     index = typing.cast(int, rest[0])
     if not isinstance(found, list) or index >= len(found):
         have = f"{len(found)} entries" if isinstance(found, list) else "no list"
@@ -169,7 +170,9 @@ def _edit(state: Settings, path: tuple[str | int, ...], rest: tuple[str | int, .
     changed = value
     for step in reversed(rest[1:]):
         if isinstance(step, int):
-            raise RecipeError(f"{show(path + rest)}: only one list index can be set. Set the whole list: {show(path)}=[...].")
+            raise RecipeError(
+                f"{show(path + rest)}: only one list index can be set. Set the whole list: {show(path)}=[...]."
+            )
         changed = {step: changed}
     if len(rest) > 1:
         changed = _merge(Settings(state.section), element, found[index], changed, show(path), "command line")
@@ -180,8 +183,17 @@ def _long(cls: type[Section] | None, value: Any) -> Any:
     return cls.from_short(value) if cls is not None and value is not None else value
 
 
-def _underscored(cls: type[Section] | None, value: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    return {str(k).replace("-", "_"): v for k, v in value.items()} if cls is not None else value
+def _underscored(cls: type[Section] | None, value: Mapping[Any, Any], where: str) -> Mapping[Any, Any]:
+    """Hyphens of a section's keys as underscores; the keys of a plain mapping are the user's own."""
+    if cls is None:
+        return value
+    keys = [str(key).replace("-", "_") for key in value]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise RecipeError(
+            f"{f'{where}.' if where else ''}{twice} is given twice, once with a hyphen. Keep one of them."
+        )
+    return dict(zip(keys, value.values(), strict=True))
 
 
 def _concrete(cls: type[Section] | None, value: Any) -> type[Section] | None:
@@ -240,14 +252,4 @@ def shown(value: Any) -> str:
     return f"[{', '.join(map(shown, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
-def leaves(values: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """The key paths of all plain values."""
-    for key, value in values.items():
-        path = f"{where}.{key}" if where else str(key)
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, path)
-        else:
-            yield path
-
-
-__all__ = ["Override", "Settings", "leaves", "members", "parse_override", "section_of", "show", "shown"]
+__all__ = ["Override", "Settings", "members", "parse_override", "section_of", "show", "shown"]

@@ -31,6 +31,9 @@ class Section(BaseModel):
         frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False, populate_by_name=True
     )
 
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of keys of which one may be set: the command line's `duration.steps` replaces the recipe's `duration.epochs`."""
+
     @classmethod
     def from_short(cls, value: Any) -> Any:
         """Turns a short spelling (one word, a path) into the mapping it stands for; overridden where one exists."""
@@ -136,18 +139,24 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
         problems.append(
             f"{_join(where, key)} is not a known key{did_you_mean(key, known)}. Known here: {', '.join(known)}."
         )
-    fields = {
-        key: _decode_annotated(cls.model_fields[names[key]].annotation, item, _join(where, key), problems)
-        for key, item in value.items()
-        if key not in unknown
-    }
-    if problems and unknown:
-        return None
+    fields: dict[str, Any] = {}
+    failed: set[str] = set()
+    for key in (key for key in value if key not in unknown):
+        known_problems = len(problems)
+        fields[key] = _decode_annotated(cls.model_fields[names[key]].annotation, value[key], _join(where, key), problems)
+        if len(problems) > known_problems:
+            # Fits no field, so that no check across fields sees half a section; its own problems are told already.
+            fields[key] = _Failed()
+            failed.add(key)
     try:
         return cls.model_validate(fields)
     except ValidationError as error:
-        problems.extend(_explain(entry, where) for entry in error.errors())
+        problems.extend(_explain([e for e in error.errors() if not failed.intersection(e["loc"][:1])], where))
         return None
+
+
+class _Failed:
+    """Stands for a value that could not be decoded."""
 
 
 def _decode_annotated(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
@@ -168,18 +177,62 @@ def _is_section(annotation: Any) -> bool:
     return inspect.isclass(annotation) and issubclass(annotation, Section)
 
 
-def _explain(entry: Any, where: str) -> str:
+_NEEDED = {
+    "string_type": "text (put it in quotes)",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list such as [a, b]",
+    "dict_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "path_type": "a path",
+}
+
+
+def _explain(entries: Sequence[Any], where: str) -> list[str]:
+    """Pydantic's findings in our words; a value that fits no member of a union is one problem, not one per member."""
+    found: dict[str, list[Any]] = {}
+    for entry in entries:
+        found.setdefault(_path(entry["loc"], where), []).append(entry)
+    return [_problem(path, same) for path, same in found.items()]
+
+
+def _problem(path: str, entries: Sequence[Any]) -> str:
+    first = entries[0]
+    if first["type"] == "missing":
+        return f"{path} is missing. Add it to the recipe."
+    nouns = [noun for noun in map(_noun, entries) if noun]
+    if len(nouns) == len(entries):
+        return f"{path} = {_show(first['input'])}: it must be {' or '.join(dict.fromkeys(nouns))}."
+    message = next(e for e in entries if not _noun(e))["msg"].removeprefix("Value error, ").rstrip(".")
+    if path and message.startswith(path):
+        return f"{message}."
+    message = f"it {message.removeprefix('Input ')}" if message.startswith("Input ") else message
+    return f"{path or 'the recipe'} = {_show(first['input'])}: {message[:1].lower()}{message[1:]}."
+
+
+def _noun(entry: Any) -> str | None:
+    """What a value must be, or None for a finding that is a sentence of its own."""
+    if entry["type"] != "literal_error":
+        return _NEEDED.get(entry["type"])
+    allowed = str(entry["ctx"]["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
+    one_of = "one of " if len(allowed) > 1 else ""
+    return f"{one_of}{', '.join(allowed)}{did_you_mean(str(entry['input']), allowed)}"
+
+
+def _path(steps: Sequence[Any], where: str) -> str:
     path = where
-    for step in entry["loc"]:
-        # pydantic adds the names of union members to the path; they are types, not keys.
+    for step in steps:
+        # Pydantic adds the names of union members to the path; they are types, not keys.
         if isinstance(step, int):
             path = f"{path}[{step}]"
         elif step.isidentifier() and step not in {"str", "int", "float", "bool", "list", "dict", "none"}:
             path = _join(path, step)
-    if entry["type"] == "missing":
-        return f"{path} is missing. Add it to the recipe."
-    message = entry["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return f"{path} = {_show(entry['input'])}: {message[:1].lower()}{message[1:].rstrip('.')}."
+    return path
 
 
 def _join(where: str, key: str) -> str:
@@ -187,7 +240,7 @@ def _join(where: str, key: str) -> str:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

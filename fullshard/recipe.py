@@ -7,7 +7,7 @@ Must not know YAML, torch, ranks or any concrete part.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -51,6 +51,8 @@ class Data(Section):
 class Batch(Section):
     """How many samples make a step: global = per_device x accumulate x ranks."""
 
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("accumulate", "global"),)
+
     per_device: int = Field(8, ge=1)
     """Samples in one micro-batch of one rank."""
     accumulate: int | None = Field(None, ge=1)
@@ -68,6 +70,8 @@ class Batch(Section):
 class Duration(Section):
     """How long the run is."""
 
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("epochs", "steps"),)
+
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data."""
     steps: int | None = Field(None, ge=1)
@@ -82,6 +86,8 @@ class Duration(Section):
 
 class Wrap(Section):
     """Which modules become FSDP units; by default the model's own blocks, found by structure."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("classes", "min_params", "whole"),)
 
     classes: list[str] | None = None
     """Class names of the modules to wrap."""
@@ -154,6 +160,8 @@ class Topology(Section):
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: CUDA where there is a GPU."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl for GPUs, gloo for a CPU. Over gloo several ranks may share one GPU."""
     devices: int | Literal["auto"] | list[int] = "auto"
     """Ranks per node: a count, a list of GPU ids, or auto (all GPUs; one process on a CPU)."""
     nodes: int = Field(1, ge=1)

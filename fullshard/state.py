@@ -46,4 +46,5 @@ class Result:
     validation: dict[str, float]
     """The last validation numbers."""
     stopped: str
-    """Why the run ended: done, patience, signal."""
+    """Why the run ended: done, patience or signal."""
+    seconds: float

@@ -30,6 +30,8 @@ class StepResult:
     grad_norm: torch.Tensor
     skipped: bool
     """The scaler found an overflow and left the weights alone."""
+    stop: reduce.OnItsWay
+    """How many ranks wish to stop; it rides along with the count, so agreeing costs no collective of its own."""
 
 
 def train_step(
@@ -42,12 +44,14 @@ def train_step(
     scaler: torch.amp.GradScaler | None,
     clip: float | None,
     lr: float,
+    stop: bool,
     device: torch.device,
 ) -> StepResult:
     """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches."""
     model.train()
     count = sum(objective.count(batch) for batch in batches)
-    total = reduce.sum_over_ranks(torch.tensor(float(count), device=device)).clamp(min=1.0)
+    count_and_stop = reduce.sum_over_ranks(torch.tensor([float(count), float(stop)], device=device))
+    total, stop_wishes = count_and_stop[0].clamp(min=1.0), reduce.OnItsWay(count_and_stop[1])
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else _unscaled
     terms = objective.backward(model, on_device, total, aux, scale)
@@ -57,7 +61,7 @@ def train_step(
     grad_norm = reduce.clip_global_norm(parameters, ceiling=clip)
     skipped = _update(optimizer, scaler, lr=lr)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped)
+    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, stop_wishes)
 
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:

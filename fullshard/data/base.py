@@ -37,6 +37,28 @@ class Records(Protocol):
         ...
 
 
+class Samples(Protocol):
+    """Samples ready to be batched: what the order and the loader work on. A plain list of features will do too."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Real tokens over all samples."""
+        ...
+
+    @property
+    def fixed_length(self) -> int | None:
+        """The one length that every row is padded to; None when rows are padded to the longest of their micro-batch."""
+        ...
+
+    def tokens_in(self, indices: np.ndarray) -> int:
+        """Real tokens of some samples."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Features: ...
+
+
 class Source(Part):
     """Where records come from."""
 
@@ -56,16 +78,27 @@ class Encoder(Part):
     """Turns a record into features."""
 
     folder: ClassVar[str] = "fullshard.data.encode"
+    divisible: ClassVar[bool] = False
+    """Whether a sample may be cut anywhere and go on in another row, as running text may; others are packed whole."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
         return {"kind": value} if isinstance(value, str) else value
 
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
-        """The samples of one record, each at most `length` long; none when nothing in it can be learned from.
+        """The samples of one record; none when nothing in it can be learned from.
 
-        Raises DataError in words about the record alone; the caller adds the place."""
+        What is longer than `length` is cut at its end by the caller, and counted. Raises DataError in words about the
+        record alone; the caller adds the place."""
         raise NotImplementedError
+
+    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
+        """The same for several records at once; overridden where a tokenizer is faster on a batch."""
+        return [self.encode(record, processor, length=length) for record in records]
+
+    def texts(self, record: Record) -> list[str]:
+        """The plain text in a record, for training a tokenizer; none where there is none."""
+        return []
 
     def blank(self, sample: Features) -> Features:
         """A sample without loss terms, to fill a batch that has too few; never enters a loss or a metric."""

@@ -20,6 +20,22 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+class OnItsWay:
+    """A number that is copied to the host while the device goes on; reading it later waits only for the copy."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._host, self._event = tensor, None
+        if tensor.is_cuda:
+            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._host)
+
+
 def any_rank(flag: bool, device: torch.device) -> bool:
     """True on every rank when it is true on one."""
     tensor = torch.tensor(int(flag), device=device)

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 
 from fullshard.dist import recompute, values
 from fullshard.dist.mesh import Layout
-from fullshard.dist.wrap import WrapPlan, tied_groups
+from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.models.base import Family, Weights
 from fullshard.objectives.base import Batch
 
@@ -74,7 +74,7 @@ def shard(
     """Turns a module with meta parameters into a sharded one with values, in place; returns its units."""
     ties = tied_groups(module)
     _store(module, family)
-    units = _unit_parameters(module, plan.wrap)
+    units = unit_parameters(module, plan.wrap)
     template = copy.deepcopy(module)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     blocks = [module.get_submodule(name) for name in plan.wrap.blocks]
@@ -102,16 +102,6 @@ def _store(module: nn.Module, family: Family) -> None:
         for key, parameter_or_none in submodule._parameters.items():
             if parameter_or_none is not None:
                 submodule._parameters[key] = replaced[parameter_or_none]
-
-
-def _unit_parameters(module: nn.Module, wrap: WrapPlan) -> dict[str, list[str]]:
-    """Parameter names of each unit; "" is the root, which keeps whatever no block has."""
-    homes = [*wrap.blocks, *wrap.separate]
-    units: dict[str, list[str]] = {name: [] for name in [*homes, ""]}
-    for name, _ in module.named_parameters():
-        home = max((h for h in homes if name.startswith(f"{h}.")), key=len, default="")
-        units[home].append(name)
-    return units
 
 
 def _fully_shard(

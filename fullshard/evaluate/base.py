@@ -29,8 +29,8 @@ class EvaluationInputs:
     processor: Any
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
     device: torch.device
-    advance: Callable[[float], None] = lambda loss: None
-    """Called after each validation batch with the running loss; moves the progress bar."""
+    bar: Callable[[int], Any]
+    """A progress bar over so many batches: `with bar(n) as b: b.advance(running_loss)`."""
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,16 @@ class Loss(Evaluation):
     def run(self, inputs: EvaluationInputs) -> Findings:
         from fullshard.step import sum_terms, to_device
 
+        if inputs.num_batches == 0:
+            return Findings()
         sums: dict[str, torch.Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), inputs.bar(inputs.num_batches) as bar:
             for batch in inputs.batches():
                 count = inputs.objective.count(batch)
                 terms = inputs.objective.loss(inputs.model, to_device(batch, inputs.device), inputs.aux)
                 for name, pair in sum_terms([terms], count, inputs.device).items():
                     sums[name] = sums[name] + pair if name in sums else pair
-                inputs.advance(float(sums["loss"][0] / sums["loss"][1].clamp(min=1)))
+                bar.advance(float(sums["loss"][0] / sums["loss"][1].clamp(min=1)))
         numbers = {}
         for name in sorted(sums):
             total, count_all = inputs.sum_over_ranks(sums[name]).tolist()

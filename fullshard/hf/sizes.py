@@ -74,15 +74,15 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "7B": _decoder(3584, 18944, 28, 28, 4, **(_QWEN2 | {"vocab_size": 152064})),
     },
     "llama": {
-        "89M": _decoder(512, 1408, 18, 8, 8, **_LLAMA),
+        "89M": _decoder(512, 1344, 18, 8, 8, **_LLAMA),
         "243M": _decoder(1024, 2560, 15, 16, 16, **_LLAMA),
         "1B": _decoder(2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True, **_LLAMA32),
         "1.8B": _decoder(2048, 5632, 33, 16, 16, **_LLAMA),
         "3B": _decoder(3072, 8192, 28, 24, 8, head_dim=128, tie_word_embeddings=True, **_LLAMA32),
-        "4.0B": _decoder(3072, 8192, 33, 24, 24, **_LLAMA),
+        "4.0B": _decoder(3072, 8192, 34, 24, 24, **_LLAMA),
         "8B": _decoder(4096, 14336, 32, 32, 8, **_LLAMA3),
         "8.5B": _decoder(4096, 14336, 34, 32, 8, **_LLAMA3),
-        "15.7B": _decoder(5120, 16384, 44, 40, 8, **_LLAMA3),
+        "15.7B": _decoder(5120, 16384, 46, 40, 8, **_LLAMA3),
         "32.7B": _decoder(6144, 22528, 62, 48, 8, **_LLAMA3),
         "70B": _decoder(8192, 28672, 80, 64, 8, **_LLAMA3),
     },
@@ -191,8 +191,8 @@ def check_architecture(architecture: str, *, where: str = "model.architecture") 
         raise RecipeError(
             f"{where} = {architecture!r} is not a causal language model that Transformers knows"
             f"{did_you_mean(architecture, known)}. With named sizes: {', '.join(SIZES)}; "
-            f"with size tiny or overrides: any of its {len(known)} model types. For a model on disk or on the hub write "
-            "model.path instead."
+            f"with size tiny or overrides: any of its {len(known)} model types. For a model on disk or on the hub "
+            "write model.path instead."
         )
     return found
 
@@ -222,10 +222,10 @@ def make_config(architecture: str, size: str | None, overrides: Mapping[str, Any
         config = config_class(**{**keys, **overrides})
     except Exception as error:
         raise RecipeError(
-            f"model.architecture = {architecture!r}, size = {size!r}, overrides = {dict(overrides)!r}: Transformers does "
-            f"not accept this shape: {_last_line(error)}. Give the keys it asks for in model.overrides."
+            f"model.architecture = {architecture!r}, size = {size!r}, overrides = {dict(overrides)!r}: Transformers "
+            f"does not accept this shape: {_last_line(error)}. Give the keys it asks for in model.overrides."
         ) from error
-    _drop_foreign_ids(config.get_text_config(decoder=True))
+    drop_foreign_ids(config.get_text_config(decoder=True))
     return config
 
 
@@ -252,12 +252,17 @@ _TINY_EXTRA: dict[str, dict[str, Any]] = {
 """What a model type needs beyond TINY, because one of its keys follows from another."""
 
 
-def _drop_foreign_ids(config: Any) -> None:
+def drop_foreign_ids(config: Any) -> None:
     """Forgets special tokens that lie outside the vocabulary: an architecture's defaults belong to another one."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(config, name, None)
-        if isinstance(value, int) and value >= config.vocab_size:
+        if not isinstance(value, int) or value < config.vocab_size:
+            continue
+        try:
             setattr(config, name, None)
+        except Exception:
+            # A few config classes insist on a number.
+            setattr(config, name, 0)
 
 
 def _has(config: Any, name: str) -> bool:

@@ -6,7 +6,8 @@ Must not know terminals, files or where its numbers come from.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fullshard.log import words
 
@@ -52,8 +53,17 @@ class Pace:
         return "?" if self.left is None else words.duration(self.left)
 
 
-def line(label: str, pace: Pace, *, loss_name: str, loss: float | None, width: int, ascii_only: bool = False) -> str:
-    """The bar in one line of at most `width` columns; the drawn part goes first when there is no room."""
+def line(
+    label: str,
+    pace: Pace,
+    *,
+    loss_name: str,
+    loss: float | None,
+    width: int,
+    drawn: int = 40,
+    ascii_only: bool = False,
+) -> str:
+    """The bar in one line of at most `width` columns, `drawn` of them drawn; these go first when there is no room."""
     share = min(pace.done / pace.total, 1.0) if pace.total else 1.0
     # A bar of one step has no second step to measure; once it is full, its own time is the truth.
     seconds = pace.seconds_per_step or (pace.elapsed / pace.done if 0 < pace.total <= pace.done else None)
@@ -62,7 +72,7 @@ def line(label: str, pace: Pace, *, loss_name: str, loss: float | None, width: i
     counts = f"{pace.done:>{len(str(pace.total))}}/{pace.total}"
     tail = f" {counts} [{words.duration(pace.elapsed)}<{pace.left_text()}, {words.rate(seconds)}{shown}]"
     room = width - len(head) - len(tail) - 2
-    return f"{head}|{_drawn(share, min(room, 40), ascii_only)}|{tail}" if room >= 4 else f"{head}{tail}"
+    return f"{head}|{_drawn(share, min(room, drawn), ascii_only)}|{tail}" if room >= 4 else f"{head}{tail}"
 
 
 def _drawn(share: float, width: int, ascii_only: bool) -> str:
@@ -70,3 +80,38 @@ def _drawn(share: float, width: int, ascii_only: bool) -> str:
         return ("#" * int(share * width)).ljust(width)
     full, eighths = divmod(int(share * width * 8), 8)
     return ("█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()).ljust(width)
+
+
+def step_line(record: Mapping[str, Any], run: Pace | None) -> str:
+    """One logged step in fixed columns: step, loss, lr, gradient norm, tokens/s, MFU, memory, data wait, time left."""
+    step, total = record["step"], run.total if run else None
+    parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step:>6}"]
+    parts.append(f"loss {words.loss(record['loss']):>8}")
+    parts.append(f"lr {record['lr']:.2e}")
+    if record.get("grad_norm") is not None:
+        parts.append(f"grad_norm {record['grad_norm']:>7.3f}")
+    parts += [f"{text:>{width}}" for text, width in _speed(record)]
+    wait = record.get("data_wait")
+    parts.append(f"data wait {'-' if wait is None else format(wait, '.1%'):>5}")
+    if run is not None:
+        parts.append(f"run ends in {run.left_text()}")
+    return "  ".join(parts)
+
+
+def status_line(record: Mapping[str, Any], run: Pace) -> str:
+    """The same in 80 columns for under a moving bar, which shows the loss itself."""
+    parts = [f"run {run.done}/{run.total}, ends in {run.left_text()}"]
+    if record:
+        parts.append(f"lr {record['lr']:.2e}")
+        parts += [text for text, _ in _speed(record)]
+    return " · ".join(parts)
+
+
+def _speed(record: Mapping[str, Any]) -> list[tuple[str, int]]:
+    rate = record.get("tokens_per_second")
+    parts = [(f"{'-' if rate is None else words.short(rate)} tok/s", 11)]
+    if record.get("mfu") is not None:
+        parts.append((f"MFU {record['mfu']:.1%}", 9))
+    if record.get("memory_gib") is not None:
+        parts.append((f"{record['memory_gib']:.1f} GiB", 9))
+    return parts

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +24,7 @@ from rich.text import Text
 from fullshard.log import bar as bars
 from fullshard.log import words
 from fullshard.log.bar import Clock, Pace
+from fullshard.log.screen import is_terminal, open_screen
 
 FILE_WIDTH = 100
 """Columns of what is laid out for a file."""
@@ -39,19 +40,22 @@ class Console:
     def __init__(self, *, silent: bool = False, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         self.silent = silent
         self.clock = clock
-        out = stream or sys.stdout
-        self.on_terminal = not silent and out.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
-        self._screen = _screen(stream, on_terminal=self.on_terminal, stderr=False)
-        self._errors = _screen(stream, on_terminal=self.on_terminal, stderr=True)
+        self.on_terminal = not silent and is_terminal(stream or sys.stdout)
+        self._screen = open_screen(stream, on_terminal=self.on_terminal, stderr=False)
+        self._errors = open_screen(stream, on_terminal=self.on_terminal, stderr=True)
         self._live: Live | None = None
         self._bars: list[Bar] = []
         self._run: Pace | None = None
+        self._record: Mapping[str, Any] = {}
         self._log: TextIO | None = None
         self._early: list[str] = []
         self._rank = 0
         self._debug = False
+        _mute_children(self)
 
-    # The log file
+    @property
+    def encoding(self) -> str:
+        return self._screen.encoding
 
     def open_log(self, path: Path, *, rank: int = 0, debug: bool = False) -> None:
         """Starts log.txt, or goes on in it; what was said before is written first."""
@@ -70,8 +74,6 @@ class Console:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    # Words
 
     def say(self, text: str = "") -> None:
         self._emit(text)
@@ -96,8 +98,6 @@ class Console:
         """Only for log.txt, and only when debugging was asked for."""
         if self._debug:
             self._write_down(words.plain(text))
-
-    # The run
 
     def header(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """What is true of the run, in two columns."""
@@ -140,7 +140,7 @@ class Console:
         self._emit(f">>>>>> New Best Val {metric.replace('_', ' ').title()}: {value:.6f}", style="green")
 
     def saved(self, path: Path, *, seconds: float, size_bytes: int) -> None:
-        self._emit(f"Saved {path} ({words.size(size_bytes)}) in {seconds:.1f} s", style="dim")
+        self._emit(f"Saved {path} ({words.size(size_bytes)}) in {seconds:.1f} s", style="dim", whole=True)
 
     def finished(self, seconds: float, rows: Sequence[tuple[str, str]] = ()) -> None:
         """The end, how long it took, and where things are."""
@@ -152,9 +152,7 @@ class Console:
         self._emit("")
         self._emit("Next:", style="bold")
         for number, text in enumerate(steps, 1):
-            self._emit(f"  {number}. {text}")
-
-    # How it gets out
+            self._emit(f"  {number}. {text}", whole=True)
 
     def _table(self, rows: Sequence[tuple[str, str]]) -> None:
         width = min(self._screen.width, 120) if self.on_terminal else FILE_WIDTH
@@ -164,16 +162,25 @@ class Console:
             if not self.silent:
                 self._write_down(left + right)
 
-    def _emit(self, text: str, *, style: str = "", every_rank: bool = False, screen: Screen | None = None) -> None:
+    def _emit(
+        self,
+        text: str,
+        *,
+        style: str = "",
+        every_rank: bool = False,
+        screen: Screen | None = None,
+        whole: bool = False,
+    ) -> None:
         text = words.plain(text)
-        self._show(Text(text, style=style), screen)
+        self._show(Text(text, style=style), screen, whole=whole)
         if every_rank or not self.silent:
             self._write_down(text)
 
-    def _show(self, text: Text, screen: Screen | None = None) -> None:
+    def _show(self, text: Text, screen: Screen | None = None, *, whole: bool = False) -> None:
         if not self.silent:
-            # Soft wrap leaves long lines whole: a command or a path can be copied, and a file is not folded.
-            (screen or self._screen).print(text, soft_wrap=True, highlight=False)
+            # A file is never folded. On a terminal prose breaks between words; a whole line can be copied as one.
+            soft_wrap = whole or not self.on_terminal
+            (screen if screen and self._live is None else self._screen).print(text, soft_wrap=soft_wrap)
 
     def _write_down(self, text: str) -> None:
         if self._log is None:
@@ -195,12 +202,17 @@ class Console:
         if self._live is not None and not self._bars:
             self._live.stop()
             self._live = None
-        self._show(Text(old.line(self._screen.width if self.on_terminal else FILE_WIDTH)))
+        self._show(Text(old.line(self._screen.width) if self.on_terminal else old.file_line()))
         if not self.silent:
-            self._write_down(old.line(FILE_WIDTH))
+            self._write_down(old.file_line())
 
     def _in_place(self) -> Group:
-        lines = [line for open_bar in list(self._bars) for line in open_bar.lines(self._screen.width)]
+        width = self._screen.width
+        lines: list[Text] = []
+        for open_bar in list(self._bars):
+            lines.append(Text(open_bar.line(width), no_wrap=True, overflow="crop"))
+            if status := open_bar.status():
+                lines.append(Text(status, style="dim", no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
 
 
@@ -211,13 +223,72 @@ class Bar:
         self._console, self._label, self._loss_name = console, label, loss_name
         self._pace, self._run = pace, run
         self._loss: float | None = None
-        self._status = ""
-        self._shown_at: float | None = None
+        self._shown_at = self._stepped_at = -1e9
 
     def __enter__(self) -> Bar:
-        self._quiet_since = self._console.clock()
+        self._shown_at = self._console.clock()
         self._console._open_bar(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._console._close_bar(self)
+
+    def advance(self, loss: float | None = None) -> None:
+        """One step (or validation batch) is done; without a loss the last one stays on show."""
+        self._loss = self._loss if loss is None else loss
+        self._pace.step()
+        if self._run is not None:
+            self._run.step()
+        console = self._console
+        if (
+            not console.on_terminal
+            and console.clock() - self._shown_at >= QUIET_S
+            and self._pace.done < self._pace.total
+        ):
+            self._shown_at = console.clock()
+            console._show(Text(self.file_line()))
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """A logged step: a line in log.txt, and on the screen a line without a terminal or the status under the bar."""
+        console = self._console
+        console._record = record
+        text = bars.step_line(record, self._run)
+        now = console.clock()
+        if not console.on_terminal and now - self._stepped_at >= STEP_LINE_S:
+            self._shown_at = self._stepped_at = now
+            console._show(Text(text))
+        if not console.silent:
+            console._write_down(text)
+
+    def line(self, width: int, *, drawn: int = 40) -> str:
+        """The bar as it is now."""
+        return bars.line(
+            self._label,
+            self._pace,
+            loss_name=self._loss_name,
+            loss=self._loss,
+            width=width,
+            drawn=drawn,
+            ascii_only=not self._console.encoding.lower().startswith("utf"),
+        )
+
+    def file_line(self) -> str:
+        """The bar as it is now, for a file."""
+        return self.line(FILE_WIDTH, drawn=10)
+
+    def status(self) -> str:
+        """What stands under the bar: the run as a whole and the last logged step."""
+        return bars.status_line(self._console._record, self._run) if self._run else ""
+
+
+def _mute_children(console: Console) -> None:
+    """A forked data worker must not touch the bars, nor wait for a lock that the drawing thread held at the fork."""
+    reference = weakref.ref(console)
+
+    def in_child() -> None:
+        if (inherited := reference()) is not None:
+            inherited.silent, inherited.on_terminal, inherited._live = True, False, None
+            sys.stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+            sys.stderr = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+
+    os.register_at_fork(after_in_child=in_child)

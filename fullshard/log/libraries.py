@@ -25,23 +25,25 @@ class Libraries(logging.Handler):
         super().__init__()
         self._console = console
         self._seen: set[str] = set()
-        self._taken: list[tuple[logging.Logger, logging.Handler]] = []
+        self._taken: list[tuple[logging.Logger, list[logging.Handler]]] = []
 
     def take(self) -> None:
         """Takes the place of every handler that writes to the screen; again after more libraries were imported."""
         for logger in _loggers():
-            for old in [h for h in logger.handlers if _to_screen(logger, h)]:
-                logger.removeHandler(old)
-                logger.addHandler(self)
+            if old := [h for h in logger.handlers if _to_screen(logger, h)]:
+                place = logger.handlers.index(old[0])
+                rest = [h for h in logger.handlers if h not in old and h is not self]
+                logger.handlers[:] = [*rest[:place], self, *rest[place:]]
                 self._taken.append((logger, old))
         logging.root.addHandler(self)
 
     def give_back(self) -> None:
         """Puts everything back as it was found."""
+        for logger, old in reversed(self._taken):
+            place = logger.handlers.index(self) if self in logger.handlers else len(logger.handlers)
+            logger.handlers[place:place] = old
         for logger in _loggers():
             logger.removeHandler(self)
-        for logger, old in self._taken:
-            logger.addHandler(old)
         self._taken.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -91,8 +93,11 @@ def _loggers() -> list[logging.Logger]:
 def _to_screen(logger: logging.Logger, handler: logging.Handler) -> bool:
     if logger.name.partition(".")[0] == "torch" and "TORCH_LOGS" in os.environ:
         return False  # asked for by the user, in a format of its own
-    screens = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    return isinstance(handler, logging.StreamHandler) and any(handler.stream is screen for screen in screens)
+    if not isinstance(handler, logging.StreamHandler):
+        return False
+    # By name too: a handler made while stderr was redirected holds another object for the same screen.
+    stream = handler.stream
+    return stream in (sys.stdout, sys.stderr) or getattr(stream, "name", None) in ("<stdout>", "<stderr>")
 
 
 def _package(filename: str) -> str:

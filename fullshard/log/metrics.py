@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def encode(record: Mapping[str, Any]) -> str:
     finite = _finite(record, "", unsayable)
     if unsayable:
         finite["not_finite"] = unsayable
-    return json.dumps(finite, allow_nan=False, ensure_ascii=False, default=float)
+    return json.dumps(finite, allow_nan=False, ensure_ascii=False)
 
 
 def _finite(value: Any, where: str, unsayable: dict[str, str]) -> Any:
@@ -48,10 +49,30 @@ def _finite(value: Any, where: str, unsayable: dict[str, str]) -> Any:
         return {str(k): _finite(v, f"{where}.{k}" if where else str(k), unsayable) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(v, f"{where}[{i}]", unsayable) for i, v in enumerate(value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        unsayable[where] = str(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return value
+    if not math.isfinite(value):
+        unsayable[where] = str(float(value))
         return None
-    return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def scalars(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a train or validation record by tag: `train/loss`, and `time/data` for a group of numbers."""
+    kind = record.get("kind")
+    if kind == "event":
+        return {}
+    tagged: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            tagged |= {f"{name}/{key}": number for key, number in value.items() if _is_number(number)}
+        elif _is_number(value) and name != "step":
+            tagged[f"{kind}/{name}"] = value
+    return tagged
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

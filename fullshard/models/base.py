@@ -36,11 +36,17 @@ class Family(Part):
     forward_methods: ClassVar[tuple[str, ...]] = ()
     """Methods of the module, besides `forward`, that an objective calls."""
 
-    def prepare(self, texts: Iterable[str], *, cache: Path) -> None:
-        """Fetches or makes what the model needs on disk (weights, a tokenizer from `texts`), once, before ranks meet."""
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
-    def processor(self, *, cache: Path) -> Any:
-        """The tokenizer or processor that goes with the model, or None."""
+    def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:
+        """Fetches or makes what the model needs on disk (weights, a tokenizer from `texts`), once, before ranks meet.
+
+        `fingerprint` stands for the content of `texts`: what was made from them is found again by it."""
+
+    def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
+        """The tokenizer or processor that goes with the model, or None; the same `fingerprint` as in `prepare`."""
         return None
 
     def build(self, *, processor: Any) -> nn.Module:
@@ -51,8 +57,8 @@ class Family(Part):
         """Where stored values come from; None when the model starts from scratch."""
         return None
 
-    def initialise(self, module: nn.Module, *, root: nn.Module) -> None:
-        """Fills the direct parameters of one real module of the tree under `root` with fresh values."""
+    def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
+        """Gives the real parameters under one module of the tree below `root` fresh values; skips those on meta."""
         raise NotImplementedError
 
     def blocks(self, module: nn.Module) -> list[str] | None:
@@ -61,12 +67,20 @@ class Family(Part):
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """The dtype a parameter is kept in: fp32 for everything that is trained."""
+        import torch
+
         return torch.float32
+
+    def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
+        """Last choices that depend on the device, such as the attention kernel; says in words what was chosen."""
+        return "the module's own"
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
         """Floating-point operations per token of one training step: 6·N + 6·L·d·s unless the family knows better."""
         return 6.0 * sum(p.numel() for p in module.parameters())
 
-    def export(self, module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, processor: Any) -> None:
+    def export(
+        self, module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, processor: Any
+    ) -> None:
         """Writes whole tensors, one at a time, as a folder that the ecosystem's own loader reads."""
         raise NotImplementedError

@@ -35,8 +35,8 @@ class CausalLM(Objective):
         targets = batch["labels"].reshape(-1)
 
         def reduce(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            if head is None:
-                return _plain_cross_entropy(hidden.reshape(len(targets), -1), targets)
+            if head is None or head.weight is None:
+                return _plain_cross_entropy(_logits(hidden, head).reshape(len(targets), -1), targets)
             return linear_cross_entropy(
                 hidden.reshape(len(targets), -1),
                 head.weight,
@@ -57,6 +57,13 @@ class CausalLM(Objective):
             return reduce(getattr(output, "logits", output), None)
         return model.hidden_states_and_head(reduce, **inputs, bounds=batch.get("bounds"))
 
+    def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(rows, vocabulary) of what may follow each row."""
+        bounds = document_bounds(batch["position_ids"].cpu()).to(batch["input_ids"].device)
+        with torch.compiler.set_stance("force_eager"):  # every call has another length
+            last: torch.Tensor = self._run(model, lambda h, head: _logits(h[:, -1], head), {**batch, "bounds": bounds})
+        return last
+
     def derived(self, numbers: dict[str, float]) -> dict[str, float]:
         """Perplexity follows from the loss."""
         return {"perplexity": math.exp(min(numbers["loss"], 80.0))}
@@ -64,7 +71,7 @@ class CausalLM(Objective):
     @torch.no_grad()
     def check(self, model: nn.Module, batch: Batch) -> list[str]:
         """The head path gives the model's own logits, and in a packed row no document sees another."""
-        ids = batch["input_ids"].reshape(-1)[:8].repeat(2)[None]
+        ids = batch["input_ids"].reshape(-1).repeat(8)[:8].repeat(2)[None]
         positions = torch.arange(8, device=ids.device).repeat(2)[None]
         row = {"input_ids": ids, "position_ids": positions, "bounds": document_bounds(positions.cpu()).to(ids.device)}
         model.eval()

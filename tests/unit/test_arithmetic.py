@@ -29,7 +29,9 @@ def test_the_partial_last_window_is_a_step() -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 63, 64, 65, 2500, 2560])
 @pytest.mark.parametrize(("per_device", "accumulate", "world"), [(8, 8, 1), (8, 1, 8), (2, 4, 8), (64, 1, 1)])
-def test_steps_equal_counting_windows_one_by_one(num_samples: int, per_device: int, accumulate: int, world: int) -> None:
+def test_steps_equal_counting_windows_one_by_one(
+    num_samples: int, per_device: int, accumulate: int, world: int
+) -> None:
     result = plan(num_samples=num_samples, per_device=per_device, accumulate=accumulate, world=world, epochs=2)
     window = per_device * accumulate * world
     windows = [range(start, min(start + window, num_samples)) for start in range(0, num_samples, window)]

@@ -1,0 +1,94 @@
+"""Saves one run: checkpoints with their pointers and retention, and the final export.
+
+Called by the loop on every rank alike. Must not know losses, data or when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint import dcp
+from fullshard.checkpoint import folder as files
+from fullshard.dist import reduce
+from fullshard.dist.shard import reshard
+from fullshard.dist.world import World
+from fullshard.errors import CheckpointError
+from fullshard.log.console import Console
+from fullshard.models.base import Family
+from fullshard.state import Progress
+
+
+@dataclass(frozen=True)
+class Saver:
+    """What is saved, and where."""
+
+    folder: Path
+    keep: int | None
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    identity: dict[str, Any]
+    family: Family
+    processor: Any
+    world: World
+    console: Console
+
+    def save(self, progress: Progress, best: bool) -> None:
+        """Publishes `checkpoint-STEP`, moves the pointers, removes what retention does not keep."""
+        facts = {
+            "progress": progress.as_dict(),
+            "identity": self.identity,
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "world_size": self.world.size,
+        }
+        path, seconds = dcp.save(
+            self.folder,
+            progress.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            facts=facts,
+            device=self.world.device,
+        )
+        if self.world.is_main:
+            if best:
+                files.point(self.folder, "best", path)
+            files.tidy(self.folder, keep=self.keep)
+            size = sum(file.stat().st_size for file in path.iterdir())
+            self.console.saved(path, seconds=seconds, size_bytes=size)
+
+    def restore(self, checkpoint: Path) -> None:
+        """Loads weights, optimizer state and loss scale."""
+        dcp.load(checkpoint, model=self.model, optimizer=self.optimizer)
+        state = files.read_state(checkpoint).get("scaler")
+        if self.scaler and state:
+            self.scaler.load_state_dict(state)
+
+    def export(self) -> Path:
+        """Whole tensors, one at a time, from all ranks to rank 0, which writes them as `model/`."""
+        reshard(self.model)
+        target = self.folder / "model"
+        failure: Exception | None = None
+        tensors = self._whole_tensors()
+        if self.world.is_main:
+            try:
+                self.family.export(self.model, tensors, target, processor=self.processor)
+            except Exception as error:  # the other ranks are still gathering: let them end before it is raised
+                failure = error
+        for _ in tensors:
+            pass
+        if reduce.any_rank(failure is not None, self.world.device):
+            raise CheckpointError(f"{target} cannot be written: {failure}. The checkpoints are whole.") from failure
+        return target
+
+    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            assert isinstance(parameter, DTensor)
+            whole = parameter.detach().full_tensor()
+            yield name, whole.cpu() if self.world.is_main else whole

@@ -1,0 +1,284 @@
+"""One data file as records: jsonl, json, txt, csv, tsv, parquet.
+
+Whatever cannot be read is an error that names the file, the line and what is wrong with it. Must not know folders,
+tokens or ranks.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.data.base import Record, Records
+from fullshard.data.records import Listed, combine, digest
+from fullshard.errors import DataError
+
+SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
+PIECE_CHARACTERS = 64 * 1024
+"""The most text that one record of a txt file holds."""
+
+_BOM = b"\xef\xbb\xbf"
+_NEWLINE, _SPACE = 10, 32
+
+
+def open_file(path: Path) -> Records:
+    """The records of one file, by its suffix."""
+    suffix = path.suffix.lower()
+    if suffix not in SUFFIXES:
+        raise DataError(
+            f"{path}: the suffix {path.suffix or '(none)'!r} is not known. Allowed: {', '.join(SUFFIXES)}. "
+            "Convert or rename the file."
+        )
+    try:
+        if path.stat().st_size == 0:
+            raise DataError(f"{path}: the file is empty. Put records into it or take it out of the list.")
+        if suffix == ".jsonl":
+            return JsonLines(path)
+        if suffix == ".json":
+            return _json(path)
+        if suffix == ".txt":
+            return TextPieces(path)
+        if suffix == ".parquet":
+            return Parquet(path)
+        return _table(path, delimiter="\t" if suffix == ".tsv" else ",")
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror or error}. Check the file and its permissions."
+        ) from error
+
+
+class JsonLines:
+    """One JSON object a line. Only the places of the lines are held in memory; blank lines do not count."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        self._starts, self._ends, self._lines = _line_index(self._bytes)
+        if not len(self._starts):
+            raise DataError(f"{path}: the file has only blank lines. Each line must be one JSON object.")
+        self[0]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Record:
+        line = self._bytes[self._starts[index] : self._ends[index]].tobytes()
+        record = _parse(line, where=self.where(index), rule="Each line must be one JSON object.")
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{self.where(index)}: found {_json_type(record)}, but each line must be one JSON object like "
+                '{"text": "..."}.'
+            )
+        return record
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._lines[index]}"
+
+    def fingerprint(self) -> str:
+        return combine("jsonl", digest(self._path))
+
+
+def _line_index(data: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Start, end and number of every line that is not blank."""
+    chunk = 1 << 26
+    found = [np.flatnonzero(data[at : at + chunk] == _NEWLINE) + at for at in range(0, len(data), chunk)]
+    newlines = np.concatenate(found)
+    starts, ends = np.concatenate(([0], newlines + 1)), np.append(newlines, len(data))
+    if data[:3].tobytes() == _BOM:
+        starts[0] = 3
+    filled = ends > starts
+    # Only a line that opens with white space can be blank without being empty; the others need no look.
+    first = data[np.minimum(starts, len(data) - 1)]
+    for line in np.flatnonzero(filled & (first <= _SPACE)):
+        filled[line] = bool(data[starts[line] : ends[line]].tobytes().strip())
+    return starts[filled], ends[filled], np.flatnonzero(filled) + 1
+
+
+def _parse(data: bytes, *, where: str, rule: str) -> Any:
+    try:
+        return json.loads(_utf8(data, where=where))
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
+        raise DataError(f"{where}: invalid JSON at {at}: {error.msg}. {rule}") from error
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _json(path: Path) -> Records:
+    rule = "A .json file is one list of objects; for one object a line use the suffix .jsonl."
+    content = _parse(path.read_bytes().removeprefix(_BOM), where=str(path), rule=rule)
+    if isinstance(content, dict):
+        lists = [key for key, value in content.items() if isinstance(value, list)]
+        if len(lists) != 1:
+            raise DataError(
+                f"{path}: found an object with {len(lists)} lists (keys: {', '.join(content) or 'none'}), but a .json "
+                "file is a list of records or an object that holds exactly one such list."
+            )
+        content = content[lists[0]]
+    if not isinstance(content, list):
+        raise DataError(f"{path}: found {_json_type(content)}. {rule}")
+    if not content:
+        raise DataError(f"{path}: the list is empty. Put records into it or take the file out of the list.")
+    for number, record in enumerate(content, start=1):
+        if not isinstance(record, dict):
+            raise DataError(f"{path}, record {number}: found {_json_type(record)}, but each record must be an object.")
+    return Listed(
+        content,
+        place=lambda index: f"{path}, record {index + 1}",
+        fingerprint=lambda: combine("json", digest(path)),
+    )
+
+
+class TextPieces:
+    """A plain text: one document, cut at line ends into pieces of at most `PIECE_CHARACTERS`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        pieces = np.array(list(_pieces(path)), dtype=np.int64)
+        self._starts, self._lines = pieces[:-1, 0], pieces[:-1, 1]
+        self._ends = pieces[1:, 0]
+        if not any(self._text(index).strip() for index in range(len(self))):
+            raise DataError(f"{path}: the file has only white space. Put text into it or take it out of the list.")
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Record:
+        return {"text": self._text(index)}
+
+    def _text(self, index: int) -> str:
+        with open(self._path, "rb") as file:
+            file.seek(self._starts[index])
+            return file.read(int(self._ends[index] - self._starts[index])).decode("utf-8").replace("\r\n", "\n")
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._lines[index]}"
+
+    def fingerprint(self) -> str:
+        return combine("txt", str(PIECE_CHARACTERS), digest(self._path))
+
+
+def _pieces(path: Path) -> Iterator[tuple[int, int]]:
+    """Byte and line at which each piece starts, and the end of the file last."""
+    with open(path, "rb") as file:
+        at, held, number = (3 if file.read(3) == _BOM else 0), 0, 0
+        file.seek(at)
+        yield at, 1
+        for number, raw in enumerate(file, start=1):
+            line = _utf8(raw, where=f"{path}:{number}")
+            if held and held + len(line) > PIECE_CHARACTERS:
+                yield at, number
+                held = 0
+            # A line that is too long by itself is cut where the limit falls.
+            for cut in range(PIECE_CHARACTERS, len(line), PIECE_CHARACTERS):
+                yield at + len(line[:cut].encode()), number
+                held = -cut
+            held += len(line)
+            at += len(raw)
+        yield at, number
+
+
+def _utf8(raw: bytes, *, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 text (byte 0x{raw[error.start]:02x} at byte {error.start + 1}). "
+            "Save the file as UTF-8."
+        ) from error
+
+
+def _table(path: Path, *, delimiter: str) -> Records:
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, start=1):
+            _utf8(raw, where=f"{path}:{number}")
+    # The module's own limit of 128 KiB a field is made for spreadsheets, not for documents.
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        header, rows, lines = _rows(path, delimiter=delimiter)
+    finally:
+        csv.field_size_limit(limit)
+    if not rows:
+        raise DataError(f"{path}: the file has no rows under its header. Put records into it.")
+    return Listed(
+        [dict(zip(header, row, strict=True)) for row in rows],
+        place=lambda index: f"{path}:{lines[index]}",
+        fingerprint=lambda: combine("table", delimiter, digest(path)),
+    )
+
+
+def _rows(path: Path, *, delimiter: str) -> tuple[list[str], list[list[str]], list[int]]:
+    """The header, the rows, and the line each row ends on."""
+    rows: list[list[str]] = []
+    lines: list[int] = []
+    header: list[str] | None = None
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            for row in reader:
+                if not row:
+                    continue
+                if header is None:
+                    header = row
+                    if len(set(header)) < len(header):
+                        raise DataError(
+                            f"{path}:{reader.line_num}: the header names a column twice: {', '.join(header)}."
+                        )
+                elif len(row) != len(header):
+                    raise DataError(
+                        f"{path}:{reader.line_num}: found {len(row)} columns, but the header has {len(header)} "
+                        f"({', '.join(header)}). Quote fields that hold {delimiter!r} or a line end."
+                    )
+                else:
+                    rows.append(row)
+                    lines.append(reader.line_num)
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: {error}. Check the quotes on this line.") from error
+    return header or [], rows, lines
+
+
+class Parquet:
+    """A parquet file, read one row group at a time."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            self._file = pq.ParquetFile(path)
+        except pa.ArrowInvalid as error:
+            raise DataError(f"{path}: not a parquet file: {error}") from error
+        self._path = path
+        groups = self._file.metadata
+        self._ends = np.cumsum([groups.row_group(g).num_rows for g in range(groups.num_row_groups)], dtype=np.int64)
+        if len(self) == 0:
+            raise DataError(f"{path}: the file has no rows. Put records into it or take it out of the list.")
+        self._held: tuple[int, Any] = (-1, None)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> Record:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        group = int(np.searchsorted(self._ends, index, side="right"))
+        if self._held[0] != group:
+            self._held = (group, self._file.read_row_group(group))
+        start = int(self._ends[group - 1]) if group else 0
+        record: Record = self._held[1].slice(index - start, 1).to_pylist()[0]
+        return record
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, record {index + 1}"
+
+    def fingerprint(self) -> str:
+        return combine("parquet", digest(self._path))

@@ -1,0 +1,189 @@
+"""Micro-batches, step by step, made ahead of time by worker processes.
+
+A step is found from its number alone: no state is kept and none needs saving. Must not know record formats, models or
+torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from fullshard.data.base import Encoder, Features, Samples
+from fullshard.data.order import FILLER, permutation, rank_slices
+from fullshard.errors import DataError, FullshardError
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """One optimizer step: this rank's micro-batches."""
+
+    step: int
+    epoch: int
+    num_samples: int
+    """Real samples over all ranks."""
+    num_tokens: int
+    """Real tokens over all ranks."""
+    batches: list[Batch]
+
+    def sample_ids(self) -> list[int]:
+        """The real samples of this rank."""
+        return [int(i) for batch in self.batches for i in batch["sample_ids"] if i >= 0]
+
+
+class Loader:
+    """Reads samples in the global order, this rank's share of every step."""
+
+    def __init__(
+        self,
+        samples: Samples | Sequence[Features],
+        encoder: Encoder,
+        *,
+        per_device: int,
+        global_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if len(samples) == 0:
+            raise DataError("there are no samples to load. Give more data.")
+        self.num_samples = len(samples)
+        self._global_size = global_size or per_device * world
+        self._per_device, self._rank, self._world = per_device, rank, world
+        self._seed, self._shuffle = seed, shuffle
+        self._batches = _Batches(samples, encoder)
+        self._workers, self._pin_memory = workers, pin_memory
+        self._whole: DataLoader[Any] | None = None
+        self._orders: dict[int, np.ndarray] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The partial last window of an epoch counts as a step."""
+        return -(-self.num_samples // self._global_size)
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of `once`, the same on every rank."""
+        return -(-self.num_samples // (self._per_device * self._world))
+
+    def windows(self, start_step: int = 0) -> Iterator[Window]:
+        """Every step from `start_step` on, over as many epochs as are asked for."""
+        batches = iter(self._open(_Places(self, start_step)))
+        for step in count(start_step):
+            epoch, window = divmod(step, self.steps_per_epoch)
+            size = min(self._global_size, self.num_samples - window * self._global_size)
+            num_batches = -(-size // (self._per_device * self._world))
+            tokens = self._tokens(self._order(epoch)[window * self._global_size :][:size])
+            yield Window(step, epoch, size, tokens, [_checked(next(batches)) for _ in range(num_batches)])
+
+    def once(self) -> Iterator[Batch]:
+        """This rank's share of one pass in the order of the source: every sample once over all ranks."""
+        if self._whole is None:
+            self._whole = self._open(self._slices(np.arange(self.num_samples)))
+        return map(_checked, self._whole)
+
+    def first_batch(self) -> Batch:
+        """This rank's first micro-batch, made here and now."""
+        return _checked(self._batches[next(self.places(0))])
+
+    def places(self, start_step: int) -> Iterator[np.ndarray]:
+        """The sample indices of this rank's micro-batches, endlessly."""
+        for step in count(start_step):
+            epoch, window = divmod(step, self.steps_per_epoch)
+            yield from self._slices(self._order(epoch)[window * self._global_size :][: self._global_size])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        # Two are kept: workers read ahead into the next epoch while this one is counted.
+        if epoch not in self._orders:
+            kept = dict(sorted(self._orders.items())[-1:])
+            order = permutation(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+            self._orders = kept | {epoch: order}
+        return self._orders[epoch]
+
+    def _tokens(self, indices: np.ndarray) -> int:
+        samples = self._batches.samples
+        if hasattr(samples, "tokens_in"):
+            return samples.tokens_in(indices)
+        return sum(len(samples[int(i)].get("input_ids", ())) for i in indices)
+
+    def _slices(self, window: np.ndarray) -> list[np.ndarray]:
+        return rank_slices(window, per_device=self._per_device, rank=self._rank, world=self._world)
+
+    def _open(self, places: Any) -> DataLoader[Any]:
+        if self._workers:
+            # A tokenizer's threads do not survive a fork; saying so beforehand keeps it from warning in every worker.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return DataLoader(
+            self._batches,
+            batch_size=None,
+            sampler=places,
+            num_workers=self._workers,
+            collate_fn=_as_it_is,
+            pin_memory=self._pin_memory,
+            worker_init_fn=_deaf,
+            persistent_workers=self._workers > 0,
+            prefetch_factor=4 if self._workers else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Places:
+    loader: Loader
+    start_step: int
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self.loader.places(self.start_step)
+
+
+class _Batches(torch.utils.data.Dataset[Any]):
+    """Indices in, one collated micro-batch out; the part that runs in a worker."""
+
+    def __init__(self, samples: Samples | Sequence[Features], encoder: Encoder) -> None:
+        self.samples, self._encoder = samples, encoder
+        self._length: int | None = getattr(samples, "fixed_length", None)
+
+    def __getitem__(self, places: np.ndarray) -> Batch | FullshardError:
+        try:
+            real = [self.samples[int(index)] for index in places if index != FILLER]
+            # A filler has the shape of a real sample, so that every rank runs the same kind of work.
+            blank = self._encoder.blank(real[0] if real else self.samples[0])
+            rows = real + [blank] * (len(places) - len(real))
+            batch = self._encoder.collate(rows, length=self._length)
+        except FullshardError as error:
+            # Raised in the main process: on its way there torch would wrap it in a traceback.
+            return error
+        return {**batch, "sample_ids": torch.from_numpy(_real_first(places))}
+
+
+def _real_first(places: np.ndarray) -> np.ndarray:
+    real = places[places != FILLER]
+    return np.concatenate([real, np.full(len(places) - len(real), FILLER, dtype=np.int64)])
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _checked(batch: Batch | FullshardError) -> Batch:
+    if isinstance(batch, FullshardError):
+        raise batch
+    return batch
+
+
+def _deaf(worker: int) -> None:
+    """Signals reach the whole process group; a worker that obeyed one would break the save of the main process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,149 @@
+"""Packing: which samples share a row. The index is computed once, from lengths alone, the same on every rank.
+
+Running text is laid end to end and cut into full rows; whole samples are placed by best fit. Documents in a row are
+told apart by positions that start again at 0. Must not know tokens or files.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+
+import numpy as np
+
+from fullshard.data.base import Features
+from fullshard.data.store import Store
+
+
+class Plain:
+    """Samples as they are stored, one a row."""
+
+    fixed_length: int | None = None
+
+    def __init__(self, store: Store, chosen: np.ndarray) -> None:
+        self._store, self._chosen = store, chosen
+        self.num_tokens = int(store.lengths[chosen].sum())
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def tokens_in(self, indices: np.ndarray) -> int:
+        return int(self._store.lengths[self._chosen[indices]].sum())
+
+    def __getitem__(self, index: int) -> Features:
+        features = self._store[int(self._chosen[index])]
+        if "input_ids" in features:
+            features["position_ids"] = np.arange(len(features["input_ids"]), dtype=np.int32)
+        return features
+
+
+class Wrapped:
+    """Documents laid end to end in order, cut into rows of `length`; only the last row may be short.
+
+    A document that a row end cuts goes on in the next row with positions from 0; its last label before the cut is the
+    true next token, so every token is read once and predicted once.
+    """
+
+    def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
+        self._store, self._chosen, self.fixed_length = store, chosen, length
+        self._starts = np.concatenate([[0], np.cumsum(store.lengths[chosen])])
+        self.num_tokens = int(self._starts[-1])
+
+    def __len__(self) -> int:
+        return -(-self.num_tokens // self.fixed_length)
+
+    def tokens_in(self, indices: np.ndarray) -> int:
+        short = len(self) * self.fixed_length - self.num_tokens
+        return len(indices) * self.fixed_length - (short if len(self) - 1 in indices else 0)
+
+    def __getitem__(self, index: int) -> Features:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        begin = index * self.fixed_length
+        end = min(begin + self.fixed_length, self.num_tokens)
+        first = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        last = int(np.searchsorted(self._starts, end, side="left"))
+        pieces = [
+            self._store.slice(
+                int(self._chosen[document]),
+                max(begin - int(self._starts[document]), 0),
+                min(end, int(self._starts[document + 1])) - int(self._starts[document]),
+            )
+            for document in range(first, last)
+        ]
+        return _row(pieces)
+
+
+class Fitted:
+    """Whole samples, several to a row of `length`, placed by best fit."""
+
+    def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
+        self._store, self.fixed_length = store, length
+        lengths = store.lengths[chosen]
+        rows = best_fit(lengths, length=length)
+        # Stable, so that the samples of a row stay in the order of the source.
+        order = np.argsort(rows, kind="stable")
+        self._members = chosen[order]
+        self._starts = np.searchsorted(rows[order], np.arange(int(rows.max()) + 2))
+        self._row_tokens = np.bincount(rows, weights=lengths).astype(np.int64)
+        self.num_tokens = int(lengths.sum())
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def tokens_in(self, indices: np.ndarray) -> int:
+        return int(self._row_tokens[indices].sum())
+
+    def __getitem__(self, index: int) -> Features:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        members = self._members[self._starts[index] : self._starts[index + 1]]
+        return _row([self._store[int(member)] for member in members])
+
+
+def _row(pieces: list[Features]) -> Features:
+    row = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+    row["position_ids"] = np.concatenate([np.arange(len(piece["input_ids"]), dtype=np.int32) for piece in pieces])
+    return row
+
+
+def best_fit(lengths: np.ndarray, *, length: int) -> np.ndarray:
+    """The row of each sample by best-fit decreasing: longest first, each into the fullest row that still takes it.
+
+    Samples of one length and rows with equal room are handled together, so the work grows with the number of
+    different lengths, not of samples. Rows are numbered by their first sample.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    sizes, first = np.unique(-lengths[order], return_index=True)
+    ends = np.append(first[1:], len(order))
+    room: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+    rooms: list[int] = []
+    rows = np.empty(len(lengths), dtype=np.int64)
+    num_rows = 0
+    for size, begin, end in zip((-sizes).tolist(), first.tolist(), ends.tolist(), strict=True):
+        at = begin
+        while at < end:
+            fit = bisect.bisect_left(rooms, size)
+            free = rooms.pop(fit) if fit < len(rooms) else length
+            each = free // size
+            wanted = -(-(end - at) // each)
+            if free in room:
+                open_rows = np.concatenate(room.pop(free))
+            else:
+                open_rows = np.arange(num_rows, num_rows + wanted)
+                num_rows += wanted
+            used, rest = open_rows[:wanted], open_rows[wanted:]
+            count = min(end - at, len(used) * each)
+            rows[order[at : at + count]] = np.repeat(used, each)[:count]
+            at += count
+            # All used rows are filled alike, but for the last, which takes what is left over.
+            last = count - (len(used) - 1) * each
+            for left, group in ((free, rest), (free - each * size, used[:-1]), (free - last * size, used[-1:])):
+                if left and len(group):
+                    if left not in room:
+                        bisect.insort(rooms, left)
+                    room[left].append(group)
+    _, first_sample, renamed = np.unique(rows, return_index=True, return_inverse=True)
+    rank = np.empty(len(first_sample), dtype=np.int64)
+    rank[np.argsort(first_sample, kind="stable")] = np.arange(len(first_sample))
+    return rank[renamed]

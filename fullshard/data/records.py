@@ -1,0 +1,112 @@
+"""Open sources that several kinds share: many as one, rows held in memory, an Arrow data set.
+
+Each knows the place of a record and a fingerprint of its content. Must not know tokens or ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.data.base import Record, Records
+from fullshard.errors import DataError
+
+
+def digest(path: Path) -> str:
+    """A hash of the bytes of a file; read again only when its size or time has changed."""
+    stat = path.stat()
+    return _digest(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
+
+
+@cache
+def _digest(path: str, size: int, mtime_ns: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def combine(*parts: str) -> str:
+    """One fingerprint from several."""
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def origins(records: Records) -> np.ndarray:
+    """The stored record behind each entry; they differ from the indices only where a mixture repeats records."""
+    known = getattr(records, "origins", None)
+    return np.asarray(known() if known else np.arange(len(records)))
+
+
+class Listed:
+    """Records in memory."""
+
+    def __init__(self, rows: Sequence[Record], *, place: Callable[[int], str], fingerprint: Callable[[], str]) -> None:
+        self._rows, self._place, self._fingerprint = rows, place, fingerprint
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        return self._place(index)
+
+    def fingerprint(self) -> str:
+        return self._fingerprint()
+
+
+class Joined:
+    """Several open sources, one after the other."""
+
+    def __init__(self, parts: Sequence[Records], *, notes: Sequence[str] = ()) -> None:
+        self.parts = list(parts)
+        self.notes = list(notes)
+        self._ends = np.cumsum([len(part) for part in self.parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Record:
+        part, local = self._locate(index)
+        return part[local]
+
+    def where(self, index: int) -> str:
+        part, local = self._locate(index)
+        return part.where(local)
+
+    def fingerprint(self) -> str:
+        return combine("joined", *(part.fingerprint() for part in self.parts))
+
+    def _locate(self, index: int) -> tuple[Records, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self.parts[part], index - (int(self._ends[part - 1]) if part else 0)
+
+
+class ArrowRecords:
+    """A data set of the `datasets` library."""
+
+    def __init__(self, dataset: Any, *, name: str) -> None:
+        if len(dataset) == 0:
+            raise DataError(f"{name}: the data set has no records. Choose another split or data set.")
+        self._dataset, self._name = dataset, name
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Record:
+        record: Record = self._dataset[index]
+        return record
+
+    def where(self, index: int) -> str:
+        return f"{self._name}, record {index + 1}"
+
+    def fingerprint(self) -> str:
+        files = [Path(entry["filename"]) for entry in self._dataset.cache_files]
+        # A data set that lives in memory has no files; the library's own fingerprint is all there is.
+        return combine("arrow", *map(digest, files)) if files else str(self._dataset._fingerprint)

@@ -1,0 +1,137 @@
+"""Records from files: a file, a folder, a glob pattern or a list of these; a data set saved by `datasets` too.
+
+Must not know tokens or ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+from pathlib import Path
+from typing import Any
+
+from fullshard.data.base import Records, Source
+from fullshard.data.formats import SUFFIXES, open_file
+from fullshard.data.records import ArrowRecords, Joined
+from fullshard.errors import DataError
+
+
+class Files(Source):
+    """Files on disk, in the order given; the files of a folder or pattern in the order of their names."""
+
+    path: str | list[str]
+    """A file (.jsonl, .json, .txt, .csv, .tsv, .parquet), a folder, a glob pattern, or a list of these."""
+    split: str | None = None
+    """Which part of a folder: a split of a saved data set, or the files and folders whose name begins with it."""
+
+    def open(self) -> Records:
+        paths = [self.path] if isinstance(self.path, str) else self.path
+        if not paths:
+            raise DataError("path = [] names no file. Name at least one file or folder.")
+        notes: list[str] = []
+        parts: list[Records] = []
+        for text in paths:
+            for path in _matches(text):
+                parts.extend(self._open_one(path, notes))
+        return Joined(parts, notes=notes)
+
+    def _open_one(self, path: Path, notes: list[str]) -> list[Records]:
+        if _is_saved_dataset(path):
+            return [_saved_dataset(path, split=self.split)]
+        if path.is_file():
+            if self.split is not None:
+                raise DataError(f"{path}: split = {self.split!r} needs a folder, but this is a file. Leave split out.")
+            return [open_file(path)]
+        found, left_out = _inside(path, split=self.split)
+        if not found:
+            raise DataError(
+                f"{path}: no data file in this folder{f' belongs to split {self.split!r}' if self.split else ''}. "
+                f"Found: {_some(left_out) or 'nothing'}. Allowed: {', '.join(SUFFIXES)}."
+            )
+        if left_out and self.split is None:
+            notes.append(f"{path}: {len(left_out)} files are not data and were left out ({_some(left_out)}).")
+        return [_saved_dataset(p, split=self.split) if p.is_dir() else open_file(p) for p in found]
+
+
+def _matches(text: str) -> list[Path]:
+    path = Path(text).expanduser()
+    if path.exists():
+        return [path]
+    if glob.has_magic(text):
+        matched = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        # `**` matches a folder and the files in it; reading both would count records twice.
+        files = [p for p in matched if p.is_file()]
+        if matched:
+            return files or matched
+        raise DataError(f"{text}: no file matches this pattern. Check it with: ls {text}")
+    raise _missing(path, text)
+
+
+def _missing(path: Path, text: str) -> DataError:
+    folder = path.parent
+    if not folder.is_dir():
+        existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
+        return DataError(
+            f"{text}: no such file, and no folder {folder}; the path exists up to {existing}. Check the path; for a "
+            "data set of the Hugging Face hub write {kind: hub, name: ...}."
+        )
+    names = sorted(p.name for p in folder.iterdir())
+    near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
+    return DataError(
+        f"{text}: no such file or folder. In {folder.absolute()} there is: {', '.join(near) or 'nothing'}."
+    )
+
+
+def _inside(folder: Path, *, split: str | None) -> tuple[list[Path], list[Path]]:
+    """Data files and saved data sets under a folder, by name; and the files that are neither."""
+    found: list[Path] = []
+    left_out: list[Path] = []
+    for child in sorted(folder.iterdir()):
+        if child.name.startswith("."):
+            continue
+        if split is not None and not _belongs(child, split):
+            left_out.append(child)
+        elif child.is_dir() and not _is_saved_dataset(child):
+            deeper, rest = _inside(child, split=None)
+            found += deeper
+            left_out += rest
+        elif child.is_dir() or child.suffix.lower() in SUFFIXES:
+            found.append(child)
+        else:
+            left_out.append(child)
+    return found, left_out
+
+
+def _belongs(path: Path, split: str) -> bool:
+    return path.name == split or any(path.name.startswith(f"{split}{mark}") for mark in ".-_")
+
+
+def _some(paths: list[Path]) -> str:
+    names = [path.name for path in paths]
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (
+        (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    )
+
+
+def _saved_dataset(path: Path, *, split: str | None) -> Records:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        dataset: Any = load_from_disk(str(path))
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{path}: this saved data set cannot be read: {error}. Save it again.") from error
+    if isinstance(dataset, DatasetDict):
+        split = split or ("train" if "train" in dataset else next(iter(dataset)) if len(dataset) == 1 else None)
+        if split not in dataset:
+            raise DataError(
+                f"{path}: split = {split!r} is not in this data set. Found: {', '.join(dataset)}. Set split."
+            )
+        return ArrowRecords(dataset[split], name=f"{path} ({split})")
+    return ArrowRecords(dataset, name=str(path))
+
+
+__all__ = ["Files"]

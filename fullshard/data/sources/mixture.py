@@ -1,0 +1,108 @@
+"""Records from several sources, each with its share in percent.
+
+The mixture is drawn once, from the seed alone: the same on every rank and in every epoch.
+Must not know tokens or ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from fullshard.data.base import Record, Records, Source
+from fullshard.data.order import MIXTURE, generator
+from fullshard.data.records import combine, origins
+from fullshard.part import Section
+
+
+class MixturePart(Section):
+    """One source of a mixture."""
+
+    source: Source
+    """A path, or a source with its settings."""
+    percent: float = Field(gt=0, le=100)
+    """Its share of the records."""
+
+
+class Mixture(Source):
+    """Several sources mixed by percentage; a small one is repeated, a large one subsampled."""
+
+    parts: list[MixturePart] = Field(min_length=1)
+    """The sources and their shares, which add up to 100."""
+    samples: int | None = Field(None, ge=1)
+    """Records in the mixture; null: as many as all sources have together."""
+    seed: int = Field(0, ge=0)
+    """Decides which records of a large source are taken, and the order."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Mixture:
+        total = sum(part.percent for part in self.parts)
+        if abs(total - 100) > 0.01:
+            raise ValueError(f"the percentages add up to {total:g}, but must add up to 100")
+        return self
+
+    def open(self) -> Records:
+        opened = [part.source.open() for part in self.parts]
+        total = self.samples or sum(len(records) for records in opened)
+        counts = shares([part.percent for part in self.parts], total=total)
+        rng = generator(self.seed, stream=MIXTURE)
+        drawn = [_draw(len(records), count, rng) for records, count in zip(opened, counts, strict=True)]
+        which = np.repeat(np.arange(len(opened)), counts)
+        order = rng.permutation(total)
+        settings = f"{self.seed} {total} {[part.percent for part in self.parts]}"
+        notes = [
+            f"mixture: {part.percent:g} % = {count:,} records from source {number}, "
+            + (f"repeated {count / len(records):.3g} times" if count >= len(records) else "subsampled")
+            + f" ({count:,} of {len(records):,})"
+            for number, (part, records, count) in enumerate(zip(self.parts, opened, counts, strict=True), start=1)
+        ]
+        return _Mixed(opened, which=which[order], local=np.concatenate(drawn)[order], settings=settings, notes=notes)
+
+
+def shares(percents: list[float], *, total: int) -> list[int]:
+    """Whole numbers in proportion to `percents` that add up to `total`: the largest remainders are rounded up."""
+    exact = np.array(percents) / sum(percents) * total
+    counts = np.floor(exact).astype(np.int64)
+    late = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
+    counts[late] += 1
+    return [int(count) for count in counts]
+
+
+def _draw(available: int, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Every record equally often, give or take one; which ones get one more is drawn."""
+    passes, rest = divmod(count, available)
+    return np.concatenate([np.tile(np.arange(available), passes), np.sort(rng.permutation(available)[:rest])])
+
+
+class _Mixed:
+    def __init__(
+        self, parts: list[Records], *, which: np.ndarray, local: np.ndarray, settings: str, notes: list[str]
+    ) -> None:
+        self._parts, self._which, self._local, self._settings = parts, which, local, settings
+        self.notes = notes + [note for part in parts for note in getattr(part, "notes", [])]
+
+    def __len__(self) -> int:
+        return len(self._which)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._parts[int(self._which[index])][int(self._local[index])]
+
+    def where(self, index: int) -> str:
+        return self._parts[int(self._which[index])].where(int(self._local[index]))
+
+    def fingerprint(self) -> str:
+        return combine("mixture", self._settings, *(part.fingerprint() for part in self._parts))
+
+    def origins(self) -> np.ndarray:
+        """The stored record behind each entry, so that a repeated one is never both trained and validated on."""
+        result = np.empty(len(self), dtype=np.int64)
+        start = 0
+        for number, part in enumerate(self._parts):
+            ids = origins(part)
+            here = self._which == number
+            result[here] = start + ids[self._local[here]]
+            start += int(ids.max()) + 1
+        return result
+
+
+__all__ = ["Mixture", "MixturePart"]

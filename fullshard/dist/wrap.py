@@ -1,0 +1,193 @@
+"""Which modules become FSDP units, decided by structure alone.
+
+Must not know any model class, torch.distributed or how units are sharded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from fullshard.errors import RecipeError
+from fullshard.part import did_you_mean
+
+SEPARATE_PARAMS = 1_000_000
+"""An untied embedding from this size on is a unit of its own, so that it is not gathered for the whole forward."""
+
+
+@dataclass(frozen=True)
+class WrapPlan:
+    """Module names that become units, in forward order; everything else belongs to the root's unit."""
+
+    blocks: list[str]
+    """Repeated blocks: sharded, recomputed and compiled one by one."""
+    separate: list[str] = field(default_factory=list)
+    """Large input embeddings that no other parameter is tied to."""
+    reason: str = ""
+    """How the blocks were found, for the run's header."""
+
+
+def find_blocks(
+    module: nn.Module,
+    *,
+    classes: Sequence[str] | None = None,
+    min_params: int | None = None,
+    whole: bool = False,
+    hints: Collection[str] | None = None,
+) -> WrapPlan:
+    """The wrap plan: by class names, by size, one unit for all, or (by default) the model's own repeated blocks.
+
+    `hints` are class names that the model asks not to be split, or the names of the blocks themselves; null collects
+    class names from the module tree.
+    """
+    if whole:
+        return WrapPlan([], reason="one unit for the whole model, as asked for")
+    if classes is not None:
+        blocks, reason = _by_class(module, classes), f"by class: {', '.join(classes)}"
+    elif min_params is not None:
+        blocks, reason = _by_size(module, min_params), f"modules of at least {min_params:,} parameters"
+    elif hints and all("." in hint for hint in hints):
+        blocks, reason = list(hints), "named by the model family"
+    else:
+        blocks, reason = _by_structure(module, set(_hints(module) if hints is None else hints))
+    blocks, dropped = _without_shared(module, blocks)
+    if dropped:
+        reason += f"; {len(dropped)} left in the root because they share parameters with it: {', '.join(dropped[:3])}"
+    return WrapPlan(blocks, _separate(module, blocks), reason)
+
+
+def tied_groups(module: nn.Module) -> list[list[str]]:
+    """Names that share one parameter, two or more in each group."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def unit_parameters(module: nn.Module, plan: WrapPlan) -> dict[str, list[str]]:
+    """The parameter names of each unit, the root's under ""; a tied parameter appears once."""
+    units: dict[str, list[str]] = {name: [] for name in (*plan.blocks, *plan.separate, "")}
+    for name, _ in module.named_parameters():
+        owners = [unit for unit in units if unit and name.startswith(unit + ".")]
+        # Units may nest when they are named by class or size: the innermost one owns the parameter.
+        units[max(owners, key=len, default="")].append(name)
+    return units
+
+
+def _hints(module: nn.Module) -> set[str]:
+    found: set[str] = set()
+    for part in module.modules():
+        found.update(getattr(part, "_no_split_modules", None) or ())
+    return found
+
+
+def _by_structure(module: nn.Module, hints: set[str]) -> tuple[list[str], str]:
+    """Every outermost stack of blocks, one or more per tower."""
+    stacks = _stacks(module, nn.ModuleList, hints) or _stacks(module, nn.Sequential, hints)
+    blocks = [name for names in stacks.values() for name in names]
+    if not blocks:
+        raise RecipeError(
+            f"sharding.wrap: {type(module).__name__} has no repeated blocks to wrap. "
+            f"Name classes in sharding.wrap.classes ({', '.join(_composite_classes(module)[:6])}), "
+            "set sharding.wrap.min_params, or sharding.wrap.whole: true."
+        )
+    parts = []
+    for stack, names in stacks.items():
+        classes = dict.fromkeys(type(module.get_submodule(name)).__name__ for name in names)
+        parts.append(f"{len(names)} x {'/'.join(classes)} in {stack or 'root'}")
+    return blocks, "; ".join(parts)
+
+
+def _stacks(module: nn.Module, container: type[nn.Module], hints: set[str]) -> dict[str, list[str]]:
+    """Stack name -> block names. A list is a stack when it holds a hinted class or repeats one composite class."""
+    stacks: dict[str, list[str]] = {}
+    for name, part in module.named_modules():
+        inside = any(name.startswith(block + ".") for blocks in stacks.values() for block in blocks)
+        if inside or not isinstance(part, container):
+            continue
+        children = [(key, child) for key, child in part.named_children() if _has_parameters(child)]
+        classes = Counter(type(child).__name__ for _, child in children if _is_composite(child))
+        if set(classes) & hints or classes.most_common(1)[:1] and classes.most_common(1)[0][1] > 1:
+            prefix = f"{name}." if name else ""
+            stacks[name] = [f"{prefix}{key}" for key, child in children if _is_composite(child)]
+    return stacks
+
+
+def _by_class(module: nn.Module, classes: Sequence[str]) -> list[str]:
+    known = {type(part).__name__ for name, part in module.named_modules() if name}
+    for wanted in classes:
+        if wanted not in known:
+            raise RecipeError(
+                f"sharding.wrap.classes: {type(module).__name__} has no module of class {wanted!r}"
+                f"{did_you_mean(wanted, sorted(known))}. Candidates: {', '.join(_composite_classes(module))}."
+            )
+    return [name for name, part in module.named_modules() if name and type(part).__name__ in classes]
+
+
+def _by_size(module: nn.Module, min_params: int) -> list[str]:
+    """Smallest modules first: a module counts what its wrapped children have not taken."""
+    wrapped: list[str] = []
+
+    def left_over(part: nn.Module, name: str) -> int:
+        count = sum(p.numel() for p in part.parameters(recurse=False))
+        for key, child in part.named_children():
+            count += left_over(child, f"{name}.{key}" if name else key)
+        # Containers have no forward, so nothing would gather their parameters.
+        if name and count >= min_params and not isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            wrapped.append(name)
+            return 0
+        return count
+
+    left_over(module, "")
+    if not wrapped:
+        total = sum(p.numel() for p in module.parameters())
+        raise RecipeError(
+            f"sharding.wrap.min_params = {min_params:,}: no module below {type(module).__name__} "
+            f"({total:,} parameters) is that large. Lower it, leave it out, or set sharding.wrap.whole: true."
+        )
+    order = {name: index for index, (name, _) in enumerate(module.named_modules())}
+    return sorted((name for name in wrapped if name in order), key=order.__getitem__)
+
+
+def _without_shared(module: nn.Module, blocks: list[str]) -> tuple[list[str], list[str]]:
+    """Drops blocks that hold one end of a tie: FSDP needs a shared parameter in one unit."""
+    groups = tied_groups(module)
+    kept, dropped = list(blocks), set[str]()
+    while True:
+        owners = [{max((b for b in kept if n.startswith(b + ".")), key=len, default="") for n in g} for g in groups]
+        split = {owner for found in owners if len(found) > 1 for owner in found if owner}
+        if not split:
+            return kept, [b for b in blocks if b in dropped]
+        # With a block gone, its parameters fall to the one around it, which may hold only one end as well.
+        dropped |= split
+        kept = [b for b in kept if b not in split]
+
+
+def _separate(module: nn.Module, blocks: list[str]) -> list[str]:
+    tied = {name for group in tied_groups(module) for name in group}
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Embedding)
+        and name
+        and part.weight.numel() >= SEPARATE_PARAMS
+        and f"{name}.weight" not in tied
+        and not any(name == block or name.startswith(block + ".") for block in blocks)
+    ]
+
+
+def _has_parameters(part: nn.Module) -> bool:
+    return next(part.parameters(), None) is not None
+
+
+def _is_composite(part: nn.Module) -> bool:
+    return next(part.children(), None) is not None and not isinstance(part, (nn.ModuleList, nn.ModuleDict))
+
+
+def _composite_classes(module: nn.Module) -> list[str]:
+    """Class names of modules with parts of their own, the most repeated first."""
+    counts = Counter(type(part).__name__ for name, part in module.named_modules() if name and _is_composite(part))
+    return [name for name, _ in counts.most_common()]

@@ -1,0 +1,60 @@
+"""The run header: what is true of the run, as realised. Must not decide anything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from fullshard.build import Built, Ground
+from fullshard.dist.world import World
+from fullshard.recipe import Recipe
+
+
+def header_rows(
+    recipe: Recipe, ground: Ground, world: World, built: Built, checkpoint: Path | None
+) -> list[tuple[str, str]]:
+    """Label and fact, in reading order."""
+    sharding = recipe.sharding
+    rows = [
+        ("world", world.describe()),
+        ("sharding", built.layout.describe()),
+        ("units", _units(built)),
+        ("precision", built.precision.describe()),
+        ("attention", built.kernels),
+        ("compile", "each block" if built.compiled else "off"),
+        ("recompute", f"activation checkpointing {sharding.activation_checkpointing}"),
+    ]
+    rows += [("data", line) for line in ground.data.report]
+    for line in ground.plan.describe():
+        label, _, text = line.partition(": ")
+        rows.append((label, text))
+    rows.append(("optimizer", _optimizer(recipe)))
+    rows.append(("checkpoints", _checkpoints(recipe)))
+    rows += [("proven", proof) for proof in built.proofs]
+    if checkpoint is not None:
+        rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))
+    rows.append(("run folder", str(recipe.folder)))
+    return rows
+
+
+def _units(built: Built) -> str:
+    classes = Counter(unit.class_name for unit in built.units)
+    ties = sum(len(unit.tied) for unit in built.units)
+    tied = f"; {ties} tied {'group' if ties == 1 else 'groups'}" if ties else ""
+    return ", ".join(f"{count} x {name}" for name, count in classes.items()) + f" ({built.wrap_reason}{tied})"
+
+
+def _optimizer(recipe: Recipe) -> str:
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    clip = f"clipped at norm {optimizer.clip:g}" if optimizer.clip else "not clipped"
+    warmup = f", warm-up {schedule.warmup:g}" if schedule.warmup else ""
+    return f"{optimizer.kind()}, lr {optimizer.lr:g}, {schedule.kind()} schedule{warmup}, gradients {clip}"
+
+
+def _checkpoints(recipe: Recipe) -> str:
+    policy = recipe.checkpoint
+    every = [f"every {policy.every_steps} steps"] if policy.every_steps else []
+    every += [f"every {'epoch' if policy.every_epochs == 1 else f'{policy.every_epochs} epochs'}"] if policy.every_epochs else []
+    keep = f"keep {policy.keep}" if policy.keep else "keep all"
+    best = f", best by {policy.best.mode} {policy.best.metric}" if policy.best else ""
+    return f"{' and '.join(every) or 'at the end'}, {keep}{best}"

@@ -1,0 +1,88 @@
+"""Edits of a fresh module, before it is sharded: adapters and frozen parameters.
+
+Must not know where weights come from, ranks or objectives.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import RecipeError
+from fullshard.part import did_you_mean
+
+logger = logging.getLogger(__name__)
+
+ADAPTER = "default"
+"""The name peft gives an adapter; it is part of the parameter names."""
+
+
+def add_lora(
+    module: nn.Module, *, r: int, alpha: float, dropout: float, targets: str | list[str], base: str | None
+) -> None:
+    """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=r,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
+    try:
+        inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+    except ValueError as error:
+        layers = sorted({name.rpartition(".")[2] for name, m in module.named_modules() if isinstance(m, nn.Linear)})
+        near = did_you_mean(targets if isinstance(targets, str) else targets[0], layers)
+        raise RecipeError(
+            f"model.lora.targets = {targets!r} does not fit {type(module).__name__}{near}: "
+            f"{str(error).splitlines()[0].rstrip('.')}. "
+            f"Use all-linear, or names from: {', '.join(layers)}."
+        ) from error
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether the module was given LoRA adapters."""
+    return bool(getattr(module, "peft_config", None))
+
+
+def adapter_config(module: nn.Module) -> Any:
+    """The peft config of the adapters."""
+    model: Any = module
+    return model.peft_config[ADAPTER]
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
+    """Freezes the parameters that match any pattern (`model.embed_tokens.*`); returns how many tensors."""
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    frozen = 0
+    for index, pattern in enumerate(patterns):
+        matching = fnmatch.filter(names, pattern)
+        if not matching:
+            raise RecipeError(
+                f"model.freeze[{index}] = {pattern!r} matches none of the {len(names)} parameters"
+                f"{did_you_mean(pattern.strip('*'), names)}. Names look like: {', '.join(names[:3])} ... {names[-1]}; "
+                "* stands for anything."
+            )
+        for name in matching:
+            module.get_parameter(name).requires_grad_(False)
+        frozen += len(matching)
+    return frozen
+
+
+def base_name(name: str) -> str:
+    """The parameter's name as it was before adapters came in."""
+    return name.replace(".base_layer.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_" in name

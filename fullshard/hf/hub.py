@@ -1,0 +1,82 @@
+"""Finds a model on disk: a folder, or a hub name that has been (or now is) fetched into the hub's own cache.
+
+Must not know configs, modules or ranks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import RecipeError, SetupError
+
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+_UNWANTED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors", "*.gguf"]
+
+
+def local_folder(name: str, *, revision: str | None, where: str) -> Path:
+    """The folder of a model that is on disk already; never touches the network."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    _refuse_paths(name, where=where)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise SetupError(
+            f"{where} = {name!r} is no folder here, and the hub's cache does not hold it ({_first_line(error)}). "
+            f"Fetch it on a machine with network access: hf download {name}"
+        ) from error
+
+
+def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: str) -> Path:
+    """The folder of a model, downloaded when it is a hub name that is not on disk yet."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    _refuse_paths(name, where=where)
+    import huggingface_hub
+
+    wanted = [p for p in _WANTED if weights or p != "*.safetensors"] + (["*.py"] if code else [])
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED)
+        )
+    except Exception as error:
+        raise _explain(error, name, revision=revision, where=where) from error
+
+
+def _refuse_paths(name: str, *, where: str) -> None:
+    """A name that can only be meant as a path must not become a request to the hub."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise RecipeError(
+            f"{where} = {name!r}: there is no such folder. Check the path; a hub name looks like owner/model."
+        )
+
+
+def _explain(error: Exception, name: str, *, revision: str | None, where: str) -> Exception:
+    """Turns what the hub says into where, what and what to do."""
+    from huggingface_hub import errors
+
+    cases: list[tuple[Any, str]] = [
+        (errors.GatedRepoError, "is gated. Accept its terms on its hub page, then log in with: hf auth login"),
+        (errors.RevisionNotFoundError, f"has no revision {revision!r}. Check model.revision"),
+        (errors.HFValidationError, "is no folder here and not a hub name. Check the path or the spelling"),
+        (
+            errors.RepositoryNotFoundError,
+            "is no folder here and not on the hub (or private). Check the spelling, or log in with: hf auth login",
+        ),
+    ]
+    for kind, words in cases:
+        if isinstance(error, kind):
+            return RecipeError(f"{where} = {name!r} {words}.")
+    return SetupError(
+        f"{where} = {name!r} is no folder here and could not be fetched from the hub ({_first_line(error)}). "
+        f"Fetch it on a machine with network access (hf download {name}), or give a local folder."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,118 @@
+"""Tokenizers: loaded from a folder or the hub, or trained on the run's own texts and kept by content.
+
+Must not know models, data sources or ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from fullshard.errors import DataError, RecipeError
+from fullshard.part import Section
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+
+
+class TokenizerTraining(Section):
+    """A byte-level BPE trained on the training texts; no text is out of its vocabulary."""
+
+    vocab_size: int = Field(8192, ge=300)
+    """How many tokens, special ones included."""
+    max_characters: int = Field(50_000_000, ge=1)
+    """How much text it is trained on, from the beginning of the data."""
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return {}
+        return {"vocab_size": value} if isinstance(value, int) else value
+
+    def folder(self, cache: Path, fingerprint: str) -> Path:
+        """Where the tokenizer of these settings and this data is kept."""
+        key = f"{self.vocab_size}:{self.max_characters}:{fingerprint}"
+        return cache / "tokenizers" / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def fingerprint_of(texts: Iterable[str]) -> str:
+    """A digest of the texts themselves, for callers without a fingerprint of their source."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+def train_tokenizer(texts: Iterable[str], settings: TokenizerTraining, *, folder: Path) -> None:
+    """Trains once; a second run with the same data finds the result."""
+    from filelock import FileLock
+    from transformers import PreTrainedTokenizerFast
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            return
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=_train(texts, settings), eos_token=END, bos_token=END, pad_token=PAD
+        )
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            tokenizer.save_pretrained(made)
+            os.replace(made, folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def _train(texts: Iterable[str], settings: TokenizerTraining) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=settings.vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    some = iter(texts)
+    first = next(some, None)
+    if first is None:
+        raise DataError("model.tokenizer.train: there is no text to train on. Check data.train.")
+    tokenizer.train_from_iterator(at_most(itertools.chain([first], some), settings.max_characters), trainer)
+    return tokenizer
+
+
+def at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """The texts up to a number of characters in all."""
+    for text in texts:
+        yield text[:characters]
+        characters -= len(text)
+        if characters <= 0:
+            return
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool, where: str) -> Any:
+    """The tokenizer of a folder, or an error in words."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise RecipeError(
+                f"{where}: the tokenizer in {folder} runs code of its own. Read that code, then set "
+                "model.trust_remote_code: true."
+            ) from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise RecipeError(
+            f"{where}: {folder} holds no tokenizer that Transformers can load ({reason}). "
+            "Name one in model.tokenizer (a folder or hub name), or train one: tokenizer: {train: {vocab_size: 8192}}."
+        ) from error

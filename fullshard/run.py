@@ -1,0 +1,226 @@
+"""From a recipe to a finished run: start the ranks, or be one of them.
+
+`train` is what the command and the library call; `execute` is what a started rank does. Must not know how parts work.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.folder import write_json
+from fullshard.dist import env
+from fullshard.dist.ranks import ranks_for
+from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError
+from fullshard.launch.base import Ranks
+from fullshard.part import plain
+from fullshard.read import Reading, run_facts, save_resolved
+from fullshard.recipe import Recipe
+from fullshard.state import Progress, Result
+from fullshard.yaml_text import render
+
+if TYPE_CHECKING:
+    from fullshard.build import Ground
+    from fullshard.dist.world import World
+    from fullshard.log.console import Console
+
+
+def ranks_of(recipe: Recipe, *, node_rank: int = 0, master: str | None = None) -> Ranks:
+    """How many ranks the recipe's topology means on this machine."""
+    import torch
+
+    topology = recipe.topology
+    return ranks_for(
+        device=topology.device,
+        devices=topology.devices,
+        nodes=topology.nodes,
+        num_gpus=torch.cuda.device_count(),
+        timeout_s=topology.timeout_s,
+        node_rank=node_rank,
+        master=master,
+        backend=topology.backend,
+    )
+
+
+def train(reading: Reading, *, resume: str, ranks: Ranks) -> int:
+    """Runs the recipe on the ranks asked for; returns the exit code. One rank alone needs no launcher."""
+    if ranks.per_node * ranks.nodes == 1:
+        if ranks.device_ids:
+            os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
+        return join(reading, resume=resume)
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        # The ranks read the recipe as it was merged here, so that all of them and we mean the same.
+        merged = Path(folder) / f"{reading.recipe.name}.yaml"
+        merged.write_text(render({**plain(reading.recipe), "run": run_facts(reading)}), encoding="utf-8")
+        command = [sys.executable, "-m", "fullshard", "train", str(merged), "--resume", resume]
+        return reading.recipe.topology.launcher.start(command, ranks)
+
+
+def train_recipe(recipe: Recipe, *, resume: str = "auto") -> Result:
+    """Trains a recipe and returns what came of it. Starts ranks of its own unless this process is already one."""
+    reading = Reading(recipe, "a recipe in Python")
+    under_launcher = env.detect(os.environ).world > 1
+    ranks = ranks_of(recipe)
+    if under_launcher or ranks.per_node * ranks.nodes == 1:
+        return execute(reading, resume=resume)
+    code = train(reading, resume=resume, ranks=ranks)
+    if code not in (EXIT_DONE, EXIT_PREEMPTED):
+        raise FullshardError(f"The run in {recipe.folder} failed with exit code {code}; its ranks said why above.")
+    return read_result(recipe.folder)
+
+
+def join(reading: Reading, *, resume: str) -> int:
+    """Runs this process's rank of the recipe; returns the exit code."""
+    result = execute(reading, resume=resume)
+    return EXIT_PREEMPTED if result.stopped == "signal" else EXIT_DONE
+
+
+def execute(reading: Reading, *, resume: str) -> Result:
+    """One rank of the run, from the environment check to the last line."""
+    import torch
+
+    from fullshard import build
+    from fullshard.dist import world as worlds
+    from fullshard.log import libraries
+    from fullshard.log.console import Console
+
+    recipe = reading.recipe
+    launch = env.detect(os.environ)
+    gpus = torch.cuda.device_count() if worlds.choose_device_type(recipe.topology.device) == "cuda" else 0
+    topology = recipe.topology
+    env.check(
+        launch,
+        os.environ,
+        num_gpus=gpus,
+        wanted_device=topology.device,
+        nodes=topology.nodes,
+        backend=topology.backend,
+    )
+    env.export(launch)
+    console = Console(silent=launch.rank != 0)
+    try:
+        with libraries.route(console):
+            for line in [*reading.overridden, *recipe.sharding.notes()]:
+                console.note(line)
+            ground = build.lay_ground(recipe, world_size=launch.world, console=console)
+            world = worlds.join(
+                device=recipe.topology.device, backend=recipe.topology.backend, timeout_s=recipe.topology.timeout_s
+            )
+            return _run(reading, ground, world, resume=resume, console=console)
+    finally:
+        console.close()
+        worlds.leave()
+
+
+def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console: Console) -> Result:
+    """Everything after the ranks have met."""
+    from fullshard import build, loop
+    from fullshard.header import header_rows
+    from fullshard.log.metrics import FILE, Metrics
+    from fullshard.log.sinks import Sinks
+
+    recipe = reading.recipe
+    checkpoint = _start(recipe, world, resume=resume, console=console)
+    progress = build.find_progress(checkpoint, ground)
+    if progress.finished and progress.step >= ground.plan.total_steps:
+        return _say_finished(reading, progress, console)
+    progress.finished = False
+    console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
+    outlets: list[Any] = []
+    if world.is_main:
+        outlets.append(Metrics(recipe.folder / FILE, step=progress.step))
+        outlets.append(Sinks(recipe.log.sinks, recipe.folder, name=recipe.name, recipe=plain(recipe), warn=console.warn))
+
+    def write(record: dict[str, Any]) -> None:
+        for outlet in outlets:
+            outlet.write(record)
+
+    try:
+        built = build.build(
+            recipe, ground, world, checkpoint=checkpoint, progress=progress, console=console, write=write
+        )
+        if world.is_main:
+            save_resolved(built.resolved, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
+            write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in built.units]})
+        console.header(f"fullshard: {recipe.name}", header_rows(recipe, ground, world, built, checkpoint))
+        totals = [sum(unit.parameters for unit in built.units), sum(unit.trainable for unit in built.units)]
+        console.parameter_summary(total=totals[0], trainable=totals[1], frozen=totals[0] - totals[1])
+        result = loop.fit(built.parts)
+        write({"kind": "event", "event": "finished", **asdict(result)})
+        _say_next(reading, result, console)
+    finally:
+        for outlet in outlets:
+            outlet.close()
+    return result
+
+
+def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> Path | None:
+    """The checkpoint to go on from, the same on every rank. Starting over moves an earlier run aside, losing nothing."""
+    from fullshard.dist import reduce
+
+    found: tuple[Path | None, str | None] = (None, None)
+    if world.is_main:
+        try:
+            if resume == "never" and (aside := files.set_aside(recipe.folder)):
+                console.say(f"Starting over: the earlier run is kept in {aside}.")
+            found = files.find(recipe.folder, resume), None
+            recipe.folder.mkdir(parents=True, exist_ok=True)
+        except (CheckpointError, OSError) as error:
+            found = None, str(error)
+    checkpoint, problem = reduce.from_main(found)
+    if problem:
+        raise CheckpointError(problem)
+    if checkpoint is not None:
+        console.say(f"Resuming from {checkpoint}.")
+    return cast("Path | None", checkpoint)
+
+
+def _say_finished(reading: Reading, progress: Progress, console: Console) -> Result:
+    recipe = reading.recipe
+    unit, amount = ("epochs", recipe.duration.epochs) if recipe.duration.epochs else ("steps", recipe.duration.steps)
+    name = reading.name
+    console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and the recipe asks for no more.")
+    console.say(f"  start over   fullshard train {name} --resume never   (the finished run is moved aside, not deleted)")
+    console.say(f"  go on        fullshard train {name} duration.{unit}={2 * (amount or 1):g}")
+    return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
+
+
+def _say_next(reading: Reading, result: Result, console: Console) -> None:
+    """The three things to try next."""
+    if result.stopped == "signal":
+        console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on.")
+        return
+    folder, name = result.folder, reading.name
+    console.next_steps(
+        [
+            f"Use the model:      transformers.AutoModelForCausalLM.from_pretrained('{folder}/model')",
+            f"See the curves:     tensorboard --logdir {folder}/logs",
+            f"Change something:   fullshard train {name} optimizer.lr=1e-3 name={reading.recipe.name}-2",
+        ]
+    )
+
+
+def read_result(folder: Path) -> Result:
+    """The result of the run in `folder`, from its metrics."""
+    from fullshard.log.metrics import FILE, read
+
+    for record in reversed(read(folder / FILE)):
+        if record.get("event") == "finished":
+            return Result(**{key: record[key] for key in Result.__dataclass_fields__})
+    raise CheckpointError(f"{folder} holds no finished run.")
+
+
+def describe(reading: Reading, *, ranks: Ranks) -> str:
+    """What a run would do: every value in force, and the step arithmetic. Starts nothing."""
+    from fullshard import build
+    from fullshard.log.console import Console
+
+    recipe = reading.recipe
+    ground = build.lay_ground(recipe, world_size=ranks.per_node * ranks.nodes, console=Console(silent=True))
+    lines = [*reading.overridden, *recipe.sharding.notes(), *ground.data.report, *ground.plan.describe()]
+    return render(plain(recipe)) + "\n" + "\n".join(f"# {line}" for line in lines) + "\n"

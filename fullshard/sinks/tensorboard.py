@@ -1,0 +1,50 @@
+"""TensorBoard, in the run's folder `logs/`: `tensorboard --logdir RUN/logs`.
+
+A tag is the record's kind and the number's name: `train/loss`, `validation/loss`, `time/data`.
+Must not know what the numbers mean.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.errors import SetupError
+from fullshard.log.metrics import FILE, last_step, scalars
+from fullshard.sinks.base import OpenSink, Sink
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard(Sink):
+    """Curves for TensorBoard."""
+
+    def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise SetupError(
+                f"log.sinks: tensorboard cannot be imported ({error}). Install it with: pip install tensorboard, "
+                "or leave it out: log.sinks=[]"
+            ) from error
+        # metrics.jsonl has been cut back to where the run goes on from: what TensorBoard holds beyond it is of an
+        # earlier life, and is hidden.
+        kept = last_step(folder / FILE)
+        writer = SummaryWriter(str(folder / "logs"), purge_step=0 if kept is None else kept + 1, flush_secs=10)
+        return _Open(writer)
+
+
+class _Open(OpenSink):
+    def __init__(self, writer: SummaryWriter) -> None:
+        self._writer = writer
+
+    def write(self, record: dict[str, Any]) -> None:
+        for tag, value in scalars(record).items():
+            self._writer.add_scalar(tag, value, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+__all__ = ["TensorBoard"]

@@ -1,0 +1,33 @@
+"""Fixtures for every test: the rank pool, and a guard that no test leaves a process group or a changed default behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Real gloo ranks, started once."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("FULLSHARD_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    yield
+    import torch
+    import torch.distributed as dist
+
+    assert not dist.is_initialized(), "the test left a process group behind"
+    assert torch.get_default_dtype() == torch.float32, "the test changed the default dtype"

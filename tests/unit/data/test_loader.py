@@ -1,0 +1,202 @@
+"""The global order and each rank's share of it: the same samples per step whatever the world size, split or restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fullshard.data.base import IGNORE, Features
+from fullshard.data.encode.text import Text
+from fullshard.data.loader import Loader, Window
+from fullshard.data.order import permutation, rank_slices
+from fullshard.errors import DataError
+
+
+def samples(count: int) -> list[Features]:
+    return [
+        {"input_ids": np.array([i, i + 1], dtype=np.int32), "labels": np.array([i + 1, IGNORE], dtype=np.int32)}
+        for i in range(count)
+    ]
+
+
+def real(batch: dict[str, Any]) -> list[int]:
+    return [int(i) for i in batch["sample_ids"] if i >= 0]
+
+
+def ids(window: Window) -> list[int]:
+    return [i for batch in window.batches for i in real(batch)]
+
+
+def test_permutation_is_a_function_of_seed_and_epoch() -> None:
+    first = permutation(1000, seed=3, epoch=0, shuffle=True)
+    assert sorted(first.tolist()) == list(range(1000))
+    assert first.tolist() == permutation(1000, seed=3, epoch=0, shuffle=True).tolist()
+    assert first.tolist() != permutation(1000, seed=3, epoch=1, shuffle=True).tolist()
+    assert first.tolist() != permutation(1000, seed=4, epoch=0, shuffle=True).tolist()
+    assert permutation(5, seed=3, epoch=9, shuffle=False).tolist() == [0, 1, 2, 3, 4]
+    # Pinned: a release that changes the order would break every resume.
+    assert permutation(8, seed=0, epoch=0, shuffle=True).tolist() == PINNED
+
+
+PINNED = [0, 4, 1, 5, 6, 7, 2, 3]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 31, 32, 33])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("per_device", [1, 2, 8])
+def test_rank_slices_share_a_window_out_exactly_and_evenly(size: int, world: int, per_device: int) -> None:
+    window = np.arange(100, 100 + size)
+    shares = [rank_slices(window, per_device=per_device, rank=r, world=world) for r in range(world)]
+    assert {len(share) for share in shares} == {-(-size // (per_device * world))}
+    assert all(len(batch) == per_device for share in shares for batch in share)
+    given = [int(i) for share in shares for batch in share for i in batch if i >= 0]
+    assert sorted(given) == window.tolist()
+    loads = [sum(int((batch >= 0).sum()) for batch in share) for share in shares]
+    assert max(loads) - min(loads) <= 1
+
+
+def test_2500_samples_make_40_steps_and_the_last_is_a_partial_one() -> None:
+    loader = Loader(samples(2500), Text(), per_device=8, global_size=64, seed=0, shuffle=True)
+    assert loader.steps_per_epoch == 40
+    windows = list(islice(loader.windows(0), 120))
+    assert [w.step for w in windows] == list(range(120))
+    assert [w.epoch for w in windows] == [0] * 40 + [1] * 40 + [2] * 40
+    for last in windows[39::40]:
+        assert last.num_samples == 4
+        assert len(last.batches) == 1
+        assert len(ids(last)) == 4
+    assert all(w.num_samples == 64 and len(w.batches) == 8 for w in windows[:39])
+    for epoch in range(3):
+        seen = [i for w in windows[epoch * 40 : epoch * 40 + 40] for i in ids(w)]
+        assert sorted(seen) == list(range(2500))
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 6, 7, 20])
+def test_seeking_equals_going_straight(start: int) -> None:
+    loader = Loader(samples(50), Text(), per_device=2, global_size=8, seed=1, shuffle=True)
+    straight = list(islice(loader.windows(), 25))[start:]
+    sought = list(islice(loader.windows(start), 25 - start))
+    for a, b in zip(straight, sought, strict=True):
+        assert (a.step, a.epoch, a.num_samples) == (b.step, b.epoch, b.num_samples)
+        for x, y in zip(a.batches, b.batches, strict=True):
+            assert x.keys() == y.keys()
+            assert all(torch.equal(x[key], y[key]) for key in x)
+
+
+@pytest.mark.parametrize(("world", "per_device"), [(1, 12), (1, 4), (1, 1), (2, 6), (2, 1), (4, 3), (4, 1), (4, 5)])
+def test_a_step_has_the_same_samples_for_any_world_and_split(world: int, per_device: int) -> None:
+    reference = Loader(samples(50), Text(), per_device=4, global_size=12, seed=1, shuffle=True)
+    expected = [sorted(ids(w)) for w in islice(reference.windows(), 11)]
+    loaders = [
+        Loader(
+            samples(50), Text(), per_device=per_device, global_size=12, seed=1, shuffle=True, rank=r, world=world
+        ).windows()
+        for r in range(world)
+    ]
+    for step in range(11):
+        windows = [next(loader) for loader in loaders]
+        assert len({len(w.batches) for w in windows}) == 1
+        assert {w.num_samples for w in windows} == {len(expected[step])}
+        assert sorted(i for w in windows for i in ids(w)) == expected[step]
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 13])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_validation_reads_every_sample_once_with_equal_batches(count: int, world: int) -> None:
+    loaders = [Loader(samples(count), Text(), per_device=2, rank=r, world=world) for r in range(world)]
+    for _ in range(2):
+        passes = [list(loader.once()) for loader in loaders]
+        assert {len(batches) for batches in passes} == {loaders[0].num_batches} == {-(-count // (2 * world))}
+        assert sorted(i for batches in passes for b in batches for i in real(b)) == list(range(count))
+
+
+def test_fillers_have_no_labels_and_real_rows_their_own() -> None:
+    batch = next(iter(Loader(samples(3), Text(), per_device=4).once()))
+    assert batch["sample_ids"].tolist() == [0, 1, 2, -1]
+    assert batch["input_ids"][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
+    assert batch["labels"].tolist() == [[1, IGNORE], [2, IGNORE], [3, IGNORE], [IGNORE, IGNORE]]
+    # A rank without any sample left still has a batch of the same shape.
+    empty = next(iter(Loader(samples(1), Text(), per_device=4, rank=1, world=2).once()))
+    assert empty["sample_ids"].tolist() == [-1] * 4
+    assert (empty["labels"] == IGNORE).all()
+    assert empty["input_ids"].shape == (4, 2)
+
+
+def test_rows_are_padded_to_the_fixed_length() -> None:
+    class Packed(list[Features]):
+        fixed_length = 6
+        num_tokens = 6
+
+    batch = next(iter(Loader(Packed(samples(3)), Text(), per_device=4).once()))
+    assert batch["input_ids"].shape == batch["position_ids"].shape == (4, 6)
+
+
+def test_workers_give_the_same_as_none() -> None:
+    def windows(workers: int) -> list[Window]:
+        loader = Loader(samples(30), Text(), per_device=2, global_size=8, seed=2, shuffle=True, workers=workers)
+        return list(islice(loader.windows(3), 8))
+
+    for a, b in zip(windows(0), windows(2), strict=True):
+        assert ids(a) == ids(b)
+        assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(a.batches, b.batches, strict=True))
+
+
+class Broken(list[Features]):
+    def __getitem__(self, index: Any) -> Any:
+        if index == 5:
+            raise DataError("data.jsonl:6: the picture is missing. Restore it.")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_worker_keeps_its_words(workers: int) -> None:
+    loader = Loader(Broken(samples(9)), Text(), per_device=2, workers=workers)
+    with pytest.raises(DataError) as caught:
+        list(loader.once())
+    assert str(caught.value) == "data.jsonl:6: the picture is missing. Restore it."
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(DataError, match="no samples to load"):
+        Loader([], Text(), per_device=2)
+
+
+SIGNALLED = """
+import os, signal
+import numpy as np
+from fullshard.data.encode.text import Text
+from fullshard.data.loader import Loader
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: None)
+rows = [{"input_ids": np.arange(3), "labels": np.arange(3)} for _ in range(1000)]
+windows = Loader(rows, Text(), per_device=1, workers=2).windows()
+next(windows)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    os.killpg(0, number)
+steps = [next(windows).step for _ in range(100)]
+print("steps", steps[-1], flush=True)
+# Ends in the middle of an epoch with the workers alive.
+"""
+
+
+def test_workers_outlive_signals_to_the_group_but_not_their_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "steps 100"
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL

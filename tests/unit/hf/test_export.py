@@ -1,0 +1,129 @@
+"""What is written is read back by the ecosystem's own loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from fullshard.errors import CheckpointError
+from fullshard.hf.export import export_model
+from fullshard.models.hf import Hf
+from tests.unit.hf.architectures import CAUSAL, build
+
+IDS = torch.arange(24).mul(5).remainder(89).add(3).reshape(2, 12)
+
+
+def real(family: Hf, *, processor: Any = None) -> nn.Module:
+    """The family's module with its values, in one process."""
+    module = family.build(processor=processor)
+    weights = family.weights(module)
+    module.to_empty(device="cpu") if weights is None else None
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        if parameter.is_meta:
+            owner, _, key = name.rpartition(".")
+            stored = weights.read(name, 0, parameter.shape[0]).float() if weights and name in weights.names() else None
+            value = torch.randn(parameter.shape) * 0.1 if stored is None else stored
+            module.get_submodule(owner)._parameters[key] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    model: Any = module
+    model.tie_weights()
+    return module.eval()
+
+
+def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, parameter.detach()) for name, parameter in module.named_parameters())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", sorted(CAUSAL))
+def test_export_loads_in_transformers_and_gives_the_same_logits(architecture: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    build(architecture).save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    family = Hf(path=str(tmp_path / "start"))
+    module = real(family)
+    for parameter in module.parameters():
+        parameter.add_(0.01)
+    family.export(module, tensors(module), tmp_path / "out", processor=None)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.config.use_cache
+    assert torch.equal(loaded.eval()(input_ids=IDS).logits, module(input_ids=IDS, use_cache=False).logits)
+
+
+def test_files_are_split_by_size_and_the_dtype_is_the_starts(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    start: Any = build("gemma").to(torch.bfloat16)
+    start.save_pretrained(tmp_path / "start")
+    family = Hf(path=str(tmp_path / "start"))
+    module = real(family)
+    out = tmp_path / "out"
+    source = tmp_path / "start"
+    export_model(
+        module, tensors(module), out, dtype=torch.bfloat16, source=source, processor=None, shard_bytes=200_000
+    )
+    files = sorted(p.name for p in out.glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert len(files) > 1
+    stored = {name: t for file in files for name, t in load_file(out / file).items()}
+    assert "lm_head.weight" not in stored, "tied weights are written once"
+    assert {t.dtype for t in stored.values()} == {torch.bfloat16}
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert all(torch.equal(p, start.get_parameter(n)) for n, p in loaded.named_parameters())
+    assert loaded.dtype == torch.bfloat16
+
+
+def test_from_scratch_is_written_in_float32_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    texts = ["the quick brown fox jumps over the lazy dog"] * 20
+    tokenizer = {"train": {"vocab_size": 300}}
+    family = Hf(architecture="qwen3", size="tiny", tokenizer=tokenizer)  # type: ignore[arg-type]
+    family.prepare(texts, cache=tmp_path / "cache")
+    processor = family.processor(cache=tmp_path / "cache")
+    module: Any = real(family, processor=processor)
+    assert module.config.vocab_size == len(processor)
+    family.export(module, tensors(module), tmp_path / "out", processor=processor)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.float32
+    assert loaded.generation_config.eos_token_id == processor.eos_token_id
+    again = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert again("lazy fox").input_ids == processor("lazy fox").input_ids
+    assert again.decode(again("lazy fox ☃").input_ids) == "lazy fox ☃"
+
+
+def test_an_incomplete_export_is_refused(tmp_path: Path) -> None:
+    family = Hf(architecture="llama", size="tiny")
+    module = real(family)
+    some = ((name, t) for name, t in tensors(module) if "layers.1" not in name)
+    with pytest.raises(CheckpointError, match="incomplete, 9 of 21 parameters"):
+        family.export(module, some, tmp_path, processor=None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "qwen3_moe"])
+def test_adapters_load_in_peft_and_give_the_same_logits(architecture: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    build(architecture).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    family = Hf(path=str(tmp_path / "base"), lora={"r": 4, "alpha": 8})  # type: ignore[arg-type]
+    module = real(family)
+    trainable = {n for n, p in module.named_parameters() if p.requires_grad}
+    assert trainable
+    assert all("lora_" in name for name in trainable)
+    family.export(module, tensors(module), tmp_path / "adapter", processor=None)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    plain = base.eval()(input_ids=IDS).logits
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    expected = module(input_ids=IDS, use_cache=False).logits
+    assert not torch.allclose(expected, plain, atol=1e-3), "the adapters do something"
+    assert torch.allclose(loaded(input_ids=IDS).logits, expected, atol=1e-6)
+    assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")

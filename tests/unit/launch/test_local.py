@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import SetupError
+from fullshard.launch.base import Ranks
+from fullshard.launch.local import Local, variables
+
+TELL = """
+import json, os, pathlib
+pathlib.Path("{folder}", os.environ["RANK"] + ".json").write_text(json.dumps(dict(os.environ)))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    environ, handlers = dict(os.environ), [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    elastic = logging.getLogger("torch.distributed.elastic.agent.server.api").disabled
+    yield
+    assert {k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"} == {
+        k: v for k, v in environ.items() if k != "PYTEST_CURRENT_TEST"
+    }
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert logging.getLogger("torch.distributed.elastic.agent.server.api").disabled == elastic
+
+
+def start(code: str, ranks: Ranks = Ranks(per_node=2, timeout_s=30)) -> int:
+    return Local().start([sys.executable, "-S", "-c", code], ranks)
+
+
+def told(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_each_rank_gets_torchruns_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        assert start(TELL.format(folder=tmp_path)) == 0
+    first, second = told(tmp_path)
+    assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
+    for environ in (first, second):
+        assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"], environ["GROUP_WORLD_SIZE"]) == ("2", "2", "1")
+        assert int(environ["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+        assert environ["MASTER_ADDR"] == "127.0.0.1"
+        assert environ["MASTER_PORT"] == first["MASTER_PORT"]
+
+
+def test_threads_and_gpus() -> None:
+    assert "OMP_NUM_THREADS" not in variables(Ranks(2), {"OMP_NUM_THREADS": "3"})
+    assert variables(Ranks(1), {})["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    assert "CUDA_VISIBLE_DEVICES" not in variables(Ranks(2), {})
+    assert variables(Ranks(2, device_ids=(0, 2)), {})["CUDA_VISIBLE_DEVICES"] == "0,2"
+    assert variables(Ranks(2, device_ids=(0, 2)), {"CUDA_VISIBLE_DEVICES": "4,5,6"})["CUDA_VISIBLE_DEVICES"] == "4,6"
+    with pytest.raises(SetupError, match="CUDA_VISIBLE_DEVICES=4,5 leaves GPUs 0 to 1"):
+        variables(Ranks(2, device_ids=(0, 2)), {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+@pytest.mark.parametrize("code", [2, 3, 75])
+def test_an_exit_code_with_a_meaning_is_kept_and_nothing_is_added(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert start(f"import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit({code})\nsignal.pause()") == code
+    assert capfd.readouterr().err == ""
+
+
+def test_a_bug_is_one_line_that_names_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    assert start("import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit(7)\nsignal.pause()") == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("Rank 1 (process ")
+    assert "exit code 7" in lines[0]
+
+
+def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = TELL.format(folder=tmp_path).replace("dict(os.environ)", "os.getpid()")
+    code += "\nimport signal\nif os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\nsignal.pause()"
+    assert start(code) == 1
+    assert "Rank 1" in (line := capfd.readouterr().err)
+    assert "SIGKILL: killed by the system, most often because the machine ran out of memory" in line
+    for pid in told(tmp_path):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(str(pid)), 0)
+
+
+def test_a_rank_that_saves_when_it_is_told_to_end_does_not_hide_the_one_that_crashed() -> None:
+    code = (
+        "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "if os.environ['RANK'] == '1': sys.exit(1)\nsignal.pause()"
+    )
+    assert start(code) == 1
+
+
+def test_the_message_of_a_rank_that_may_not_print_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "import os, signal\nos.environ['RANK'] == '0' and signal.pause()\n"
+        "from fullshard.cli import tell\nfrom fullshard.errors import DataError\n"
+        "tell(DataError('a.jsonl:7: no text'))\nraise SystemExit(2)"
+    )
+    assert Local().start([sys.executable, "-c", code], Ranks(2, timeout_s=30)) == 2
+    assert capfd.readouterr().err == "Error: rank 1: a.jsonl:7: no text\n"
+
+
+def test_a_message_that_all_ranks_have_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "from fullshard.cli import tell\nfrom fullshard.errors import DataError\ntell(DataError('x'))\nraise SystemExit(2)"
+    assert Local().start([sys.executable, "-c", code], Ranks(2, timeout_s=30)) == 2
+    assert set(capfd.readouterr().err.splitlines()) <= {"Error: x", "Error: rank 1: x"}
+
+
+LAUNCH = """
+import sys
+from fullshard.errors import FullshardError
+from fullshard.launch.base import Ranks
+from fullshard.launch.local import Local
+try:
+    code = Local().start([sys.executable, "-S", "-c", sys.argv[2]], Ranks(**eval(sys.argv[1])))
+except FullshardError as error:
+    sys.exit(f"Error: {error}")
+sys.exit(code)
+"""
+
+
+def launched(code: str, **ranks: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", LAUNCH, repr(ranks), code]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+READY = "import os, signal, sys\n{handler}\nprint('ready', flush=True)\nsignal.pause()"
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "code", "words"),
+    [
+        (signal.SIGTERM, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))", 75, ""),
+        (signal.SIGINT, "signal.signal(signal.SIGINT, lambda *_: sys.exit(75))", 75, ""),
+        (signal.SIGINT, "signal.signal(signal.SIGINT, signal.SIG_DFL)", 130, "Stopped by Ctrl-C.\n"),
+    ],
+)
+def test_a_signal_reaches_the_ranks_and_their_answer_counts(
+    number: signal.Signals, handler: str, code: int, words: str
+) -> None:
+    with launched(READY.format(handler=handler), per_node=2, timeout_s=30) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (code, words)
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_listen() -> None:
+    handler = "signal.signal(signal.SIGINT, lambda *_: print('heard', flush=True))"
+    stubborn = READY.format(handler=handler) + "\nsignal.pause()"
+    with launched(stubborn, per_node=1, timeout_s=30) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "heard\n"
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (130, "Stopped by Ctrl-C.\n")
+
+
+def test_two_runs_on_one_machine_do_not_clash() -> None:
+    code = "import os, signal\nprint(os.environ['MASTER_PORT'], flush=True)\nsignal.pause()"
+    processes = [launched(code, per_node=1, timeout_s=30) for _ in range(2)]
+    ports = []
+    for process in processes:
+        assert process.stdout is not None
+        ports.append(int(process.stdout.readline()))
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=60)[1] == "Stopped by SIGTERM.\n"
+    assert len(set(ports)) == 2
+
+
+def test_two_nodes_meet_at_the_master(tmp_path: Path) -> None:
+    ranks = {"per_node": 2, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
+    code = TELL.format(folder=tmp_path)
+    processes = [launched(code, node_rank=node, **ranks) for node in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=90)
+        assert (process.returncode, errors) == (0, "")
+    environs = told(tmp_path)
+    assert [e["RANK"] for e in environs] == ["0", "1", "2", "3"]
+    assert [e["GROUP_RANK"] for e in environs] == ["0", "0", "1", "1"]
+    assert {(e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in environs} == {("4", "127.0.0.1")}
+
+
+def test_nodes_that_do_not_meet_are_an_error_in_words() -> None:
+    master = f"127.0.0.1:{free_port()}"
+    with pytest.raises(SetupError) as error:
+        start("pass", Ranks(per_node=1, nodes=2, node_rank=1, master=master, timeout_s=1))
+    assert f"The 2 nodes did not meet at {master} within 1 s (this is node 1" in str(error.value)
+    with pytest.raises(SetupError, match="need a place to meet"):
+        start("pass", Ranks(per_node=1, nodes=2))

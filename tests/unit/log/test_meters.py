@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fullshard.log.meters import Meters
+from fullshard.log.peaks import peak_flops
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run_steps(meters: Meters, clock: Clock, count: int, *, data: float = 0.25, compute: float = 0.75) -> None:
+    for _ in range(count):
+        with meters.phase("data"):
+            clock.now += data
+        with meters.phase("compute"):
+            clock.now += compute
+        meters.step(samples=8, tokens=1000)
+
+
+def test_a_record_states_totals_of_the_run_and_rates_of_the_window() -> None:
+    clock = Clock()
+    meters = Meters(flops_per_token=6e9, peak_flops=1e13, ranks=2, clock=clock)
+    run_steps(meters, clock, 1)
+    run_steps(meters, clock, 4)
+    first = meters.record(step=5, epoch=0.5, loss=2.0, lr=1e-4, grad_norm=1.5, memory_bytes=3 * 2**30, accuracy=0.5)
+    assert first == {
+        "kind": "train",
+        "step": 5,
+        "epoch": 0.5,
+        "loss": 2.0,
+        "lr": 1e-4,
+        "grad_norm": 1.5,
+        "accuracy": 0.5,
+        "samples": 40,
+        "tokens": 5000,
+        "seconds": 5.0,
+        "tokens_per_second": 1000.0,
+        # 1000 tokens/s x 6e9 flops/token over two devices of 1e13 flops/s
+        "mfu": 0.3,
+        "data_wait": 0.25,
+        "memory_gib": 3.0,
+        "time": {"data": 1.0, "compute": 3.0},
+    }
+    run_steps(meters, clock, 2, data=0.0, compute=0.5)
+    second = meters.record(step=7, epoch=0.7, loss=1.0, lr=1e-4)
+    assert second["tokens"] == 7000
+    assert second["seconds"] == 6.0
+    assert second["tokens_per_second"] == 2000.0
+    assert second["data_wait"] == 0.0
+    assert "grad_norm" not in second
+    assert json.loads(json.dumps(second)) == second
+
+
+def test_warm_up_never_enters_a_rate() -> None:
+    clock = Clock()
+    meters = Meters(warmup=2, clock=clock)
+    run_steps(meters, clock, 1, compute=60.0)
+    only_warm_up = meters.record(step=1, epoch=0.1, loss=1.0, lr=1e-4)
+    assert not {"tokens_per_second", "data_wait", "mfu"} & set(only_warm_up)
+    run_steps(meters, clock, 1, compute=30.0)
+    run_steps(meters, clock, 2)
+    assert meters.record(step=4, epoch=0.4, loss=1.0, lr=1e-4)["tokens_per_second"] == 1000.0
+
+
+def test_pauses_count_for_the_run_but_not_for_the_rate() -> None:
+    clock = Clock()
+    meters = Meters(warmup=0, clock=clock)
+    run_steps(meters, clock, 4)
+    for phase in ("evaluate", "save"):
+        with meters.phase(phase):
+            clock.now += 10.0
+    record = meters.record(step=4, epoch=1, loss=1.0, lr=1e-4)
+    assert record["tokens_per_second"] == 1000.0
+    assert record["seconds"] == 24.0
+    assert record["time"] == {"data": 1.0, "compute": 3.0, "evaluate": 10.0, "save": 10.0}
+    assert meters.totals["save"] == 10.0
+
+
+def test_time_outside_every_phase_still_lowers_the_rate() -> None:
+    clock = Clock()
+    meters = Meters(warmup=0, clock=clock)
+    run_steps(meters, clock, 1)
+    clock.now += 1.0
+    assert meters.record(step=1, epoch=1, loss=1.0, lr=1e-4)["tokens_per_second"] == 500.0
+
+
+def test_no_mfu_is_claimed_without_a_peak() -> None:
+    clock = Clock()
+    meters = Meters(flops_per_token=6e9, peak_flops=None, warmup=0, clock=clock)
+    run_steps(meters, clock, 2)
+    assert "mfu" not in meters.record(step=2, epoch=1, loss=1.0, lr=1e-4)
+
+
+def test_a_resumed_run_goes_on_counting() -> None:
+    clock = Clock()
+    meters = Meters(samples=800, tokens=100_000, seconds=500.0, clock=clock)
+    run_steps(meters, clock, 2)
+    record = meters.record(step=102, epoch=1, loss=1.0, lr=1e-4)
+    assert (record["samples"], record["tokens"], record["seconds"]) == (816, 102_000, 502.0)
+
+
+def test_an_unknown_phase_is_a_bug() -> None:
+    with pytest.raises(KeyError):
+        Meters().add("sleep", 1.0)
+
+
+def test_waiting_for_data_is_said_once_in_a_while() -> None:
+    clock = Clock()
+    meters = Meters(warmup=0, clock=clock)
+    said = []
+    for window in range(6):
+        run_steps(meters, clock, 1)
+        meters.record(step=window, epoch=1, loss=1.0, lr=1e-4)
+        said.append(meters.advice(workers=2, every=3))
+    assert [bool(text) for text in said] == [True, False, False, True, False, False]
+    assert said[0] is not None
+    assert said[0].startswith("25% of the step time is spent waiting for data, more than 5%")
+    assert "data.workers (now 2)" in said[0]
+
+
+@pytest.mark.parametrize(("wait", "heard"), [(0.05, False), (0.06, True)])
+def test_five_percent_is_the_line(wait: float, heard: bool) -> None:
+    clock = Clock()
+    clock.now = 0.0
+    meters = Meters(warmup=0, clock=clock)
+    meters.add("data", wait * 100)
+    clock.now = 100.0
+    meters.step(samples=1, tokens=1)
+    meters.record(step=1, epoch=1, loss=1.0, lr=1e-4)
+    assert (meters.advice() is not None) == heard
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("Tesla T4", 65e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce GTX 1080", None),
+        ("cpu", None),
+        ("", None),
+    ],
+)
+def test_peaks_by_device_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak

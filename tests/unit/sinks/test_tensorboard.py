@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fullshard.errors import SetupError
+from fullshard.log.metrics import Metrics
+from fullshard.part import decode
+from fullshard.sinks.base import Sink
+from fullshard.sinks.tensorboard import TensorBoard
+
+
+def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """What TensorBoard itself reads back."""
+    events = EventAccumulator(str(folder / "logs"))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def life(folder: Path, *, resume: int, until: int, offset: float = 0.0) -> None:
+    metrics = Metrics(folder / "metrics.jsonl", step=resume)
+    sink = TensorBoard().open(folder, name="run", recipe={})
+    for step in range(resume + 1, until + 1):
+        record = {"kind": "train", "step": step, "loss": step + offset, "time": {"data": 0.5}}
+        metrics.write(record)
+        sink.write(record)
+    metrics.close()
+    sink.close()
+
+
+def test_it_is_known_by_its_kind() -> None:
+    assert isinstance(decode(Sink, "tensorboard", where="log.sinks[0]"), TensorBoard)
+
+
+def test_numbers_read_back_by_tensorboard(tmp_path: Path) -> None:
+    life(tmp_path, resume=0, until=3)
+    assert curve(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert curve(tmp_path, "time/data") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+
+
+def test_kinds_have_tags_of_their_own_and_events_none(tmp_path: Path) -> None:
+    sink = TensorBoard().open(tmp_path, name="run", recipe={})
+    sink.write({"kind": "validation", "step": 4, "loss": 2.0, "perplexity": 8.0})
+    sink.write({"kind": "event", "step": 4, "event": "saved", "seconds": 1.0})
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["validation/loss", "validation/perplexity"]
+
+
+def test_a_resumed_curve_does_not_double_back(tmp_path: Path) -> None:
+    life(tmp_path, resume=0, until=6)
+    life(tmp_path, resume=4, until=7, offset=0.5)
+    assert curve(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 5.5), (6, 6.5), (7, 7.5)]
+
+
+def test_a_run_from_the_start_hides_an_earlier_one(tmp_path: Path) -> None:
+    life(tmp_path, resume=0, until=6)
+    life(tmp_path, resume=0, until=2, offset=0.5)
+    assert curve(tmp_path, "train/loss") == [(1, 1.5), (2, 2.5)]
+
+
+def test_a_missing_package_is_said_with_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(SetupError, match="pip install tensorboard"):
+        TensorBoard().open(tmp_path, name="run", recipe={})
