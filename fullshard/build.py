@@ -206,6 +206,7 @@ def build(
         evaluation_inputs=_evaluation_inputs(recipe, ground, module, validation, world, console),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs),
+        save_at_end=recipe.checkpoint.at_end,
         log_every=recipe.log.every_steps,
         log_sample_ids=recipe.log.sample_ids,
         best=BestRule(recipe.checkpoint.best.metric, recipe.checkpoint.best.mode) if recipe.checkpoint.best else None,
@@ -305,7 +306,7 @@ def _check_first_batch(recipe: Recipe, module: nn.Module, train: Loader, world: 
 
 def _evaluation_inputs(
     recipe: Recipe, ground: Ground, module: nn.Module, validation: Loader | None, world: World, console: Console
-) -> EvaluationInputs | None:
+) -> EvaluationInputs:
     return EvaluationInputs(
         model=module,
         objective=recipe.objective,

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def tell(error: FullshardError) -> None:
-    """Prints a user's mistake, once: ranks other than 0 hand theirs to the launcher, which prints it if it was first."""
+    """Prints a user's mistake, once: ranks beyond 0 hand theirs to the launcher, which prints it if it was first."""
     rank, handover = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if handover:
         # The form that torchrun's agent reads.
@@ -114,20 +114,25 @@ def train(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe.")
     ] = None,
     devices: Annotated[
-        str | None, typer.Option(metavar="N|0,1|auto", help="Ranks on this node: a number, GPU ids, or auto for every GPU.")
+        str | None,
+        typer.Option(metavar="N|0,1|auto", help="Ranks on this node: a number, GPU ids, or auto for every GPU."),
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPU ids, also a single one.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", "--num-nodes", min=1, metavar="N", help="How many machines take part.")] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", "--num-nodes", min=1, metavar="N", help="How many machines take part.")
+    ] = None,
     node_rank: Annotated[int | None, typer.Option(metavar="N", help="Which of them this one is, from 0.")] = None,
     master: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
     ] = None,
     preset: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Settings under those of the recipe.", autocompletion=_complete_preset),
     ] = None,
     resume: Annotated[
-        str, typer.Option(metavar="auto|never|PATH", help="Go on from the last checkpoint, start over, or go on from PATH.")
+        str,
+        typer.Option(metavar="auto|never|PATH", help="Go on from the last checkpoint, start over, or go on from PATH."),
     ] = "auto",
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder that holds run folders.")] = None,
     dry_run: Annotated[
@@ -245,7 +250,9 @@ def list_recipes() -> None:
 
 @recipes.command("show")
 def show_recipe(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a built-in recipe.", autocompletion=_complete_recipe)],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name of a built-in recipe.", autocompletion=_complete_recipe)
+    ],
 ) -> None:
     """Print a built-in recipe."""
     typer.echo(_built_in(name).read_text(encoding="utf-8"), nl=False)
@@ -253,8 +260,12 @@ def show_recipe(
 
 @recipes.command("copy")
 def copy_recipe(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a built-in recipe.", autocompletion=_complete_recipe)],
-    to: Annotated[Path | None, typer.Argument(metavar="TO", help="A file or folder; ./NAME.yaml when left out.")] = None,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name of a built-in recipe.", autocompletion=_complete_recipe)
+    ],
+    to: Annotated[
+        Path | None, typer.Argument(metavar="TO", help="A file or folder; ./NAME.yaml when left out.")
+    ] = None,
 ) -> None:
     """Copy a built-in recipe to a file of your own. An existing file is never written over."""
     source = _built_in(name)
@@ -300,5 +311,3 @@ def _list(known: dict[str, Path]) -> None:
     width = max(map(len, known), default=0)
     for name, path in known.items():
         typer.echo(f"{name:<{width}}  {builtin.sentence(path)}")
-
-

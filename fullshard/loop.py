@@ -7,6 +7,7 @@ Must not know FSDP, losses, file formats or recipes.
 from __future__ import annotations
 
 import math
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +19,8 @@ import torch
 from torch import nn
 
 from fullshard.dist import reduce
-from fullshard.errors import NumericalError
-from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.errors import NumericalError, RecipeError
+from fullshard.evaluate.base import Evaluation, EvaluationInputs
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
 from fullshard.objectives.base import Objective
@@ -72,9 +73,10 @@ class Parts:
     total_steps: int
     epochs: float
     evaluations: Sequence[Evaluation]
-    evaluation_inputs: EvaluationInputs | None
+    evaluation_inputs: EvaluationInputs
     evaluate_due: Due
     save_due: Due
+    save_at_end: bool
     log_every: int
     log_sample_ids: bool
     best: BestRule | None
@@ -110,8 +112,7 @@ def fit(parts: Parts) -> Result:
         while progress.step < parts.total_steps and stopped == "done":
             stopped = _epoch(parts, windows)
             progress.seconds = before + time.monotonic() - begun
-        progress.finished = stopped != "signal"
-        if parts.saved_step != progress.step or progress.finished:
+        if parts.saved_step != progress.step and (parts.save_at_end or stopped == "signal"):
             _save(parts, best=False)
         if progress.finished:
             _at_end(parts, progress.seconds)
@@ -128,28 +129,17 @@ def _epoch(parts: Parts, windows: Iterator[Any]) -> str:
     epoch, done = divmod(progress.step, parts.steps_per_epoch)
     steps = min(parts.steps_per_epoch - done, parts.total_steps - progress.step)
     parts.console.epoch_begin(epoch + 1, parts.epochs, _lr(parts))
-    stopped = "done"
     with parts.console.training_bar(done + steps, done=done) as bar:
-        for _ in range(steps):
+        for number in range(steps):
             result = _step(parts, windows)
-            if progress.step % parts.log_every == 0 or progress.step in (1, parts.total_steps):
+            if progress.step % parts.log_every == 0 or number == 0 or progress.step == parts.total_steps:
                 _log(parts, result, bar)
             else:
                 bar.advance()
-            stopped = _after_step(parts, result)
+            stopped = _after_step(parts, result, last=number == steps - 1)
             if stopped != "done":
-                break
-    _flush(parts)
-    loss_sum, count = progress.epoch_sums.get("loss", [0.0, 0.0])
-    whole = progress.step % parts.steps_per_epoch == 0
-    if stopped == "done" and whole:
-        progress.epoch, progress.epoch_sums = epoch + 1, {}
-        stopped = _after_epoch(parts)
-    if stopped != "signal":
-        validation = parts.validation.get("loss") if whole else None
-        seconds = time.monotonic() - begun
-        parts.console.epoch_end(epoch + 1, seconds=seconds, train_loss=loss_sum / max(count, 1), val_loss=validation)
-    return stopped
+                return stopped
+    return _after_epoch(parts, epoch + 1, seconds=time.monotonic() - begun)
 
 
 def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
@@ -205,7 +195,7 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
     averages = _flush(parts)
     loss, grad_norm, progress = averages.pop("loss"), float(result.grad_norm), parts.progress
     with parts.meters.phase("log"):
-        memory = torch.cuda.max_memory_allocated(parts.device) if parts.device.type == "cuda" else None
+        memory = _peak_memory(parts.device)
         record = parts.meters.record(
             step=progress.step,
             epoch=round(progress.step / parts.steps_per_epoch, 4),
@@ -219,7 +209,7 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
         parts.write(record)
         bar.advance(loss)
         bar.log(record)
-        if advice := parts.meters.advice(workers=parts.workers):
+        if parts.rank == 0 and (advice := parts.meters.advice(workers=parts.workers)):
             parts.console.warn(advice)
     overflow_is_expected = parts.scaler is not None and result.skipped
     if not (math.isfinite(loss) and (math.isfinite(grad_norm) or overflow_is_expected)):
@@ -230,38 +220,58 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
         )
 
 
-def _after_step(parts: Parts, result: StepResult) -> str:
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU what tensors held at most, on a CPU what the process did."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _after_step(parts: Parts, result: StepResult, *, last: bool) -> str:
+    """What is due within an epoch; after its last step `_after_epoch` takes over."""
     step = parts.progress.step
-    whole = step % parts.steps_per_epoch == 0
     # The wish of the step before: reading this step's would make the host wait for the device.
-    stopped = "signal" if parts.stop_wishes is not None and parts.stop_wishes.read() > 0 else "done"
+    stop = parts.stop_wishes is not None and parts.stop_wishes.read() > 0
     parts.stop_wishes = result.stop
-    best = False
-    if stopped == "done" and parts.evaluate_due.after_step(step) and not whole:
-        stopped, best = _validate(parts)
-    if best or parts.save_due.after_step(step):
-        _save(parts, best=best)
-    return stopped
-
-
-def _after_epoch(parts: Parts) -> str:
-    step, epoch = parts.progress.step, parts.progress.epoch
+    if stop:
+        return "signal"
     stopped, best = "done", False
-    if parts.evaluate_due.after_epoch(epoch) or parts.evaluate_due.after_step(step) or step == parts.total_steps:
-        stopped, best = _validate(parts)
-    if best or parts.save_due.after_epoch(epoch):
+    if not last:
+        if parts.evaluate_due.after_step(step):
+            stopped, best = _judge(parts, _evaluate(parts, at_end=False))
+        if best or parts.save_due.after_step(step) or stopped != "done":
+            _save(parts, best=best)
+    return stopped
+
+
+def _after_epoch(parts: Parts, epoch: int, *, seconds: float) -> str:
+    """What is due at the end of an epoch, or of a run that ends within one."""
+    progress = parts.progress
+    _flush(parts)
+    loss_sum, count = progress.epoch_sums.get("loss", [0.0, 0.0])
+    ended = progress.step >= parts.total_steps
+    if progress.step % parts.steps_per_epoch == 0:
+        progress.epoch, progress.epoch_sums = epoch, {}
+    numbers: dict[str, float] = {}
+    if parts.evaluate_due.after_epoch(epoch) or parts.evaluate_due.after_step(progress.step) or ended:
+        numbers = _evaluate(parts, at_end=False)
+    train_loss = loss_sum / max(count, 1)
+    parts.console.epoch_end(epoch, seconds=seconds, train_loss=train_loss, val_loss=numbers.get("loss"))
+    stopped, best = _judge(parts, numbers)
+    progress.finished = ended or stopped == "patience"
+    due = parts.save_due.after_epoch(epoch) or parts.save_due.after_step(progress.step)
+    if best or due or (progress.finished and parts.save_at_end):
         _save(parts, best=best)
     return stopped
 
 
-def _validate(parts: Parts) -> tuple[str, bool]:
-    """Runs the evaluations; returns why to stop, if so, and whether this is the best model yet."""
-    numbers = _evaluate(parts, [e for e in parts.evaluations if not e.only_at_end]).numbers
+def _judge(parts: Parts, numbers: dict[str, float]) -> tuple[str, bool]:
+    """Whether to stop, and whether this is the best model yet; the numbers are the same on every rank."""
     progress = parts.progress
     if parts.best is None or not numbers:
         return "done", False
     if parts.best.metric not in numbers:
-        raise NumericalError(
+        raise RecipeError(
             f"checkpoint.best.metric = {parts.best.metric!r} is not among the validation numbers: {', '.join(numbers)}."
         )
     value = numbers[parts.best.metric]
@@ -272,28 +282,29 @@ def _validate(parts: Parts) -> tuple[str, bool]:
     progress.validations_without_gain += 1
     if parts.patience and progress.validations_without_gain >= parts.patience:
         parts.console.say(f"Stopping early: {parts.patience} validations without a better {parts.best.metric}.")
+        progress.finished = True
         return "patience", False
     return "done", False
 
 
-def _evaluate(parts: Parts, evaluations: Sequence[Evaluation]) -> Findings:
-    inputs = parts.evaluation_inputs
-    if inputs is None or not evaluations:
-        return Findings()
+def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
+    """Runs the evaluations that belong here and writes down what they find."""
     numbers: dict[str, float] = {}
     texts: list[str] = []
     parts.model.eval()
     with parts.meters.phase("evaluate"):
-        for evaluation in evaluations:
-            found = evaluation.run(inputs)
-            numbers |= found.numbers
-            texts += found.texts
+        for evaluation in parts.evaluations:
+            if evaluation.only_at_end == at_end:
+                found = evaluation.run(parts.evaluation_inputs)
+                numbers |= found.numbers
+                texts += found.texts
     parts.validation = numbers or parts.validation
     if numbers:
-        parts.write({"kind": "validation", "step": parts.progress.step, "epoch": parts.progress.epoch, **numbers})
+        epoch = round(parts.progress.step / parts.steps_per_epoch, 4)
+        parts.write({"kind": "validation", "step": parts.progress.step, "epoch": epoch, **numbers})
     for text in texts:
         parts.console.say(text)
-    return Findings(numbers, texts)
+    return numbers
 
 
 def _save(parts: Parts, *, best: bool) -> None:
@@ -304,11 +315,13 @@ def _save(parts: Parts, *, best: bool) -> None:
 
 
 def _at_end(parts: Parts, seconds: float) -> None:
-    with parts.meters.phase("save"):
-        exported = parts.export()
-    _evaluate(parts, [e for e in parts.evaluations if e.only_at_end])
+    exported = "not exported (checkpoint.at_end = false)"
+    if parts.save_at_end:
+        with parts.meters.phase("save"):
+            exported = str(parts.export())
+    _evaluate(parts, at_end=True)
     best = f"{parts.progress.best:.6f} at step {parts.progress.best_step}" if parts.progress.best is not None else "none"
-    rows = [("best", best), ("model", str(exported)), ("run folder", str(parts.folder))]
+    rows = [("best", best), ("model", exported), ("run folder", str(parts.folder))]
     parts.console.finished(seconds, rows)
 
 

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fullshard.errors import RecipeError
 
-
 S = TypeVar("S", bound="Section")
 
 
@@ -28,11 +27,16 @@ class Section(BaseModel):
     """A closed group of recipe keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True, allow_inf_nan=False, populate_by_name=True
+        frozen=True,
+        extra="forbid",
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        populate_by_name=True,
     )
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of keys of which one may be set: the command line's `duration.steps` replaces the recipe's `duration.epochs`."""
+    """Groups of keys of which one may be set: `duration.steps` on the command line replaces the recipe's `epochs`."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -68,7 +72,8 @@ def part_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:
     if kind not in kinds(contract):
         raise RecipeError(
             f"{where}.kind = {kind!r} is not known. Known: {', '.join(kinds(contract))}"
-            f"{did_you_mean(kind, kinds(contract))}. For a class of your own write its full name: my_package.my_module.MyClass."
+            f"{did_you_mean(kind, kinds(contract))}. For a class of your own write its full name: "
+            "my_package.my_module.MyClass."
         )
     module = importlib.import_module(f"{contract.folder}.{kind}")
     return next(
@@ -94,7 +99,8 @@ def _user_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:
         ) from error
     if not (inspect.isclass(found) and issubclass(found, contract)):
         raise RecipeError(
-            f"{where}.kind = {kind!r} is not a {contract.__name__}. Let the class inherit from fullshard.{contract.__name__}."
+            f"{where}.kind = {kind!r} is not a {contract.__name__}. Let the class inherit from "
+            f"fullshard.{contract.__name__}."
         )
     return found
 
@@ -106,7 +112,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def decode(cls: type[S], value: Any, *, where: str = "") -> S:
-    """Checks a plain mapping against a section or part, all levels deep; every problem is reported with its key path."""
+    """Checks a plain mapping against a section or part, all levels deep; every problem is told with its key path."""
     problems: list[str] = []
     decoded = _decode(cls, value, where, problems)
     if problems:
@@ -143,7 +149,9 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
     failed: set[str] = set()
     for key in (key for key in value if key not in unknown):
         known_problems = len(problems)
-        fields[key] = _decode_annotated(cls.model_fields[names[key]].annotation, value[key], _join(where, key), problems)
+        fields[key] = _decode_annotated(
+            cls.model_fields[names[key]].annotation, value[key], _join(where, key), problems
+        )
         if len(problems) > known_problems:
             # Fits no field, so that no check across fields sees half a section; its own problems are told already.
             fields[key] = _Failed()
@@ -161,7 +169,9 @@ class _Failed:
 
 def _decode_annotated(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
     """Descends into sections, lists and mappings of sections; every other value is left to pydantic."""
-    options = typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    options = (
+        typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    )
     for option in options:
         origin, arguments = typing.get_origin(option), typing.get_args(option)
         if inspect.isclass(option) and issubclass(option, Section) and value is not None:
@@ -240,7 +250,9 @@ def _join(where: str, key: str) -> str:
 
 
 def _show(value: Any) -> str:
-    text = {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    text = (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -5,6 +5,7 @@ Must not know models or FSDP. torch is imported only when a word is resolved aga
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,8 @@ def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
     """Decides `auto` by the hardware; an explicit request that cannot be met is an error, never a silent switch."""
     import torch
 
+    if device.type == "cpu" and word in ("auto", "bf16"):
+        _avoid_broken_amx()
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     if word == "bf16" and not has_bf16:
         raise SetupError(
@@ -66,3 +69,19 @@ def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
         chosen, reason = word, "as asked for"
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[chosen]
     return ResolvedPrecision(chosen, compute, reason, scaler=chosen == "fp16")
+
+
+def _avoid_broken_amx() -> None:
+    """Some virtual machines announce AMX and then end the process that uses it: try it in a child, and do without."""
+    if not hasattr(os, "fork") or "ONEDNN_MAX_CPU_ISA" in os.environ:
+        return
+    child = os.fork()
+    if child == 0:
+        import torch
+
+        torch.set_num_threads(1)
+        square = torch.ones(64, 64, dtype=torch.bfloat16)
+        os._exit(int(float((square @ square)[0, 0]) != 64.0))
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"

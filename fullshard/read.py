@@ -68,7 +68,9 @@ def read(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | 
         placed = (_placed(problem, settings.origins, name, document.lines) for problem in str(error).splitlines())
         raise RecipeError("\n".join(placed)) from None
     if isinstance(run, Mapping) and run.get("handed_on"):
-        return Reading(recipe, run["name"], run["source"], tuple(run["overridden"]), run["preset"], tuple(run["command"]))
+        return Reading(
+            recipe, run["name"], run["source"], tuple(run["overridden"]), run["preset"], tuple(run["command"])
+        )
     typed = name if isinstance(source, Mapping) else str(source)
     return Reading(recipe, typed, name, tuple(settings.replaced), preset, tuple(sys.argv))
 
@@ -136,8 +138,9 @@ def _not_found(source: str, path: Path, known: list[str]) -> str:
         advice = f"Use {resolved}." if resolved.is_file() else "Name the YAML file inside it."
         return f"{source} is a folder, and a recipe is a YAML file. {advice}"
     there = sorted(f.name for f in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
-    near = [str(path.parent / n) for n in get_close_matches(path.name, there, n=3) or there[:3]]
-    near += get_close_matches(path.stem, known, n=1)
+    names = get_close_matches(path.stem, known, n=1)
+    files = get_close_matches(path.name, there, n=3) or ([] if names else there[:3])
+    near = [*(str(path.parent / file) for file in files), *names]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"{source} is neither a file nor a built-in recipe.{meant} Built-in recipes: {', '.join(known)}."
 

@@ -212,6 +212,8 @@ class Checkpoint(Section):
     """Save every so many steps."""
     every_epochs: int | None = Field(1, ge=1)
     """Save at the end of every so many epochs."""
+    at_end: bool = True
+    """Save and export when the run ends; false for trials and benchmarks."""
     keep: int | None = Field(3, ge=1)
     """How many checkpoints stay; `best` and `last` always do. null keeps all."""
     best: Best | None = Field(default_factory=Best)

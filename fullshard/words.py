@@ -31,7 +31,8 @@ def to_overrides(words: Sequence[str], *, sections: Sequence[str], options: Sequ
             word = _flag(name, value if given else None, sections, options)
         elif not _SETTING.match(word):
             raise RecipeError(
-                f"{word!r} on the command line is not a setting. Settings follow the recipe and look like optimizer.lr=3e-4."
+                f"{word!r} on the command line is not a setting. Settings follow the recipe and look like "
+                "optimizer.lr=3e-4."
             )
         overrides.append(word)
     return overrides

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from fullshard.data.order import FILLER, permutation, rank_slices
 from fullshard.errors import DataError, FullshardError
 
 Batch = dict[str, Any]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -81,23 +84,38 @@ class Loader:
 
     def windows(self, start_step: int = 0) -> Iterator[Window]:
         """Every step from `start_step` on, over as many epochs as are asked for."""
-        batches = iter(self._open(_Places(self, start_step)))
-        for step in count(start_step):
-            epoch, window = divmod(step, self.steps_per_epoch)
-            size = min(self._global_size, self.num_samples - window * self._global_size)
-            num_batches = -(-size // (self._per_device * self._world))
-            tokens = self._tokens(self._order(epoch)[window * self._global_size :][:size])
-            yield Window(step, epoch, size, tokens, [_checked(next(batches)) for _ in range(num_batches)])
+        stream = _Stream(self._open(_Places(self, start_step)))
+        try:
+            for step in count(start_step):
+                epoch, window = divmod(step, self.steps_per_epoch)
+                size = min(self._global_size, self.num_samples - window * self._global_size)
+                num_batches = -(-size // (self._per_device * self._world))
+                tokens = self._tokens(self._order(epoch)[window * self._global_size :][:size])
+                yield Window(step, epoch, size, tokens, [stream.take() for _ in range(num_batches)])
+        finally:
+            stream.close()
 
     def once(self) -> Iterator[Batch]:
         """This rank's share of one pass in the order of the source: every sample once over all ranks."""
-        if self._whole is None:
-            self._whole = self._open(self._slices(np.arange(self.num_samples)))
-        return map(_checked, self._whole)
+        # Kept from one pass to the next, and its workers with it.
+        whole, self._whole = self._whole, None
+        if whole is None:
+            whole = self._open(self._slices(np.arange(self.num_samples)))
+        stream = _Stream(whole)
+        try:
+            for _ in range(self.num_batches):
+                yield stream.take()
+            self._whole = whole
+        finally:
+            del whole
+            stream.close()
 
     def first_batch(self) -> Batch:
         """This rank's first micro-batch, made here and now."""
-        return _checked(self._batches[next(self.places(0))])
+        batch = self._batches[next(self.places(0))]
+        if isinstance(batch, FullshardError):
+            raise batch
+        return batch
 
     def places(self, start_step: int) -> Iterator[np.ndarray]:
         """The sample indices of this rank's micro-batches, endlessly."""
@@ -177,13 +195,44 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _checked(batch: Batch | FullshardError) -> Batch:
-    if isinstance(batch, FullshardError):
-        raise batch
-    return batch
+class _Stream:
+    """A running DataLoader. To be closed on the way out: an error may live long, and with it all that its traceback can
+    reach, the workers too."""
+
+    def __init__(self, batches: DataLoader[Any]) -> None:
+        # Signals are held back meanwhile, so that none reaches a worker before it is deaf to it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            self._iterator: Iterator[Any] | None = iter(batches)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def take(self) -> Batch:
+        assert self._iterator is not None
+        batch = next(self._iterator)
+        if isinstance(batch, FullshardError):
+            raise batch
+        return cast(Batch, batch)
+
+    def close(self) -> None:
+        self._iterator = None
 
 
 def _deaf(worker: int) -> None:
-    """Signals reach the whole process group; a worker that obeyed one would break the save of the main process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    """Signals reach the whole process group; a worker that obeyed one would break the save of the main process.
+
+    Only the main process may end it; who sent a signal is told by sigwaitinfo alone, which macOS does not have.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=_obey_parent, daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGUSR1))
+    else:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+def _obey_parent() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -48,7 +48,6 @@ class Launch:
         return {name: str(value) for name, value in found.items() if value is not None}
 
 
-
 def detect(environ: Mapping[str, str]) -> Launch:
     """Reads the launcher's variables; `none` when this process is to start the ranks itself."""
     rank, world = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ def add_lora(
 ) -> None:
     """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta."""
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     config = LoraConfig(
         r=r,
@@ -34,9 +37,14 @@ def add_lora(
         target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
+        # GPT-2's layers keep their matrix transposed.
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
     )
     try:
-        inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        with warnings.catch_warnings():
+            # peft adds patterns for fused experts by itself, and then warns that nobody targets those.
+            warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
+            inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
         layers = sorted({name.rpartition(".")[2] for name, m in module.named_modules() if isinstance(m, nn.Linear)})
         near = did_you_mean(targets if isinstance(targets, str) else targets[0], layers)
@@ -80,7 +88,8 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
 
 def base_name(name: str) -> str:
     """The parameter's name as it was before adapters came in."""
-    return name.replace(".base_layer.", ".")
+    # More than once where several parameters of one module (fused experts) are adapted.
+    return re.sub(r"\.base_layer(?=\.)", "", name)
 
 
 def is_adapter(name: str) -> bool:

@@ -74,7 +74,7 @@ def _adapter_children(module: nn.Module) -> set[str]:
 
 def _reset_adapters(module: Any) -> None:
     for adapter in module.active_adapters:
-        names = [n for n, p in module.named_parameters() if f".{adapter}" in n and "lora_" in n]
+        names = [n for n, _ in module.named_parameters() if n.startswith("lora_") and f".{adapter}" in n]
         if names and not any(module.get_parameter(n).is_meta for n in names):
             module.reset_lora_parameters(adapter, init_lora_weights=True)
 

@@ -219,13 +219,12 @@ def make_config(architecture: str, size: str | None, overrides: Mapping[str, Any
     check_overrides(overrides, default, what=f"the config of {architecture}")
     keys = tiny_keys(default) if size == "tiny" else SIZES[architecture][size] if size else {}
     try:
-        config = config_class(**{**keys, **overrides})
+        config = config_with(config_class, {**keys, **overrides})
     except Exception as error:
         raise RecipeError(
             f"model.architecture = {architecture!r}, size = {size!r}, overrides = {dict(overrides)!r}: Transformers "
             f"does not accept this shape: {_last_line(error)}. Give the keys it asks for in model.overrides."
         ) from error
-    drop_foreign_ids(config.get_text_config(decoder=True))
     return config
 
 
@@ -252,17 +251,22 @@ _TINY_EXTRA: dict[str, dict[str, Any]] = {
 """What a model type needs beyond TINY, because one of its keys follows from another."""
 
 
-def drop_foreign_ids(config: Any) -> None:
-    """Forgets special tokens that lie outside the vocabulary: an architecture's defaults belong to another one."""
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(config, name, None)
-        if not isinstance(value, int) or value < config.vocab_size:
-            continue
-        try:
-            setattr(config, name, None)
-        except Exception:
-            # A few config classes insist on a number.
-            setattr(config, name, 0)
+def config_with(config_class: Any, keys: Mapping[str, Any]) -> Any:
+    """A config with these keys; special tokens outside its vocabulary are forgotten, as they belong to another one."""
+    default = config_class()
+    vocabulary = keys.get("vocab_size", getattr(default, "vocab_size", None))
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    foreign = [n for n in names if vocabulary and isinstance(i := getattr(default, n, None), int) and i >= vocabulary]
+    try:
+        config = config_class(**{**dict.fromkeys(foreign), **keys})
+    except Exception:
+        # A few config classes insist on a number; any other refusal comes again.
+        config = config_class(**{**dict.fromkeys(foreign, 0), **keys})
+    text = config.get_text_config(decoder=True)
+    for name in names:
+        if isinstance(value := getattr(text, name, None), int) and value >= text.vocab_size:
+            setattr(text, name, None)
+    return config
 
 
 def _has(config: Any, name: str) -> bool:

@@ -99,11 +99,19 @@ def at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
             return
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether any file of the folder is a tokenizer's. Transformers makes up an empty one where there is none."""
+    names = ("tokenizer*", "vocab*", "*.tiktoken", "spiece.model", "sentencepiece*", "merges.txt")
+    return any(True for name in names for _ in folder.glob(name))
+
+
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, where: str) -> Any:
     """The tokenizer of a folder, or an error in words."""
     from transformers import AutoTokenizer
 
     try:
+        if not has_tokenizer(folder):
+            raise FileNotFoundError("no tokenizer.json, tokenizer.model or vocab file")
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:
         if "trust_remote_code" in str(error):

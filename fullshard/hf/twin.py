@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.hf.sizes import drop_foreign_ids, tiny_keys
+from fullshard.hf.sizes import config_with, tiny_keys
 
 
 def build_twin(
@@ -22,9 +22,8 @@ def build_twin(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            small = type(config)(**{**tiny_keys(config), **_layer_types(config), **keep})
-            drop_foreign_ids(small.get_text_config(decoder=True))
-            twin = module_class(small)
+            keys = {**tiny_keys(config), **_layer_types(config), **keep}
+            twin = module_class(config_with(type(config), keys))
         except Exception:
             # Any refusal means the same: nothing can be learned this way, and the caller takes the slow, safe path.
             return None

@@ -51,6 +51,8 @@ class SafetensorsWeights:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` of one tensor; a 0-d tensor is whole."""
+        if stop <= start and self._shapes[name]:
+            return torch.empty(0, *self._shapes[name][1:], dtype=self._dtype(name))
         if name in self._converted:
             return self._read_converted(name, start, stop)
         source = self._plain[name]
@@ -62,6 +64,10 @@ class SafetensorsWeights:
             return rows
         new = self._mean(source).to(rows.dtype).expand(stop - max(start, shape[0]), *shape[1:])
         return torch.cat([rows, new])
+
+    def _dtype(self, name: str) -> torch.dtype:
+        source = self._plain.get(name) or next(iter(self._converted[name].sources.values()))[0]
+        return self._stored[source].dtype
 
     def _map_names(self) -> list[str]:
         """Finds the parameter behind every stored name, by Transformers' own rules; returns the names left over."""

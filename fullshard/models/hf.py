@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, PrivateAttr, model_validator
 
 from fullshard.errors import RecipeError
-from fullshard.hf.sizes import check_architecture, check_overrides, check_size, make_config
-from fullshard.hf.tokenizer import TokenizerTraining, at_most, fingerprint_of, load_tokenizer, train_tokenizer
+from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
+from fullshard.hf.sizes import check_architecture, check_size, make_config
+from fullshard.hf.tokenizer import (
+    TokenizerTraining,
+    at_most,
+    fingerprint_of,
+    has_tokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from fullshard.models.base import Family, Weights
 from fullshard.part import Section, did_you_mean
 
@@ -27,7 +35,14 @@ logger = logging.getLogger(__name__)
 
 ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen")
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
 """A folder with none of these has no tokenizer; Transformers would make up an empty one."""
 
 
@@ -136,7 +151,7 @@ class Hf(Family):
             train_tokenizer(texts, training, folder=self._trained_tokenizer)
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
-        """The tokenizer, or None when the model starts from scratch and names none."""
+        """The tokenizer; None when none is named and none lies beside the model, which is enough for tokenised data."""
         from fullshard.hf.hub import local_folder
 
         where = "model.tokenizer"
@@ -146,6 +161,8 @@ class Hf(Family):
             folder = local_folder(self.tokenizer.path, revision=None, where=where)
         elif self.path is not None:
             folder, where = self._folder(), "model.path"
+            if not has_tokenizer(folder):
+                return None
             if not any((folder / name).exists() for name in TOKENIZER_FILES):
                 return None
         else:
@@ -158,7 +175,8 @@ class Hf(Family):
         from fullshard.hf.head import bind
 
         config = self._config()
-        self._fit_vocabulary(config, processor)
+        if processor is not None:
+            self._fit_vocabulary(config, processor)
         config.use_cache = False
         module = self._empty(config)
         # Before adapters: they replace layers, and the rule is about the model itself.
@@ -191,7 +209,7 @@ class Hf(Family):
         if self.attention == "varlen" and not able:
             raise RecipeError(
                 "model.attention = 'varlen' needs a GPU, bf16 or fp16, and a model whose attention can be replaced, "
-                f"not {device}, {str(compute).removeprefix('torch.')}, {type(module).__name__}. Use model.attention: auto."
+                f"not {device}, {str(compute).removeprefix('torch.')}, {type(module).__name__}. Use attention: auto."
             )
         if able and (self.attention == "varlen" or (self.attention == "auto" and packed)):
             model.set_attn_implementation(register())
@@ -262,39 +280,16 @@ class Hf(Family):
             architecture = check_architecture(self.architecture)
             size = check_size(architecture, self.size) if self.size is not None else None
             return make_config(architecture, size, self.overrides)
-        from transformers import AutoConfig
-
-        folder = self._folder()
-        try:
-            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=self.trust_remote_code)
-        except Exception as error:
-            raise _unreadable(folder, error) from error
-        check_overrides(self.overrides, config, what=f"the config in {folder}")
-        for key, value in self.overrides.items():
-            setattr(config, key, value)
-        return config
+        return load_config(self._folder(), trust_remote_code=self.trust_remote_code, overrides=self.overrides)
 
     def _fit_vocabulary(self, config: Any, processor: Any) -> None:
-        """Sets the number of embedding rows, and from scratch the special tokens, from the tokenizer."""
-        if processor is None:
-            return
-        text = config.get_text_config(decoder=True)
-        tokens, rows = len(processor), text.vocab_size
+        # A named size keeps the vocabulary of its name; tiny has none of its own.
         exact = self.resize_embedding is True or (self.size == "tiny" and "vocab_size" not in self.overrides)
-        if tokens > rows and self.resize_embedding is False:
-            raise RecipeError(
-                f"model.resize_embedding = false: the tokenizer has {tokens} tokens and the model {rows} rows. "
-                "Leave model.resize_embedding out to grow the model, or use the model's own tokenizer."
-            )
-        if tokens > rows or (exact and tokens != rows and self.resize_embedding is not False):
-            text.vocab_size = tokens
-            logger.info("embedding resized from %d to %d rows to fit the tokenizer", rows, tokens)
-            if self.lora is not None and tokens > rows:
-                logger.warning("the %d new embedding rows stay as they are: LoRA trains adapters only", tokens - rows)
+        new_rows = fit_vocabulary(config, processor, resize=self.resize_embedding, exact=exact)
+        if new_rows and self.lora is not None:
+            logger.warning("the %d new embedding rows stay as they are: LoRA trains adapters only", new_rows)
         if self.architecture is not None:
-            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-                if (value := getattr(processor, name, None)) is not None:
-                    setattr(text, name, value)
+            take_special_tokens(config, processor)
 
     def _empty(self, config: Any) -> nn.Module:
         """The module with parameters on meta and buffers computed."""
@@ -332,20 +327,6 @@ def _active_share(config: Any) -> float:
         if chosen and (number := getattr(config, key, None)):
             return float(chosen) / float(number)
     return 1.0
-
-
-def _unreadable(folder: Path, error: Exception) -> RecipeError:
-    text = str(error)
-    if "trust_remote_code" in text:
-        return RecipeError(
-            f"model.path: the model in {folder} runs code of its own. Read that code, then set "
-            "model.trust_remote_code: true."
-        )
-    reason = (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-    return RecipeError(
-        f"model.path: {folder} holds no config.json that Transformers can read ({reason}). "
-        "Give a folder written by save_pretrained, or a hub name."
-    )
 
 
 __all__ = ["Hf", "Lora", "Tokenizer"]

@@ -242,7 +242,10 @@ def test_what_devices_mean() -> None:
         ({"devices": [0], "device": "cpu"}, "names GPUs, but this run is on the CPU. Give the number"),
         ({"device": "cuda", "num_gpus": 0}, "torch sees no GPU here"),
         ({"nodes": 2}, "--nodes 2 needs a place where the nodes meet"),
-        ({"nodes": 2, "node_rank": 2, "master": "127.0.0.1:1"}, "--node-rank 2 does not exist: 2 nodes are numbered 0 to 1"),
+        (
+            {"nodes": 2, "node_rank": 2, "master": "127.0.0.1:1"},
+            "--node-rank 2 does not exist: 2 nodes are numbered 0 to 1",
+        ),
         ({"node_rank": 1}, "--node-rank 1 does not exist: 1 node is numbered 0. Check"),
         ({"nodes": 2, "master": "10.0.0.1"}, "--master 10.0.0.1 is not HOST:PORT"),
         ({"nodes": 2, "master": "host:port"}, "is not HOST:PORT"),

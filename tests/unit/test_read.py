@@ -13,7 +13,7 @@ from fullshard.part import plain
 from fullshard.read import hand_on, load, read, run_facts, save_resolved
 from fullshard.yaml_text import parse, parse_value, render
 
-OWN_PARTS = '''
+OWN_PARTS = """
 from typing import Any, ClassVar
 from pydantic import Field
 from fullshard.models.base import Family
@@ -31,7 +31,7 @@ class Small(Family):
 
 class Stairs(Schedule):
     height: float = 0.5
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,10 @@ def test_our_yaml_is_what_any_reader_reads(value: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("batch:\n  per_device: 1\n  per_device: 2\n", "r.yaml, line 3: the key batch.per_device is given twice, first in line 2"),
+        (
+            "batch:\n  per_device: 1\n  per_device: 2\n",
+            "r.yaml, line 3: the key batch.per_device is given twice, first in line 2",
+        ),
         ("a:\n\tb: 1\n", "r.yaml, line 2, column 1: found a tab, at `b: 1`. Indent with spaces"),
         ("a: b: c\n", "r.yaml, line 1, column 5: found a second colon"),
         ("- 1\n", "r.yaml, line 1: found a list where a mapping of keys is needed"),
@@ -197,8 +200,18 @@ def test_an_unknown_preset_lists_the_known() -> None:
 @pytest.mark.parametrize(
     ("given", "override", "kept", "dropped"),
     [
-        ({"duration": {"epochs": 3}}, "duration.steps=10", {"epochs": None, "steps": 10}, "duration.epochs: 3 (recipe)"),
-        ({"batch": {"global": 64}}, "batch.accumulate=2", {"accumulate": 2, "global": None}, "batch.global: 64 (recipe)"),
+        (
+            {"duration": {"epochs": 3}},
+            "duration.steps=10",
+            {"epochs": None, "steps": 10},
+            "duration.epochs: 3 (recipe)",
+        ),
+        (
+            {"batch": {"global": 64}},
+            "batch.accumulate=2",
+            {"accumulate": 2, "global": None},
+            "batch.global: 64 (recipe)",
+        ),
     ],
 )
 def test_one_of_two_keys_that_exclude_each_other_replaces_the_other(
@@ -312,7 +325,10 @@ def test_an_error_of_the_command_line_says_so() -> None:
     [
         ("name=1e3", "name = 1000.0: it must be text (put it in quotes)."),
         ("topology.devices=1.5", "topology.devices = 1.5: it must be a whole number or auto or a list such as [a, b]."),
-        ("sharding.strategy=ful", "sharding.strategy = 'ful': it must be one of auto, full, grad_op, hybrid, none (did you mean 'full'?)."),
+        (
+            "sharding.strategy=ful",
+            "sharding.strategy = 'ful': it must be one of auto, full, grad_op, hybrid, none (did you mean 'full'?).",
+        ),
         ("sharding.cpu_offload=maybe", "sharding.cpu_offload = 'maybe': it must be true or false."),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': it must be a number."),
         ("batch.per_device=0", "batch.per_device = 0: it should be greater than or equal to 1."),

@@ -10,7 +10,10 @@ import pytest
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-CORPUS = ["the quick brown fox jumps over the lazy dog and asks who are you", "User: hello there\nAssistant: fine, thanks\n"]
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog and asks who are you",
+    "User: hello there\nAssistant: fine, thanks\n",
+]
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -27,7 +30,10 @@ def make_tokenizer(*, eos: str | None = "<eos>", bos: str | None = None, chat_te
     tokenizer.decoder = decoders.ByteLevel()
     special = [token for token in (eos, bos, "<|im_start|>", "<|im_end|>") if token]
     trainer = trainers.BpeTrainer(
-        vocab_size=330, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=330,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS * 5, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos, bos_token=bos)

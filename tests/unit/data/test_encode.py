@@ -1,4 +1,4 @@
-"""Tokens and labels of text and chat records, against references written out here and against Transformers' own masks."""
+"""Tokens and labels of text and chat records, against references written out here and Transformers' own masks."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def test_chat_masks_equal_a_reference_written_out(chatml: Any) -> None:
 def test_chat_masks_equal_transformers_where_the_template_marks_them(tokenizer_with: Callable[..., Any]) -> None:
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}"
-        "{% endif %}{{ '\n' }}{% endfor %}"
+        "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+        "{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     )
     tokenizer = tokenizer_with(chat_template=template)
     for messages in (CHAT, CHAT[:3], CHAT[1:3]):
@@ -159,7 +159,9 @@ def test_chat_masks_equal_transformers_where_the_template_marks_them(tokenizer_w
         learned(features)
 
 
-def test_chat_masks_agree_between_marked_and_unmarked_templates(tokenizer_with: Callable[..., Any], chatml: Any) -> None:
+def test_chat_masks_agree_between_marked_and_unmarked_templates(
+    tokenizer_with: Callable[..., Any], chatml: Any
+) -> None:
     marked = tokenizer_with(
         chat_template=chatml.chat_template.replace(
             "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}",
@@ -178,7 +180,8 @@ def test_a_template_that_drops_earlier_thinking_gives_a_sample_for_each_answer(
 ) -> None:
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-        "{% if m['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}{{ m['content'] + '<|im_end|>\n' }}"
+        "{% if m['role'] == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}"
+        "{{ m['content'] + '<|im_end|>\n' }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer = tokenizer_with(chat_template=template)
@@ -292,7 +295,9 @@ def test_chat_faults(chatml: Any, tokenizer_with: Callable[..., Any]) -> None:
     assert "message 2 must have 'role' and 'content', found 'role'" in message(
         {"messages": [CHAT[1], {"role": "assistant"}]}
     )
-    assert "message 1: 'content' must be a string, found list" in message({"messages": [{"role": "user", "content": []}]})
+    assert "message 1: 'content' must be a string, found list" in message(
+        {"messages": [{"role": "user", "content": []}]}
+    )
     assert "must be a list of at least one" in message({"messages": []})
     assert "must be a list of at least one" in message({"messages": "hello"})
     assert "'answer' must be a string, found list" in message({"question": "x", "answer": ["y"]})
@@ -329,7 +334,7 @@ def test_padding_keeps_documents_apart_in_transformers_eyes() -> None:
     }
     lone = {"input_ids": np.array([5, 6, 7]), "labels": np.array([6, 7, IGNORE])}
     batch = Text().collate([row, lone], length=6)
-    assert all(tensor.dtype == torch.int64 for tensor in batch.values())
+    assert all(batch[name].dtype == torch.int64 for name in ("input_ids", "labels", "position_ids"))
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8, 0, 0], [5, 6, 7, 0, 0, 0]]
     assert batch["labels"].tolist() == [[6, IGNORE, 8, IGNORE, IGNORE, IGNORE], [6, 7, *[IGNORE] * 4]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]

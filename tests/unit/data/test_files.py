@@ -99,7 +99,7 @@ def test_txt_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, monkeypatch
     assert max(map(len, pieces)) <= 40
     for index, piece in enumerate(pieces[:-1]):
         next_line = (pieces[index + 1].splitlines(keepends=True) or [""])[0]
-        # A cut inside a line only where the line alone is too long; a cut at a line end only where the next did not fit.
+        # A cut inside a line only where it is too long alone; at a line end only where the next did not fit.
         assert len(piece) == 40 or (piece.endswith("\n") and (len(piece) + len(next_line) > 40 or len(next_line) == 40))
 
 
@@ -234,7 +234,9 @@ def test_hub_without_network_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(DataError, match=r"nobody/nothing \(train\): cannot be fetched from the Hugging Face hub: .*network"):
+    with pytest.raises(
+        DataError, match=r"nobody/nothing \(train\): cannot be fetched from the Hugging Face hub: .*network"
+    ):
         Hub(name="nobody/nothing").open()
 
 

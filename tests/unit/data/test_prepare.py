@@ -85,7 +85,12 @@ def build_in_a_process(folder: str, barrier: Any) -> None:
     barrier.wait()
     encoder = Counting(diary=f"{folder}/diary")
     store = encoded(
-        Files(path=f"{folder}/a.jsonl").open(), encoder, None, length=16, cache=Path(folder, "cache"), say=lambda s: None
+        Files(path=f"{folder}/a.jsonl").open(),
+        encoder,
+        None,
+        length=16,
+        cache=Path(folder, "cache"),
+        say=lambda s: None,
     )
     assert len(store) == 300
 
@@ -111,10 +116,10 @@ def test_a_failed_build_leaves_nothing_and_names_the_record(tmp_path: Path, toke
     with pytest.raises(DataError, match=r"a\.jsonl:301: no 'text' or 'input_ids' in the record"):
         run(source, tmp_path / "cache", processor=tokenizer)
     assert [p.name for p in (tmp_path / "cache").iterdir() if not p.name.endswith(".lock")] == []
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    lines[300] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError, match=r"a\.jsonl:301: invalid JSON"):
-        lines = Path(str(source.path)).read_text().splitlines()
-        lines[300] = "{"
-        (tmp_path / "a.jsonl").write_text("\n".join(lines))
         run(source, tmp_path / "cache", processor=tokenizer)
 
 
@@ -161,7 +166,9 @@ def test_text_packed_and_not_hold_the_same_targets(tmp_path: Path, tokenizer: An
     packed = run(source, tmp_path / "cache", processor=tokenizer)
     loose = run(source, tmp_path / "cache", processor=tokenizer, pack=False)
     assert isinstance(packed.encoder, Text)
-    expected = [t for row in rows if row["text"] for t in tokenizer(row["text"])["input_ids"][1:] + [tokenizer.eos_token_id]]
+    expected = [
+        t for row in rows if row["text"] for t in tokenizer(row["text"])["input_ids"][1:] + [tokenizer.eos_token_id]
+    ]
 
     def targets(samples: Any) -> list[int]:
         return [int(t) for i in range(len(samples)) for t in samples[i]["labels"] if t != IGNORE]

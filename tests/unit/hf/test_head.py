@@ -1,4 +1,4 @@
-"""Hidden states and head give the model's own logits; packed documents stay apart, or the twin says that they do not."""
+"""Hidden states and head give the model's own logits; packed documents stay apart, or the twin says they do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def logits(hidden: torch.Tensor, head: Head | None) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", sorted(CAUSAL))
 def test_head_gives_the_models_own_logits(architecture: str) -> None:
-    overrides: dict[str, Any] = {"granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.3}}.get(architecture, {})
+    overrides: dict[str, Any] = {"granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.3}}.get(
+        architecture, {}
+    )
     module: Any = build(architecture, **overrides)
     rule = bind(module)
     assert not rule.whole, rule.reason
@@ -101,5 +103,3 @@ def test_the_twin_leaves_the_random_state_alone() -> None:
     torch.manual_seed(1)
     bind(module)
     assert torch.equal(torch.rand(3), expected)
-
-

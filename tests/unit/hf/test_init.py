@@ -34,7 +34,7 @@ def fill(family: Hf, module: nn.Module) -> dict[str, torch.Tensor]:
 def test_every_parameter_is_distributed_as_in_transformers(architecture: str) -> None:
     family = Hf(architecture=architecture, size="tiny", overrides={"pad_token_id": 5})
     values = fill(family, family.build(processor=None))
-    plain = dict(build(architecture, pad_token_id=5).named_parameters())
+    plain = {n: p.detach() for n, p in build(architecture, pad_token_id=5).named_parameters()}
     assert values.keys() == plain.keys()
     for name, expected in plain.items():
         found = values[name]
@@ -52,6 +52,10 @@ def test_padding_row_is_zero_also_where_the_head_is_tied() -> None:
     embedding = fill(family, family.build(processor=None))["model.embed_tokens.weight"]
     assert torch.count_nonzero(embedding[5]) == 0
     assert torch.count_nonzero(embedding[6]) > 0
+    module: Any = build("gemma", pad_token_id=5)
+    family.initialise(module, root=module)
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    assert torch.count_nonzero(module.lm_head.weight[5]) == 0, "the head's own rule does not come on top"
 
 
 def test_a_real_model_at_once_equals_init_weights_bit_by_bit() -> None:
@@ -79,6 +83,31 @@ def test_what_lies_outside_the_unit_is_left_alone() -> None:
     assert not any(hasattr(p, "_is_hf_initialized") for p in module.parameters())
 
 
+def test_a_rule_of_the_root_reaches_into_the_unit_and_no_further() -> None:
+    from transformers import PreTrainedConfig, PreTrainedModel, initialization
+
+    class Rooted(PreTrainedModel):
+        config_class = PreTrainedConfig
+
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+            self.post_init()
+
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            if module is self:
+                for layer in self.layers:
+                    initialization.constant_(layer.weight, 7.0)
+
+    module = Rooted(PreTrainedConfig())
+    for layer in module.layers:
+        nn.init.constant_(layer.weight, 1.0)  # type: ignore[arg-type]
+    Hf(architecture="llama", size="tiny").initialise(module.layers[1], root=module)
+    assert torch.equal(module.layers[1].weight, torch.full((3, 3), 7.0))  # type: ignore[arg-type]
+    assert torch.equal(module.layers[0].weight, torch.full((3, 3), 1.0))  # type: ignore[arg-type]
+
+
 def test_fresh_adapters_change_nothing_at_first() -> None:
     family = Hf(architecture="llama", size="tiny", lora={"r": 4})  # type: ignore[arg-type]
     values = fill(family, family.build(processor=None))
@@ -87,10 +116,11 @@ def test_fresh_adapters_change_nothing_at_first() -> None:
     for name, value in adapters.items():
         assert torch.isfinite(value).all()
         assert (torch.count_nonzero(value) == 0) == ("lora_B" in name), name
-    from peft.tuners.lora import Linear
+    from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    plain = Linear(nn.Linear(128, 128), "default", r=4)
-    expected = plain.lora_A["default"].weight.std()
-    found = torch.cat([v.flatten() for n, v in adapters.items() if n.endswith("q_proj.lora_A.default.weight")]).std()
-    assert float(found) == pytest.approx(float(expected), rel=0.1)
+    theirs = get_peft_model(build("llama"), LoraConfig(r=4, target_modules="all-linear"))  # type: ignore[arg-type]
+    expected = {n.removeprefix("base_model.model."): p for n, p in theirs.named_parameters() if "lora_A" in n}
+    assert expected.keys() == {n for n in adapters if "lora_A" in n}
+    for name, parameter in expected.items():
+        assert float(adapters[name].std()) == pytest.approx(float(parameter.detach().std()), rel=0.15), name

@@ -48,8 +48,10 @@ def test_tiny_trains(architecture: str) -> None:
     module = AutoModelForCausalLM.from_config(make_config(architecture, "tiny", {}))
     assert sum(p.numel() for p in module.parameters()) < 5_000_000
     ids = torch.arange(12)[None] + 5
-    output = module(input_ids=ids, labels=ids, token_type_ids=torch.zeros_like(ids)) if architecture == "gemma3" else (
-        module(input_ids=ids, labels=ids)
+    output = (
+        module(input_ids=ids, labels=ids, token_type_ids=torch.zeros_like(ids))
+        if architecture == "gemma3"
+        else (module(input_ids=ids, labels=ids))
     )
     output.loss.backward()
     assert torch.isfinite(output.loss)
@@ -76,7 +78,9 @@ def test_names_are_forgiving_in_spelling_only() -> None:
     assert check_size("llama", "4B") == "4.0B"
     with pytest.raises(RecipeError, match=r"'qwen33' is not a causal language model.*did you mean 'qwen3'"):
         check_architecture("qwen33")
-    with pytest.raises(RecipeError, match=r"'1.9B' is not a known size of llama.*Known: tiny, 89M, 243M.*model.overrides"):
+    with pytest.raises(
+        RecipeError, match=r"'1.9B' is not a known size of llama.*Known: tiny, 89M, 243M.*model.overrides"
+    ):
         check_size("llama", "1.9B")
 
 

@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fullshard.run
+from fullshard import builtin
+from fullshard.cli import OPTIONS, app
+from fullshard.errors import NumericalError, RecipeError
+from fullshard.launch.base import Ranks
+from fullshard.read import Reading
+from fullshard.words import to_overrides
+
+RECIPE = "model: some/model\ndata: {train: a.jsonl}\ntopology: {device: cpu}\n"
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in LAUNCHER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    Path("r.yaml").write_text(RECIPE)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reading, dict[str, Any]]]:
+    """What the command asked the library to do, instead of doing it."""
+    found: list[tuple[str, Reading, dict[str, Any]]] = []
+
+    def answer(name: str, result: Any) -> None:
+        def call(reading: Reading, **keywords: Any) -> Any:
+            found.append((name, reading, keywords))
+            return result
+
+        monkeypatch.setattr(fullshard.run, name, call)
+
+    answer("train", 0)
+    answer("join", 0)
+    answer("describe", "the plan")
+    return found
+
+
+def call(*words: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def shell(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "fullshard", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ})
+
+
+# train
+
+
+def test_train_starts_ranks(calls: Any) -> None:
+    call("train", "r.yaml")
+    [(name, reading, keywords)] = calls
+    assert (name, reading.source, keywords["resume"]) == ("train", "r.yaml", "auto")
+    assert keywords["ranks"] == Ranks(per_node=1)
+
+
+def test_options_become_settings(calls: Any) -> None:
+    call("train", "r.yaml", "--devices", "3", "--output", "1e3", "--resume", "never", "--preset", "single_node_fsdp")
+    [(_, reading, keywords)] = calls
+    assert (reading.recipe.topology.devices, str(reading.recipe.output)) == (3, "1e3")
+    assert (keywords["ranks"].per_node, keywords["resume"]) == (3, "never")
+    assert "topology.devices: 3 (command line) over 8 (preset single_node_fsdp)" in reading.overridden
+
+
+def test_several_nodes(calls: Any) -> None:
+    words = ["train", "r.yaml", "--devices=2", "--num-nodes=2", "--node-rank=1", "--master=127.0.0.1:29500"]
+    call(*words)
+    assert calls[0][2]["ranks"] == Ranks(2, 2, 1, "127.0.0.1:29500")
+
+
+def test_a_cluster_that_counts_nodes_in_rank(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    call("train", "r.yaml", "--devices=2", "--nodes=2", "--node-rank=1", "--master=127.0.0.1:29500")
+    assert calls[0][0] == "train"
+    assert "RANK" not in os.environ
+
+
+def test_under_a_launcher_we_join(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = ("1", "2", "1", "2", "127.0.0.1", "29500")
+    for name, value in zip(LAUNCHER_VARIABLES, values, strict=True):
+        monkeypatch.setenv(name, value)
+    call("train", "r.yaml", "--resume", "some/checkpoint")
+    assert (calls[0][0], calls[0][2]) == ("join", {"resume": "some/checkpoint"})
+    result = call("train", "r.yaml", "--node-rank=1", code=2)
+    assert "this process was started by torchrun as rank 1 of 2. Leave these options out." in result.stderr
+
+
+def test_dry_run_starts_nothing(calls: Any) -> None:
+    assert call("train", "r.yaml", "--dry-run", "--devices=4").stdout == "the plan\n"
+    assert [(name, keywords["ranks"].per_node) for name, _, keywords in calls] == [("describe", 4)]
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75, 1])
+def test_the_exit_code_of_the_run_is_ours(calls: Any, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(fullshard.run, "train", lambda *_, **__: code)
+    call("train", "r.yaml", code=code)
+
+
+def test_errors_have_their_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> int:
+        raise NumericalError("loss is nan")
+
+    monkeypatch.setattr(fullshard.run, "train", stop)
+    assert call("train", "r.yaml", code=3).stderr == "Error: loss is nan\n"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fullshard.run, "train", stop)
+    with pytest.raises(ZeroDivisionError):
+        call("train", "r.yaml")
+
+
+# Settings on the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "overrides"),
+    [
+        (["optimizer.lr=3e-4"], ["optimizer.lr=3e-4"]),
+        (["--optimizer.lr=3e-4"], ["optimizer.lr=3e-4"]),
+        (["--optimizer.lr", "3e-4", "seed=1"], ["optimizer.lr=3e-4", "seed=1"]),
+        (["--seed", "1"], ["seed=1"]),
+        (["--batch.per-device", "2"], ["batch.per_device=2"]),
+        (["--sharding.cpu-offload"], ["sharding.cpu_offload=true"]),
+        (["--sharding.cpu-offload", "seed=1"], ["sharding.cpu_offload=true", "seed=1"]),
+        (["--sharding.cpu-offload", "False"], ["sharding.cpu_offload=False"]),
+        (["--no-sharding.cpu-offload", "--seed=1"], ["sharding.cpu_offload=false", "seed=1"]),
+        (["--fp16"], ["precision=fp16"]),
+        (["--fp16", "True"], ["precision=fp16"]),
+        (["--fp16", "False"], ["precision=fp32"]),
+        (["--no-fp16"], ["precision=fp32"]),
+        (["--bf16"], ["precision=bf16"]),
+        (["--schedule.floor", "-1"], ["schedule.floor=-1"]),
+        (["--log.sinks[0].project=x"], ["log.sinks[0].project=x"]),
+    ],
+)
+def test_settings_in_every_spelling(words: list[str], overrides: list[str]) -> None:
+    sections = ["seed", "optimizer", "batch", "sharding", "schedule", "log", "precision"]
+    assert to_overrides(words, sections=sections, options=OPTIONS) == overrides
+
+
+@pytest.mark.parametrize(
+    "words", [["--seed", "7"], ["--seed=7"], ["seed=7"], ["seed=7", "--fp16"], ["--fp16", "--seed", "7"]]
+)
+def test_settings_reach_the_recipe(calls: Any, words: list[str]) -> None:
+    call("train", "r.yaml", *words)
+    recipe = calls[0][1].recipe
+    assert recipe.seed == 7
+    assert recipe.precision == ("fp16" if "--fp16" in words else "auto")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--device", "4"], "--device is neither an option nor a key of the recipe. Did you mean --devices?"),
+        (["--optimzer.lr", "1"], "Did you mean --optimizer.KEY?"),
+        (["lr"], "'lr' on the command line is not a setting"),
+        (["--devices=2", "topology.devices=3"], "--devices 2 and topology.devices=3 on the command line both set"),
+        (["--devices=2", "--gpus=0,1"], "both set topology.devices"),
+        (["seed=1", "--seed", "2"], "seed=1 and seed=2 on the command line both set seed"),
+        (["--gpus=0,1"], "names GPUs, but this run is on the CPU"),
+        (["--devices=many"], "is not a count, a list of ids (0,2) or auto"),
+        (["--devices=0"], "topology.devices must be at least 1"),
+        (["--nodes=2"], "--nodes 2 needs a place where the nodes meet"),
+        (["--node-rank=1"], "--node-rank 1 does not exist"),
+        (["--preset=nope"], "preset 'nope' is not known"),
+        (["optimizer.lrr=1"], "command line: optimizer.lrr is not a known key (did you mean 'lr'?)"),
+    ],
+)
+def test_mistakes_end_with_code_2_and_no_traceback(calls: Any, words: list[str], message: str) -> None:
+    result = call("train", "r.yaml", *words, code=2)
+    assert message in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert "Traceback" not in result.output
+    assert calls == []
+
+
+def test_settings_before_the_recipe_are_explained(calls: Any) -> None:
+    assert "Write: fullshard train RECIPE --seed=3" in call("train", "--seed=3", "r.yaml", code=2).stderr
+
+
+def test_no_setting_is_taken_for_a_key() -> None:
+    with pytest.raises(RecipeError, match="neither an option nor a key"):
+        to_overrides(["--nothing"], sections=["seed"], options=OPTIONS)
+
+
+# Listing
+
+
+def test_recipes_alone_lists() -> None:
+    lines = call("recipes").stdout
+    assert lines == call("recipes", "list").stdout
+    for name, path in builtin.recipes().items():
+        assert f"{name} " in lines
+        assert builtin.sentence(path) in lines
+
+
+def test_presets_lists_what_each_is_for() -> None:
+    lines = call("presets").stdout
+    for name in ("single_node_fsdp", "multi_node_fsdp", "large_scale_fsdp", "multi_node_ddp"):
+        assert f"{name} " in lines
+
+
+def test_show_and_copy() -> None:
+    text = builtin.recipes()["sft"].read_text()
+    assert call("recipes", "show", "sft").stdout == text
+    assert "fullshard train sft.yaml" in call("recipes", "copy", "sft").stdout
+    assert Path("sft.yaml").read_text() == text
+    Path("sft.yaml").write_text("mine")
+    assert "sft.yaml exists and is not written over" in call("recipes", "copy", "sft", code=2).stderr
+    assert Path("sft.yaml").read_text() == "mine"
+    Path("folder").mkdir()
+    call("recipes", "copy", "sft", "folder")
+    assert Path("folder/sft.yaml").read_text() == text
+    assert "cannot be written" in call("recipes", "copy", "sft", "no/such/folder/x.yaml", code=2).stderr
+
+
+def test_an_unknown_recipe_is_near_a_known_one() -> None:
+    message = call("recipes", "show", "quikstart", code=2).stderr
+    assert "'quikstart' is not a built-in recipe (did you mean 'quickstart'?)" in message
+    assert "Did you mean quickstart?" in call("train", "quikstart", code=2).stderr
+
+
+def test_schema_is_json() -> None:
+    assert json.loads(call("recipes", "schema").stdout)["title"] == "fullshard recipe"
+
+
+# The real command
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["recipes"], ["presets"], ["--version"]])
+def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
+    code = (
+        f"import sys\nsys.argv = {['fullshard', *words]!r}\nfrom fullshard.cli import main\n"
+        "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+def test_help_names_every_option_and_exit_code() -> None:
+    text = call("train", "--help").stdout
+    for word in (*OPTIONS, "--fp16", "RECIPE", "KEY=VALUE", "75"):
+        assert word in text
+
+
+def test_python_m_fullshard_reports_a_mistake() -> None:
+    done = shell("train", "nope.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: nope.yaml is neither a file nor a built-in recipe.")
+    assert "Traceback" not in done.stderr
+
+
+def test_shell_completion_offers_recipes_and_presets() -> None:
+    def completed(words: str) -> str:
+        return shell(_FULLSHARD_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(words.count(" "))).stdout
+
+    assert "quickstart" in completed("fullshard train qui")
+    assert "r.yaml" in completed("fullshard train r")
+    assert "multi_node_ddp" in completed("fullshard train quickstart --preset multi")
+    assert "train" in completed("fullshard tr")
