@@ -91,7 +91,9 @@ def main() -> None:
             print("\n| step | one rank | two ranks, one GPU, gloo | apart |\n|---|---|---|---|")
             for a, b in zip(alone, shared, strict=True):
                 print(f"| {a['step']} | {a['loss']:.6f} | {b['loss']:.6f} | {abs(a['loss'] / b['loss'] - 1):.1e} |")
-        print("\n| run | tokens/s | of 989 TFLOP/s | of 790 measured | peak GiB | data wait |\n|---|---|---|---|---|---|")
+        print(
+            "\n| run | tokens/s | of 989 TFLOP/s | of 790 measured | peak GiB | data wait |\n|---|---|---|---|---|---|"
+        )
         for label, records in results.items():
             row(label, records)
 

@@ -1,8 +1,8 @@
 """fullshard: PyTorch-native FSDP training. One recipe, one command, one loop.
 
-    import fullshard
-    recipe = fullshard.load("recipe.yaml", "optimizer.lr=3e-4")
-    result = fullshard.train(recipe)
+import fullshard
+recipe = fullshard.load("recipe.yaml", "optimizer.lr=3e-4")
+result = fullshard.train(recipe)
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""The composition root: recipe → parts. The one file that sees everything; whatever is "auto" is resolved here.
+"""The composition root: recipe → parts, on all ranks together. Whatever is "auto" is resolved here.
 
-`lay_ground` does what needs no other rank (downloads, tokenisation, arithmetic); `build` does the rest, on all ranks.
-Must not loop, log metrics or compute losses.
+The one file that sees everything. Must not loop, log metrics or compute losses.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.arithmetic import StepPlan, plan_steps
-from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.saver import Saver
 from fullshard.data.loader import Loader
-from fullshard.data.prepare import Prepared, prepare
 from fullshard.dist import reduce
-from fullshard.dist.mesh import Layout, choose_layout, make_mesh
+from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, reshard, shard
 from fullshard.dist.world import World
 from fullshard.dist.wrap import find_blocks
-from fullshard.errors import CheckpointError, DataError, RecipeError
+from fullshard.errors import DataError, RecipeError
 from fullshard.evaluate.base import EvaluationInputs
+from fullshard.ground import Ground
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
 from fullshard.log.peaks import peak_flops
@@ -38,81 +34,14 @@ from fullshard.step import to_device
 
 
 @dataclass(frozen=True)
-class Ground:
-    """What a run stands on before its ranks meet."""
+class ShardedModel:
+    """The model as it is spread over the ranks."""
 
-    processor: Any
-    data: Prepared
-    plan: StepPlan
-    validation_per_device: int
-    identity: dict[str, Any]
-    """What must not change between a checkpoint and its resume: the meaning of "step N" in the data."""
-
-
-def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
-    """Fetches, tokenises and counts. Every rank does this by itself; caches and locks make the work happen once a node."""
-    cache = recipe.data.cache or Path(os.environ.get("FULLSHARD_CACHE", Path.home() / ".cache" / "fullshard"))
-    recipe.model.prepare(_texts(recipe), cache=cache)
-    processor = recipe.model.processor(cache=cache)
-    data = prepare(
-        train=recipe.data.train,
-        validation=recipe.data.validation,
-        encode=recipe.data.encode,
-        processor=processor,
-        length=recipe.data.sequence_length,
-        pack=recipe.data.pack,
-        holdout=recipe.data.holdout,
-        seed=recipe.seed,
-        cache=cache,
-        say=console.note,
-    )
-    plan = plan_steps(
-        num_samples=len(data.train),
-        per_device=recipe.batch.per_device,
-        accumulate=recipe.batch.accumulate,
-        global_size=recipe.batch.global_size,
-        world=world_size,
-        epochs=recipe.duration.epochs,
-        steps=recipe.duration.steps,
-    )
-    identity = {
-        "seed": recipe.seed,
-        "samples": len(data.train),
-        "samples per step": plan.global_size,
-        "sequence length": recipe.data.sequence_length,
-        "packed": recipe.data.pack,
-        "shuffled": recipe.data.shuffle,
-    }
-    return Ground(processor, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
-
-
-def _texts(recipe: Recipe) -> Iterator[str]:
-    """The training texts, for a family that trains its tokenizer on them."""
-    records = recipe.data.train.open()
-    for index in range(len(records)):
-        record = records[index]
-        texts = [value for value in record.values() if isinstance(value, str)]
-        texts += [m["content"] for m in record.get("messages", []) if isinstance(m.get("content"), str)]
-        yield "\n".join(texts)
-
-
-def find_progress(checkpoint: Path | None, ground: Ground) -> Progress:
-    """Where the run stands; an error with the differences when the checkpoint counts its steps another way."""
-    if checkpoint is None:
-        return Progress()
-    state = files.read_state(checkpoint)
-    differences = [
-        f"{key}: {state['identity'].get(key)} then, {value} now"
-        for key, value in ground.identity.items()
-        if state["identity"].get(key) != value
-    ]
-    if differences:
-        raise CheckpointError(
-            f"{checkpoint} cannot be resumed with this recipe, its steps mean other samples: {'; '.join(differences)}. "
-            "Go back to those settings (batch.global keeps the step the same for any number of ranks), or start over "
-            "with --resume never."
-        )
-    return Progress.from_dict(state["progress"])
+    module: nn.Module
+    plan: ShardPlan
+    units: list[Unit]
+    kernels: str
+    flops_per_token: float
 
 
 @dataclass(frozen=True)
@@ -120,12 +49,8 @@ class Built:
     """The parts, and the facts that the run header states."""
 
     parts: Parts
-    units: list[Unit]
-    layout: Layout
+    model: ShardedModel
     precision: ResolvedPrecision
-    wrap_reason: str
-    kernels: str
-    compiled: bool
     proofs: list[str]
     resolved: Recipe
 
@@ -142,12 +67,71 @@ def build(
 ) -> Built:
     """Makes the sharded model, its optimizer and everything around them; loads the checkpoint to go on from."""
     precision = resolve_precision(recipe.precision, world.device)
+    model = _sharded_model(recipe, ground, world, precision, console)
+    optimizer = recipe.optimizer.open(model.module.named_parameters())
+    scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
+    saver = Saver(
+        recipe.folder,
+        recipe.checkpoint.keep,
+        model.module,
+        optimizer,
+        scaler,
+        ground.identity,
+        recipe.model,
+        ground.processor,
+        world,
+        console,
+    )
+    if checkpoint is not None:
+        saver.restore(checkpoint)
+    workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
+    train, validation = _loaders(recipe, ground, world, workers=workers)
+    proofs = _check_first_batch(recipe, model.module, train, world)
+    parts = Parts(
+        model=model.module,
+        objective=recipe.objective,
+        aux={},
+        optimizer=optimizer,
+        scaler=scaler,
+        schedule=recipe.schedule,
+        base_lr=recipe.optimizer.lr,
+        clip=recipe.optimizer.clip,
+        windows=train.windows,
+        steps_per_epoch=ground.plan.steps_per_epoch,
+        total_steps=ground.plan.total_steps,
+        epochs=ground.plan.epochs,
+        evaluations=recipe.evaluate.parts,
+        evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, validation, world, console),
+        evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs),
+        save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs),
+        save_at_end=recipe.checkpoint.at_end,
+        log_every=recipe.log.every_steps,
+        log_sample_ids=recipe.log.sample_ids,
+        best=BestRule(recipe.checkpoint.best.metric, recipe.checkpoint.best.mode) if recipe.checkpoint.best else None,
+        patience=recipe.evaluate.patience,
+        save=saver.save,
+        export=saver.export,
+        write=write,
+        console=console,
+        meters=_meters(model.flops_per_token, world, progress),
+        progress=progress,
+        device=world.device,
+        rank=world.rank,
+        seed=recipe.seed,
+        workers=workers,
+        folder=recipe.folder,
+    )
+    return Built(parts, model, precision, proofs, _resolved(recipe, ground, world, model.plan, precision, workers))
+
+
+def _sharded_model(
+    recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, console: Console
+) -> ShardedModel:
     module = recipe.model.build(processor=ground.processor)
     if recipe.sharding.sync_batchnorm:
         module = _sync_batchnorm(module, world, console)
     _require_trainable(module)
-    plan, wrap_reason = _shard_plan(recipe, module, world, precision)
-    compiled = plan.compile
+    plan = _shard_plan(recipe, module, world, precision)
     kernels = recipe.model.choose_kernels(
         module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
     )
@@ -161,69 +145,23 @@ def build(
         device=world.device,
         seed=recipe.seed,
     )
-    optimizer = recipe.optimizer.open(module.named_parameters())
-    scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
-    saver = Saver(
-        recipe.folder,
-        recipe.checkpoint.keep,
-        module,
-        optimizer,
-        scaler,
-        ground.identity,
-        recipe.model,
-        ground.processor,
-        world,
-        console,
-    )
-    if checkpoint is not None:
-        saver.restore(checkpoint)
-    workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
-    train, validation = _loaders(recipe, ground, world, workers=workers)
-    proofs = _check_first_batch(recipe, module, train, world)
-    resolved = recipe.model_copy(
+    return ShardedModel(module, plan, units, kernels, flops)
+
+
+def _resolved(
+    recipe: Recipe, ground: Ground, world: World, plan: ShardPlan, precision: ResolvedPrecision, workers: int
+) -> Recipe:
+    """The recipe with every "auto" replaced by what it came to."""
+    sharding = {"strategy": plan.layout.strategy, "compile": plan.compile}
+    topology = {"device": world.device.type, "backend": world.backend, "devices": world.local_size}
+    return recipe.model_copy(
         update={
             "precision": precision.word,
-            "sharding": recipe.sharding.model_copy(update={"strategy": plan.layout.strategy, "compile": compiled}),
+            "sharding": recipe.sharding.model_copy(update=sharding),
             "data": recipe.data.model_copy(update={"encode": ground.data.encoder, "workers": workers}),
-            "batch": recipe.batch.model_copy(update={"accumulate": ground.plan.accumulate, "global_size": None}),
-            "topology": recipe.topology.model_copy(update={"device": world.device.type, "devices": world.local_size}),
+            "topology": recipe.topology.model_copy(update=topology),
         }
     )
-    parts = Parts(
-        model=module,
-        objective=recipe.objective,
-        aux={},
-        optimizer=optimizer,
-        scaler=scaler,
-        schedule=recipe.schedule,
-        base_lr=recipe.optimizer.lr,
-        clip=recipe.optimizer.clip,
-        windows=train.windows,
-        steps_per_epoch=ground.plan.steps_per_epoch,
-        total_steps=ground.plan.total_steps,
-        epochs=ground.plan.epochs,
-        evaluations=recipe.evaluate.parts,
-        evaluation_inputs=_evaluation_inputs(recipe, ground, module, validation, world, console),
-        evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs),
-        save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs),
-        save_at_end=recipe.checkpoint.at_end,
-        log_every=recipe.log.every_steps,
-        log_sample_ids=recipe.log.sample_ids,
-        best=BestRule(recipe.checkpoint.best.metric, recipe.checkpoint.best.mode) if recipe.checkpoint.best else None,
-        patience=recipe.evaluate.patience,
-        save=saver.save,
-        export=saver.export,
-        write=write,
-        console=console,
-        meters=_meters(flops, world, progress),
-        progress=progress,
-        device=world.device,
-        rank=world.rank,
-        seed=recipe.seed,
-        workers=workers,
-        folder=recipe.folder,
-    )
-    return Built(parts, units, plan.layout, precision, wrap_reason, kernels, compiled, proofs, resolved)
 
 
 def _sync_batchnorm(module: nn.Module, world: World, console: Console) -> nn.Module:
@@ -242,9 +180,7 @@ def _require_trainable(module: nn.Module) -> None:
         raise RecipeError("The model has no trainable parameter: model.freeze or model.lora leaves nothing to train.")
 
 
-def _shard_plan(
-    recipe: Recipe, module: nn.Module, world: World, precision: ResolvedPrecision
-) -> tuple[ShardPlan, str]:
+def _shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: ResolvedPrecision) -> ShardPlan:
     sharding, asked = recipe.sharding, recipe.sharding.wrap
     wrap = find_blocks(
         module,
@@ -256,7 +192,7 @@ def _shard_plan(
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters()) - trainable
     layout = choose_layout(sharding.strategy, world, state_bytes=16 * trainable + 4 * frozen)
-    plan = ShardPlan(
+    return ShardPlan(
         wrap=wrap,
         layout=layout,
         compute=precision.compute,
@@ -265,7 +201,6 @@ def _shard_plan(
         cpu_offload=sharding.cpu_offload,
         forward_prefetch=sharding.forward_prefetch,
     )
-    return plan, wrap.reason
 
 
 def _loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tuple[Loader, Loader | None]:

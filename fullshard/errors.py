@@ -50,5 +50,6 @@ class NumericalError(FullshardError):
 def missing_package(package: str, *, extra: str, needed_by: str) -> SetupError:
     """The error for an optional package that is not installed, with the line that installs it."""
     return SetupError(
-        f"{needed_by} needs the package {package}, which is not installed. Install it with: pip install 'fullshard[{extra}]'"
+        f"{needed_by} needs the package {package}, which is not installed. "
+        f"Install it with: pip install 'fullshard[{extra}]'"
     )

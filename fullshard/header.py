@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from fullshard.build import Built, Ground
+from fullshard.build import Built
 from fullshard.dist.world import World
+from fullshard.ground import Ground
 from fullshard.recipe import Recipe
 
 
@@ -17,17 +18,16 @@ def header_rows(
     sharding = recipe.sharding
     rows = [
         ("world", world.describe()),
-        ("sharding", built.layout.describe()),
+        ("sharding", built.model.plan.layout.describe()),
         ("units", _units(built)),
         ("precision", built.precision.describe()),
-        ("attention", built.kernels),
-        ("compile", "each block" if built.compiled else "off"),
+        ("attention", built.model.kernels),
+        ("compile", "each block" if built.model.plan.compile else "off"),
         ("recompute", f"activation checkpointing {sharding.activation_checkpointing}"),
     ]
-    rows += [("data", line) for line in ground.data.report]
-    for line in ground.plan.describe():
+    for line in [*ground.data.report, *ground.plan.describe()]:
         label, _, text = line.partition(": ")
-        rows.append((label, text))
+        rows.append((label, text) if text else ("data", line))
     rows.append(("optimizer", _optimizer(recipe)))
     rows.append(("checkpoints", _checkpoints(recipe)))
     rows += [("proven", proof) for proof in built.proofs]
@@ -38,10 +38,12 @@ def header_rows(
 
 
 def _units(built: Built) -> str:
-    classes = Counter(unit.class_name for unit in built.units)
-    ties = sum(len(unit.tied) for unit in built.units)
+    classes = Counter(unit.class_name for unit in built.model.units)
+    ties = sum(len(unit.tied) for unit in built.model.units)
     tied = f"; {ties} tied {'group' if ties == 1 else 'groups'}" if ties else ""
-    return ", ".join(f"{count} x {name}" for name, count in classes.items()) + f" ({built.wrap_reason}{tied})"
+    return (
+        ", ".join(f"{count} x {name}" for name, count in classes.items()) + f" ({built.model.plan.wrap.reason}{tied})"
+    )
 
 
 def _optimizer(recipe: Recipe) -> str:
@@ -54,7 +56,11 @@ def _optimizer(recipe: Recipe) -> str:
 def _checkpoints(recipe: Recipe) -> str:
     policy = recipe.checkpoint
     every = [f"every {policy.every_steps} steps"] if policy.every_steps else []
-    every += [f"every {'epoch' if policy.every_epochs == 1 else f'{policy.every_epochs} epochs'}"] if policy.every_epochs else []
+    every += (
+        [f"every {'epoch' if policy.every_epochs == 1 else f'{policy.every_epochs} epochs'}"]
+        if policy.every_epochs
+        else []
+    )
     keep = f"keep {policy.keep}" if policy.keep else "keep all"
     best = f", best by {policy.best.mode} {policy.best.metric}" if policy.best else ""
     return f"{' and '.join(every) or 'at the end'}, {keep}{best}"

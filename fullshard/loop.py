@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import resource
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,10 +24,9 @@ from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
 from fullshard.objectives.base import Objective
 from fullshard.schedules.base import Schedule
+from fullshard.signals import StopSignals
 from fullshard.state import Progress, Result
 from fullshard.step import StepResult, seed_everything, train_step
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,16 @@ class Parts:
     """(sum, count) of the loss and each metric since they were last read."""
     saved_step: int = -1
     validation: dict[str, float] = field(default_factory=dict)
-    stop_signal: str | None = None
+    stop_signals: StopSignals = field(default_factory=StopSignals)
     stop_wishes: reduce.OnItsWay | None = None
 
 
 def fit(parts: Parts) -> Result:
     """Trains until the last step, the end of patience, or a signal."""
     progress, begun, before = parts.progress, time.monotonic(), parts.progress.seconds
-    restore = _listen(parts)
     parts.console.run_begin(parts.total_steps, done=progress.step)
     stopped = "done"
-    try:
+    with parts.stop_signals:
         windows = parts.windows(progress.step)
         while progress.step < parts.total_steps and stopped == "done":
             stopped = _epoch(parts, windows)
@@ -116,8 +113,6 @@ def fit(parts: Parts) -> Result:
             _save(parts, best=False)
         if progress.finished:
             _at_end(parts, progress.seconds)
-    finally:
-        restore()
     return Result(
         str(parts.folder), progress.step, progress.best, progress.best_step, parts.validation, stopped, progress.seconds
     )
@@ -128,7 +123,7 @@ def _epoch(parts: Parts, windows: Iterator[Any]) -> str:
     progress, begun = parts.progress, time.monotonic()
     epoch, done = divmod(progress.step, parts.steps_per_epoch)
     steps = min(parts.steps_per_epoch - done, parts.total_steps - progress.step)
-    parts.console.epoch_begin(epoch + 1, parts.epochs, _lr(parts))
+    parts.console.epoch_begin(epoch + 1, math.ceil(parts.epochs), _lr(parts))
     with parts.console.training_bar(done + steps, done=done) as bar:
         for number in range(steps):
             result = _step(parts, windows)
@@ -157,7 +152,7 @@ def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
             scaler=parts.scaler,
             clip=parts.clip,
             lr=_lr(parts),
-            stop=parts.stop_signal is not None,
+            stop=parts.stop_signals.heard is not None,
             device=parts.device,
         )
     for name, pair in result.sums.items():
@@ -215,7 +210,7 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
     if not (math.isfinite(loss) and (math.isfinite(grad_norm) or overflow_is_expected)):
         raise NumericalError(
             f"At step {progress.step} the loss is {loss} and the gradient norm {grad_norm}; both must be finite. "
-            f"Lower optimizer.lr, lengthen schedule.warmup, or look at the samples of the last {parts.log_every} steps. "
+            f"Lower optimizer.lr, lengthen schedule.warmup, or look at the last {parts.log_every} steps' samples. "
             "The last checkpoint is from before."
         )
 
@@ -320,27 +315,8 @@ def _at_end(parts: Parts, seconds: float) -> None:
         with parts.meters.phase("save"):
             exported = str(parts.export())
     _evaluate(parts, at_end=True)
-    best = f"{parts.progress.best:.6f} at step {parts.progress.best_step}" if parts.progress.best is not None else "none"
+    best = (
+        f"{parts.progress.best:.6f} at step {parts.progress.best_step}" if parts.progress.best is not None else "none"
+    )
     rows = [("best", best), ("model", exported), ("run folder", str(parts.folder))]
     parts.console.finished(seconds, rows)
-
-
-def _listen(parts: Parts) -> Callable[[], None]:
-    """Turns a stop signal into a wish that all ranks agree on after the step; a second one ends the process at once."""
-
-    def on_signal(number: int, _: Any) -> None:
-        if parts.stop_signal is not None:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        parts.stop_signal = signal.Signals(number).name
-
-    try:
-        earlier = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
-    except ValueError:  # not in the main thread of the process: whoever runs us there handles signals
-        return lambda: None
-
-    def restore() -> None:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
-
-    return restore

@@ -60,7 +60,8 @@ def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
     if word == "bf16" and not has_bf16:
         raise SetupError(
             f"precision = bf16: {torch.cuda.get_device_name(device)} has compute capability "
-            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))} and bf16 needs 8.0. Use precision: fp16 or auto."
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}, and bf16 needs 8.0. "
+            "Use precision: fp16 or auto."
         )
     if word == "auto":
         chosen = "bf16" if has_bf16 else "fp16"

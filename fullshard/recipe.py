@@ -1,6 +1,6 @@
 """The recipe: every setting of a run, in sections, frozen.
 
-A recipe states only what differs from the defaults. `None` means "resolve it"; build.py does, and writes the result down.
+A recipe states only what differs from the defaults. `None` means "resolve it"; build.py does and writes it down.
 Must not know YAML, torch, ranks or any concrete part.
 """
 
@@ -106,7 +106,8 @@ class Wrap(Section):
     def _one_of(self) -> Wrap:
         if sum((self.classes is not None, self.min_params is not None, self.whole)) > 1:
             raise ValueError(
-                "wrap.classes, wrap.min_params and wrap.whole exclude each other: min_params has no effect where classes are named"
+                "wrap.classes, wrap.min_params and wrap.whole exclude each other: "
+                "min_params has no effect where classes are named"
             )
         return self
 

@@ -19,14 +19,14 @@ from fullshard.dist.ranks import ranks_for
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError
 from fullshard.launch.base import Ranks
 from fullshard.part import plain
-from fullshard.read import Reading, run_facts, save_resolved
+from fullshard.read import Reading, hand_on, run_facts, save_resolved
 from fullshard.recipe import Recipe
 from fullshard.state import Progress, Result
 from fullshard.yaml_text import render
 
 if TYPE_CHECKING:
-    from fullshard.build import Ground
     from fullshard.dist.world import World
+    from fullshard.ground import Ground
     from fullshard.log.console import Console
 
 
@@ -56,14 +56,14 @@ def train(reading: Reading, *, resume: str, ranks: Ranks) -> int:
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         # The ranks read the recipe as it was merged here, so that all of them and we mean the same.
         merged = Path(folder) / f"{reading.recipe.name}.yaml"
-        merged.write_text(render({**plain(reading.recipe), "run": run_facts(reading)}), encoding="utf-8")
+        hand_on(reading, merged)
         command = [sys.executable, "-m", "fullshard", "train", str(merged), "--resume", resume]
         return reading.recipe.topology.launcher.start(command, ranks)
 
 
 def train_recipe(recipe: Recipe, *, resume: str = "auto") -> Result:
     """Trains a recipe and returns what came of it. Starts ranks of its own unless this process is already one."""
-    reading = Reading(recipe, "a recipe in Python")
+    reading = Reading(recipe, "RECIPE", "a recipe in Python")
     under_launcher = env.detect(os.environ).world > 1
     ranks = ranks_of(recipe)
     if under_launcher or ranks.per_node * ranks.nodes == 1:
@@ -84,8 +84,8 @@ def execute(reading: Reading, *, resume: str) -> Result:
     """One rank of the run, from the environment check to the last line."""
     import torch
 
-    from fullshard import build
     from fullshard.dist import world as worlds
+    from fullshard.ground import lay_ground
     from fullshard.log import libraries
     from fullshard.log.console import Console
 
@@ -107,7 +107,7 @@ def execute(reading: Reading, *, resume: str) -> Result:
         with libraries.route(console):
             for line in [*reading.overridden, *recipe.sharding.notes()]:
                 console.note(line)
-            ground = build.lay_ground(recipe, world_size=launch.world, console=console)
+            ground = lay_ground(recipe, world_size=launch.world, console=console)
             world = worlds.join(
                 device=recipe.topology.device, backend=recipe.topology.backend, timeout_s=recipe.topology.timeout_s
             )
@@ -120,13 +120,14 @@ def execute(reading: Reading, *, resume: str) -> Result:
 def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console: Console) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
+    from fullshard.ground import find_progress
     from fullshard.header import header_rows
     from fullshard.log.metrics import FILE, Metrics
     from fullshard.log.sinks import Sinks
 
     recipe = reading.recipe
     checkpoint = _start(recipe, world, resume=resume, console=console)
-    progress = build.find_progress(checkpoint, ground)
+    progress = find_progress(checkpoint, ground)
     if progress.finished and progress.step >= ground.plan.total_steps:
         return _say_finished(reading, progress, console)
     progress.finished = False
@@ -134,7 +135,9 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
     outlets: list[Any] = []
     if world.is_main:
         outlets.append(Metrics(recipe.folder / FILE, step=progress.step))
-        outlets.append(Sinks(recipe.log.sinks, recipe.folder, name=recipe.name, recipe=plain(recipe), warn=console.warn))
+        outlets.append(
+            Sinks(recipe.log.sinks, recipe.folder, name=recipe.name, recipe=plain(recipe), warn=console.warn)
+        )
 
     def write(record: dict[str, Any]) -> None:
         for outlet in outlets:
@@ -146,9 +149,9 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
         )
         if world.is_main:
             save_resolved(built.resolved, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
-            write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in built.units]})
+            write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in built.model.units]})
         console.header(f"fullshard: {recipe.name}", header_rows(recipe, ground, world, built, checkpoint))
-        totals = [sum(unit.parameters for unit in built.units), sum(unit.trainable for unit in built.units)]
+        totals = [sum(unit.parameters for unit in built.model.units), sum(unit.trainable for unit in built.model.units)]
         console.parameter_summary(total=totals[0], trainable=totals[1], frozen=totals[0] - totals[1])
         result = loop.fit(built.parts)
         write({"kind": "event", "event": "finished", **asdict(result)})
@@ -160,7 +163,7 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
 
 
 def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> Path | None:
-    """The checkpoint to go on from, the same on every rank. Starting over moves an earlier run aside, losing nothing."""
+    """The checkpoint to go on from, the same on every rank. Starting over moves an earlier run aside."""
     from fullshard.dist import reduce
 
     found: tuple[Path | None, str | None] = (None, None)
@@ -185,7 +188,9 @@ def _say_finished(reading: Reading, progress: Progress, console: Console) -> Res
     unit, amount = ("epochs", recipe.duration.epochs) if recipe.duration.epochs else ("steps", recipe.duration.steps)
     name = reading.name
     console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and the recipe asks for no more.")
-    console.say(f"  start over   fullshard train {name} --resume never   (the finished run is moved aside, not deleted)")
+    console.say(
+        f"  start over   fullshard train {name} --resume never   (the finished run is moved aside, not deleted)"
+    )
     console.say(f"  go on        fullshard train {name} duration.{unit}={2 * (amount or 1):g}")
     return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
 
@@ -195,12 +200,15 @@ def _say_next(reading: Reading, result: Result, console: Console) -> None:
     if result.stopped == "signal":
         console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on.")
         return
-    folder, name = result.folder, reading.name
+    recipe = reading.recipe
+    use = f"Use the model:     transformers.AutoModelForCausalLM.from_pretrained({result.folder + '/model'!r})"
+    keep = f"Keep the model:    fullshard train {reading.name} checkpoint.at_end=true"
+    change = f"optimizer.lr={recipe.optimizer.lr / 2:g} name={recipe.name}-2"
     console.next_steps(
         [
-            f"Use the model:      transformers.AutoModelForCausalLM.from_pretrained('{folder}/model')",
-            f"See the curves:     tensorboard --logdir {folder}/logs",
-            f"Change something:   fullshard train {name} optimizer.lr=1e-3 name={reading.recipe.name}-2",
+            use if recipe.checkpoint.at_end else keep,
+            f"See the curves:    tensorboard --logdir {result.folder}/logs",
+            f"Change a setting:  fullshard train {reading.name} {change}",
         ]
     )
 
@@ -217,10 +225,10 @@ def read_result(folder: Path) -> Result:
 
 def describe(reading: Reading, *, ranks: Ranks) -> str:
     """What a run would do: every value in force, and the step arithmetic. Starts nothing."""
-    from fullshard import build
+    from fullshard.ground import lay_ground
     from fullshard.log.console import Console
 
     recipe = reading.recipe
-    ground = build.lay_ground(recipe, world_size=ranks.per_node * ranks.nodes, console=Console(silent=True))
+    ground = lay_ground(recipe, world_size=ranks.per_node * ranks.nodes, console=Console(silent=True))
     lines = [*reading.overridden, *recipe.sharding.notes(), *ground.data.report, *ground.plan.describe()]
     return render(plain(recipe)) + "\n" + "\n".join(f"# {line}" for line in lines) + "\n"

@@ -70,7 +70,7 @@ def _unscaled(loss: torch.Tensor) -> torch.Tensor:
 
 def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, lr: float) -> bool:
     for group in optimizer.param_groups:
-        # An optimizer that keeps its rate in a tensor (so that a compiled update need not recompile) is written in place.
+        # A compiled update keeps its rate in a tensor, which must stay the same object.
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
         else:
@@ -103,7 +103,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def seed_everything(*key: int) -> None:
-    """Seeds every generator from (seed, step, rank): randomness is a function of the step, so resume needs no saved state."""
+    """Seeds every generator from (seed, step, rank): randomness follows from the step, so nothing needs saving."""
     words = np.random.SeedSequence(key).generate_state(2)
     seed = int(words[0]) << 32 | int(words[1])
     random.seed(seed)

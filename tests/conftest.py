@@ -1,4 +1,4 @@
-"""Fixtures for every test: the rank pool, and a guard that no test leaves a process group or a changed default behind."""
+"""Fixtures for every test: the rank pool, and a guard that no test leaves anything behind."""
 
 from __future__ import annotations
 

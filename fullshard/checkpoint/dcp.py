@@ -1,4 +1,4 @@
-"""Sharded checkpoints with DCP: all ranks write their slices, one rename publishes them; any world size reads them back.
+"""Sharded checkpoints with DCP: all ranks write their slices, one rename publishes them, any world size reads them.
 
 Everything is stored by parameter name, strict both ways. Must not know losses, recipes or what the facts mean.
 """
@@ -22,7 +22,13 @@ from fullshard.errors import CheckpointError
 
 
 def save(
-    run: Path, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any], device: torch.device
+    run: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    facts: dict[str, Any],
+    device: torch.device,
 ) -> tuple[Path, float]:
     """Writes and publishes `checkpoint-STEP` on all ranks; returns it and the seconds it took. A failure is fatal."""
     begun = time.monotonic()
@@ -64,8 +70,8 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     if missing or unexpected:
         raise CheckpointError(
             f"{path} does not fit this run: {len(missing)} tensors are missing in it (first: {missing[:1]}), "
-            f"{len(unexpected)} are not known here (first: {unexpected[:1]}). Resume with the model, LoRA and optimizer "
-            "settings it was saved with, or start over with --resume never."
+            f"{len(unexpected)} are not known here (first: {unexpected[:1]}). Resume with the model, LoRA and "
+            "optimizer settings it was saved with, or start over with --resume never."
         )
     dcp.load(state, checkpoint_id=path)
 

@@ -90,5 +90,5 @@ class Saver:
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor)
-            whole = parameter.detach().full_tensor()
+            whole = parameter.full_tensor().detach()
             yield name, whole.cpu() if self.world.is_main else whole

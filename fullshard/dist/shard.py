@@ -91,8 +91,8 @@ def shard(
 
 
 def _store(module: nn.Module, family: Family) -> None:
-    """Gives every meta parameter the dtype it is kept in; a tied parameter stays one object. FSDP cannot slice a scalar:
-    it becomes a vector of one."""
+    """Gives every meta parameter the dtype it is kept in; a tied parameter stays one object. FSDP cannot slice a
+    scalar: it becomes a vector of one."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
         dtype = family.storage_dtype(name, parameter)
@@ -172,5 +172,3 @@ def _describe(module: nn.Module, units: dict[str, list[str]], plan: ShardPlan, t
                 )
             )
     return described
-
-

@@ -43,14 +43,16 @@ class World:
 def choose_device_type(wanted: str) -> str:
     """`auto` is CUDA where there is a GPU; an explicit wish that cannot be met is an error."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise SetupError("topology.device = cuda, but torch sees no GPU. Use topology.device: cpu, or check the driver.")
+        raise SetupError(
+            "topology.device = cuda, but torch sees no GPU. Use topology.device: cpu, or check the driver."
+        )
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return wanted
 
 
 def join(*, device: str, backend: str, timeout_s: float) -> World:
-    """Joins the process group that the RANK, WORLD_SIZE, ... variables describe; one process alone needs none of them."""
+    """Joins the process group that the RANK, WORLD_SIZE, ... variables describe; one process alone needs none."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     kind = choose_device_type(device)
@@ -69,7 +71,9 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
     if not dist.is_initialized():
         alone = size == 1 and "MASTER_ADDR" not in os.environ
         store = dist.HashStore() if alone else None
-        dist.init_process_group(backends, rank=rank if alone else -1, world_size=size if alone else -1, store=store, timeout=timeout)
+        dist.init_process_group(
+            backends, rank=rank if alone else -1, world_size=size if alone else -1, store=store, timeout=timeout
+        )
     return World(rank, size, local_rank, local_size, place, backend)
 
 

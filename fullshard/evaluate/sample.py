@@ -49,4 +49,3 @@ class Sample(Evaluation):
 
 
 __all__ = ["Sample"]
-

@@ -1,7 +1,7 @@
 """The contract of an objective: what is minimised, and nothing about how.
 
-An objective answers with sums and counts; the step divides by the count over all ranks and micro-batches. That makes the
-result the same for any world size and any split into micro-batches. Must not know data sources, optimizers or FSDP.
+An objective answers with sums and counts; the step divides by the count over all ranks and micro-batches. That makes
+the result the same for any world size and any split into micro-batches. Must not know data sources, optimizers or FSDP.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fullshard.errors import RecipeError
 from fullshard.part import Part
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Objective(Part):
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         """The sum over those terms."""
         raise NotImplementedError
+
+    def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(rows, vocabulary) of what may follow each row; only for objectives that predict tokens."""
+        raise RecipeError(f"objective.kind = {self.kind()} predicts no tokens: leave evaluations that sample text out.")
 
     def derived(self, numbers: dict[str, float]) -> dict[str, float]:
         """Numbers that follow from the averages, such as perplexity from the loss."""

@@ -1,6 +1,6 @@
 """Next-token prediction: pre-training and supervised fine-tuning; which positions count is written in the labels.
 
-The loss works on hidden states and the head, so full logits never exist. Must not know data sources, optimizers or FSDP.
+The loss works on hidden states and the head, so full logits never exist. Must not know data sources, optimizers, FSDP.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CausalLM(Objective):
         count = (targets != IGNORE).sum()
         return Terms(loss, {} if torch.is_grad_enabled() else {"accuracy": (correct, count)})
 
-    def _run(self, model: nn.Module, reduce: Any, batch: Batch) -> Any:
+    def _run(self, model: Any, reduce: Any, batch: Batch) -> Any:
         inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
         if self.full_logits or not hasattr(model, "hidden_states_and_head"):
             output = model(**inputs)
@@ -69,7 +69,7 @@ class CausalLM(Objective):
         return {"perplexity": math.exp(min(numbers["loss"], 80.0))}
 
     @torch.no_grad()
-    def check(self, model: nn.Module, batch: Batch) -> list[str]:
+    def check(self, model: Any, batch: Batch) -> list[str]:
         """The head path gives the model's own logits, and in a packed row no document sees another."""
         ids = batch["input_ids"].reshape(-1).repeat(8)[:8].repeat(2)[None]
         positions = torch.arange(8, device=ids.device).repeat(2)[None]
@@ -95,8 +95,8 @@ def _check_head(ours: torch.Tensor, own: torch.Tensor) -> str:
     apart = float((ours - own).abs().max() / own.abs().max().clamp(min=1e-6))
     if not apart <= TOLERANCE[own.dtype]:
         raise SetupError(
-            f"The loss from hidden states and head does not agree with this model's own logits: {apart:.1e} apart, allowed "
-            f"{TOLERANCE[own.dtype]:.0e}. Its head does more than a matrix product: set objective.full_logits: true."
+            f"The loss from hidden states and head does not agree with this model's own logits: {apart:.1e} apart, "
+            f"allowed {TOLERANCE[own.dtype]:.0e}. Its head does more than a matrix product: set objective.full_logits: true."
         )
     return f"the chunked loss agrees with the model's own logits ({apart:.1e})"
 
@@ -105,8 +105,8 @@ def _check_isolation(first: torch.Tensor, second: torch.Tensor) -> str:
     apart = float((first[:, 8:] - second[:, 8:]).abs().max() / first.abs().max().clamp(min=1e-6))
     if not apart <= TOLERANCE[first.dtype] / 10:
         raise SetupError(
-            f"In this model a document in a packed row changes the next one by {apart:.1e}: its attention does not keep "
-            "documents apart. Set data.pack: false."
+            f"In this model a document in a packed row changes the next one by {apart:.1e}: its attention does not "
+            "keep documents apart. Set data.pack: false."
         )
     return f"documents in a packed row do not see each other ({apart:.1e})"
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 IGNORE = -100
-MAX_CHUNK_ELEMENTS = 2**28
-"""Logits alive at a time: 512 MiB in bf16. Larger chunks were not faster on an H200."""
+MAX_CHUNK_ELEMENTS = 2**29
+"""Logits alive at a time: 1 GiB in bf16. The gradient of the weight is added up once a chunk: with half of this, those
+additions took 5 % of a step of the Qwen3-1.7B shape on an H200; with twice, 1.7 GiB more memory bought 1 %."""
 
 
 def linear_cross_entropy(

@@ -12,7 +12,7 @@ from fullshard.optim.adamw import AdamW
 
 
 class AdamW8bit(AdamW):
-    """Adam with decoupled weight decay; states in blocks of 8-bit numbers. Its first step compiles, which takes a while."""
+    """Adam with decoupled weight decay; states in blocks of 8-bit numbers. The first step compiles for a while."""
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         try:

@@ -79,7 +79,17 @@ def test_layers_do_not_look_up(folder: str) -> None:
 
 
 def test_nothing_below_build_takes_the_recipe() -> None:
-    allowed = {"build.py", "run.py", "read.py", "header.py", "cli.py", "recipe.py", "schema.py", "layers.py", "__init__.py"}
+    allowed = {
+        "build.py",
+        "run.py",
+        "read.py",
+        "header.py",
+        "cli.py",
+        "recipe.py",
+        "schema.py",
+        "layers.py",
+        "__init__.py",
+    }
     for path in SOURCES:
         if path.name not in allowed:
             assert "fullshard.recipe" not in imported(path), path

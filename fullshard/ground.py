@@ -1,0 +1,89 @@
+"""What a run stands on before its ranks meet: downloads, tokenised data, the step arithmetic.
+
+Every rank lays the same ground by itself; no collective is open while a tokenizer works for an hour.
+Must not know sharding, optimizers or losses.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.arithmetic import StepPlan, plan_steps
+from fullshard.checkpoint import folder as files
+from fullshard.data.prepare import Prepared, prepare, texts
+from fullshard.errors import CheckpointError
+from fullshard.log.console import Console
+from fullshard.recipe import Recipe
+from fullshard.state import Progress
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a run stands on before its ranks meet."""
+
+    processor: Any
+    data: Prepared
+    plan: StepPlan
+    validation_per_device: int
+    identity: dict[str, Any]
+    """What must not change between a checkpoint and its resume: the meaning of "step N" in the data."""
+
+
+def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
+    """Fetches, tokenises and counts. Every rank does it by itself; locked caches let the work happen once a node."""
+    cache = recipe.data.cache or Path(os.environ.get("FULLSHARD_CACHE", Path.home() / ".cache" / "fullshard"))
+    fingerprint = recipe.data.train.open().fingerprint()
+    recipe.model.prepare(texts(recipe.data.train, recipe.data.encode), cache=cache, fingerprint=fingerprint)
+    processor = recipe.model.processor(cache=cache, fingerprint=fingerprint)
+    data = prepare(
+        train=recipe.data.train,
+        validation=recipe.data.validation,
+        encode=recipe.data.encode,
+        processor=processor,
+        length=recipe.data.sequence_length,
+        pack=recipe.data.pack,
+        holdout=recipe.data.holdout,
+        seed=recipe.seed,
+        cache=cache,
+        say=console.note,
+    )
+    plan = plan_steps(
+        num_samples=len(data.train),
+        per_device=recipe.batch.per_device,
+        accumulate=recipe.batch.accumulate,
+        global_size=recipe.batch.global_size,
+        world=world_size,
+        epochs=recipe.duration.epochs,
+        steps=recipe.duration.steps,
+    )
+    identity = {
+        "seed": recipe.seed,
+        "samples": len(data.train),
+        "samples per step": plan.global_size,
+        "sequence length": recipe.data.sequence_length,
+        "packed": recipe.data.pack,
+        "shuffled": recipe.data.shuffle,
+    }
+    return Ground(processor, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
+
+
+def find_progress(checkpoint: Path | None, ground: Ground) -> Progress:
+    """Where the run stands; an error with the differences when the checkpoint counts its steps another way."""
+    if checkpoint is None:
+        return Progress()
+    state = files.read_state(checkpoint)
+    differences = [
+        f"{key}: {state['identity'].get(key)} then, {value} now"
+        for key, value in ground.identity.items()
+        if state["identity"].get(key) != value
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{checkpoint} cannot be resumed with this recipe, its steps mean other samples: {'; '.join(differences)}. "
+            "Go back to those settings (batch.global keeps the step the same for any number of ranks), or start over "
+            "with --resume never."
+        )
+    return Progress.from_dict(state["progress"])
