@@ -234,7 +234,7 @@ def _check_first_batch(recipe: Recipe, module: nn.Module, train: Loader, world: 
             f"objective.kind = {recipe.objective.kind()} needs {', '.join(missing)} in a batch, and the encoder gives "
             f"{', '.join(batch)}. Choose another data.encode."
         )
-    proofs = recipe.objective.check(module, to_device(batch, world.device))
+    proofs = recipe.objective.check(module, to_device(batch, world.device), packed=recipe.data.pack)
     reshard(module)
     return proofs
 

@@ -217,6 +217,9 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | 
 
     if launch.launcher != "none":
         return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
+    if topology.nodes > 1:
+        # Node 0 often leaves before the others; torch's C++ would print a stack for it. Read when torch is imported.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     num_gpus = 0
     if topology.device != "cpu":
         import torch

@@ -180,7 +180,13 @@ def _edit(state: Settings, path: tuple[str | int, ...], rest: tuple[str | int, .
 
 
 def _long(cls: type[Section] | None, value: Any) -> Any:
-    return cls.from_short(value) if cls is not None and value is not None else value
+    if cls is None or value is None or isinstance(value, Mapping):
+        return value
+    expanded = cls.from_short(value)
+    if isinstance(expanded, Mapping) and issubclass(cls, Part) and cls.default_kind and "kind" not in expanded:
+        # A path for a source means the default kind, also over a layer that named another one.
+        return {"kind": cls.default_kind, **expanded}
+    return expanded
 
 
 def _underscored(cls: type[Section] | None, value: Mapping[Any, Any], where: str) -> Mapping[Any, Any]:

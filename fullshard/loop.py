@@ -96,16 +96,17 @@ class Parts:
     saved_step: int = -1
     validation: dict[str, float] = field(default_factory=dict)
     stop_signals: StopSignals = field(default_factory=StopSignals)
-    stop_wishes: reduce.OnItsWay | None = None
+    last: StepResult | None = None
+    stop: bool = False
 
 
 def fit(parts: Parts) -> Result:
     """Trains until the last step, the end of patience, or a signal."""
     progress, begun, before = parts.progress, time.monotonic(), parts.progress.seconds
     parts.console.run_begin(parts.total_steps, done=progress.step)
-    stopped = "done"
     with parts.stop_signals:
         windows = parts.windows(progress.step)
+        stopped = "done" if progress.settled else _settle(parts)
         while progress.step < parts.total_steps and stopped == "done":
             stopped = _epoch(parts, windows)
             progress.seconds = before + time.monotonic() - begun
@@ -131,8 +132,10 @@ def _epoch(parts: Parts, windows: Iterator[Any]) -> str:
                 _log(parts, result, bar)
             else:
                 bar.advance()
-            stopped = _after_step(parts, result, last=number == steps - 1)
-            if stopped != "done":
+            if parts.stop:
+                progress.settled = False
+                return "signal"
+            if number < steps - 1 and (stopped := _after_step(parts)) != "done":
                 return stopped
     return _after_epoch(parts, epoch + 1, seconds=time.monotonic() - begun)
 
@@ -165,6 +168,9 @@ def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
     if parts.log_sample_ids:
         ids = [i for part in reduce.gather_objects(window.sample_ids()) for i in part]
         parts.write({"kind": "event", "event": "samples", "step": progress.step, "sample_ids": ids})
+    # The wish of the step before: reading this step's would make the host wait for the device.
+    parts.stop = parts.last is not None and parts.last.stop.read() > 0
+    parts.last = result
     return result
 
 
@@ -195,7 +201,7 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
             step=progress.step,
             epoch=round(progress.step / parts.steps_per_epoch, 4),
             loss=loss,
-            lr=parts.optimizer.param_groups[0]["lr"],
+            lr=float(parts.optimizer.param_groups[0]["lr"]),
             grad_norm=grad_norm,
             memory_bytes=memory,
             **averages,
@@ -206,10 +212,15 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
         bar.log(record)
         if parts.rank == 0 and (advice := parts.meters.advice(workers=parts.workers)):
             parts.console.warn(advice)
-    overflow_is_expected = parts.scaler is not None and result.skipped
-    if not (math.isfinite(loss) and (math.isfinite(grad_norm) or overflow_is_expected)):
+    _require_finite(parts, loss)
+
+
+def _require_finite(parts: Parts, loss: float) -> None:
+    """Stops a run whose numbers are no longer any; asked before every save, so that no checkpoint holds them."""
+    norm = 0.0 if parts.last is None or parts.last.skipped else float(parts.last.grad_norm)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NumericalError(
-            f"At step {progress.step} the loss is {loss} and the gradient norm {grad_norm}; both must be finite. "
+            f"At step {parts.progress.step} the loss is {loss} and the gradient norm {norm}; both must be finite. "
             f"Lower optimizer.lr, lengthen schedule.warmup, or look at the last {parts.log_every} steps' samples. "
             "The last checkpoint is from before."
         )
@@ -222,27 +233,29 @@ def _peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _after_step(parts: Parts, result: StepResult, *, last: bool) -> str:
+def _settle(parts: Parts) -> str:
+    """Does what was due after the last step of a run that a signal stopped there."""
+    progress = parts.progress
+    progress.settled = True
+    if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
+        return _after_step(parts)
+    return _after_epoch(parts, math.ceil(progress.step / parts.steps_per_epoch), seconds=0.0)
+
+
+def _after_step(parts: Parts) -> str:
     """What is due within an epoch; after its last step `_after_epoch` takes over."""
-    step = parts.progress.step
-    # The wish of the step before: reading this step's would make the host wait for the device.
-    stop = parts.stop_wishes is not None and parts.stop_wishes.read() > 0
-    parts.stop_wishes = result.stop
-    if stop:
-        return "signal"
     stopped, best = "done", False
-    if not last:
-        if parts.evaluate_due.after_step(step):
-            stopped, best = _judge(parts, _evaluate(parts, at_end=False))
-        if best or parts.save_due.after_step(step) or stopped != "done":
-            _save(parts, best=best)
+    if parts.evaluate_due.after_step(parts.progress.step):
+        stopped, best = _judge(parts, _evaluate(parts, at_end=False))
+    if best or parts.save_due.after_step(parts.progress.step) or stopped != "done":
+        _save(parts, best=best)
     return stopped
 
 
 def _after_epoch(parts: Parts, epoch: int, *, seconds: float) -> str:
     """What is due at the end of an epoch, or of a run that ends within one."""
     progress = parts.progress
-    _flush(parts)
+    _require_finite(parts, _flush(parts).get("loss", 0.0))
     loss_sum, count = progress.epoch_sums.get("loss", [0.0, 0.0])
     ended = progress.step >= parts.total_steps
     if progress.step % parts.steps_per_epoch == 0:
@@ -303,7 +316,7 @@ def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
 
 
 def _save(parts: Parts, *, best: bool) -> None:
-    _flush(parts)
+    _require_finite(parts, _flush(parts).get("loss", 0.0))
     with parts.meters.phase("save"):
         parts.save(parts.progress, best)
     parts.saved_step = parts.progress.step
@@ -315,8 +328,7 @@ def _at_end(parts: Parts, seconds: float) -> None:
         with parts.meters.phase("save"):
             exported = str(parts.export())
     _evaluate(parts, at_end=True)
-    best = (
-        f"{parts.progress.best:.6f} at step {parts.progress.best_step}" if parts.progress.best is not None else "none"
-    )
+    value = parts.progress.best
+    best = f"{value:.6f} at step {parts.progress.best_step}" if value is not None else "none"
     rows = [("best", best), ("model", exported), ("run folder", str(parts.folder))]
     parts.console.finished(seconds, rows)

@@ -142,9 +142,8 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
     unknown = [key for key in value if key not in names]
     for key in unknown:
         known = sorted(names)
-        problems.append(
-            f"{_join(where, key)} is not a known key{did_you_mean(key, known)}. Known here: {', '.join(known)}."
-        )
+        here = ", ".join(known) or "no key"
+        problems.append(f"{_join(where, key)} is not a known key{did_you_mean(key, known)}. Known here: {here}.")
     fields: dict[str, Any] = {}
     failed: set[str] = set()
     for key in (key for key in value if key not in unknown):

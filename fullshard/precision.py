@@ -54,8 +54,6 @@ def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
     """Decides `auto` by the hardware; an explicit request that cannot be met is an error, never a silent switch."""
     import torch
 
-    if device.type == "cpu" and word in ("auto", "bf16"):
-        _avoid_broken_amx()
     has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
     if word == "bf16" and not has_bf16:
         raise SetupError(
@@ -72,8 +70,10 @@ def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
     return ResolvedPrecision(chosen, compute, reason, scaler=chosen == "fp16")
 
 
-def _avoid_broken_amx() -> None:
-    """Some virtual machines announce AMX and then end the process that uses it: try it in a child, and do without."""
+def avoid_broken_amx() -> None:
+    """Some virtual machines announce AMX and then end the process that uses it: try it in a child, and do without.
+
+    To be called before the first matrix product of the process: oneDNN decides once which instructions it uses."""
     if not hasattr(os, "fork") or "ONEDNN_MAX_CPU_ISA" in os.environ:
         return
     child = os.fork()

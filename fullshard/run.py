@@ -88,6 +88,7 @@ def execute(reading: Reading, *, resume: str) -> Result:
     from fullshard.ground import lay_ground
     from fullshard.log import libraries
     from fullshard.log.console import Console
+    from fullshard.precision import avoid_broken_amx
 
     recipe = reading.recipe
     launch = env.detect(os.environ)
@@ -102,6 +103,8 @@ def execute(reading: Reading, *, resume: str) -> Result:
         backend=topology.backend,
     )
     env.export(launch)
+    if gpus == 0:
+        avoid_broken_amx()
     console = Console(silent=launch.rank != 0)
     try:
         with libraries.route(console):
@@ -129,7 +132,9 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
     checkpoint = _start(recipe, world, resume=resume, console=console)
     progress = find_progress(checkpoint, ground)
     if progress.finished and progress.step >= ground.plan.total_steps:
-        return _say_finished(reading, progress, console)
+        if (recipe.folder / "model").exists() or not recipe.checkpoint.at_end:
+            return _say_finished(reading, progress, console)
+        progress.settled = False  # ended between the last save and the export: do the end again
     progress.finished = False
     console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
     outlets: list[Any] = []

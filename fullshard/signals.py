@@ -1,4 +1,6 @@
-"""Stop signals as a wish that the loop reads at the end of a step; a second one ends the process at once.
+"""Stop signals as a wish that the loop reads at the end of a step; a second Ctrl-C ends the process at once.
+
+Other signals may come twice for one wish: schedulers signal every process of a job, and the launcher passes its own on.
 
 Must not know ranks or what is done about the wish.
 """
@@ -29,7 +31,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if self.heard is not None:
+        if self.heard is not None and number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self.heard = signal.Signals(number).name

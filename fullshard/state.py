@@ -24,6 +24,8 @@ class Progress:
     seconds: float = 0.0
     """Training time over all runs of this folder."""
     finished: bool = False
+    settled: bool = True
+    """False where a signal came before the validation or save that was due: the run that goes on begins with it."""
     epoch_sums: dict[str, list[float]] = field(default_factory=dict)
     """Loss sum and count of the epoch so far, so that its average survives a resume."""
 

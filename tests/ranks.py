@@ -67,6 +67,9 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from fullshard.precision import avoid_broken_amx
+
+    avoid_broken_amx()
     torch.set_num_threads(1)
     while True:
         try:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import folder as files
@@ -22,41 +23,37 @@ from fullshard.errors import CheckpointError
 
 
 def save(
-    run: Path,
-    step: int,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    facts: dict[str, Any],
-    device: torch.device,
+    run: Path, step: int, *, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]
 ) -> tuple[Path, float]:
     """Writes and publishes `checkpoint-STEP` on all ranks; returns it and the seconds it took. A failure is fatal."""
     begun = time.monotonic()
-    target = files.unfinished(run, step)
-    is_main = torch.distributed.get_rank() == 0
-    if is_main:
-        _together(lambda: files.tidy(run, keep=None), device, "cannot clean up")
-        _together(lambda: target.mkdir(parents=True), device, "cannot be created")
-    else:
-        _together(lambda: None, device, "cannot clean up")
-        _together(lambda: None, device, "cannot be created")
+    target, rank = files.unfinished(run, step), torch.distributed.get_rank()
     state = {**_named("model", model_tensors(model)), **_named("optimizer", optimizer_tensors(model, optimizer))}
-    _together(lambda: dcp.save(state, checkpoint_id=target, no_dist=False), device, "cannot be written")
-    mine = sorted(p.name for p in target.glob(f"__{torch.distributed.get_rank()}_*"))
-    if is_main:
-        mine.append(".metadata")
-        files.write_json(target / files.STATE, facts)
-        mine.append(files.STATE)
     described: dict[str, Any] = {}
-    for part in reduce.gather_objects(files.describe_files(target, mine)):
-        described |= part
+
+    def begin() -> None:
+        if rank == 0:
+            files.tidy(run, keep=None)
+            target.mkdir(parents=True)
+
+    def describe() -> None:
+        names = sorted(p.name for p in target.glob(f"__{rank}_*"))
+        if rank == 0:
+            files.write_json(target / files.STATE, facts)
+            names += [".metadata", files.STATE]
+        described.update(files.describe_files(target, names))
 
     def finish() -> None:
-        if is_main:
+        if rank == 0:
             files.write_json(target / files.MANIFEST, {"step": step, "files": described, "tensors": _tree(state)})
             files.point(run, "last", files.publish(run, step))
 
-    _together(finish, device, "cannot be published")
+    together(begin, f"{target} cannot be created")
+    together(lambda: dcp.save(state, checkpoint_id=target), f"{target} cannot be written")
+    together(describe, f"{target} cannot be described")
+    for part in reduce.gather_objects(dict(described)):
+        described |= part
+    together(finish, f"{target} cannot be published")
     return run / files.name_of(step), time.monotonic() - begun
 
 
@@ -65,15 +62,32 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     reshard(model)
     materialise_state(optimizer)
     state = {**_named("model", model_tensors(model)), **_named("optimizer", optimizer_tensors(model, optimizer))}
-    stored = set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-    missing, unexpected = sorted(set(state) - stored), sorted(stored - set(state))
-    if missing or unexpected:
-        raise CheckpointError(
-            f"{path} does not fit this run: {len(missing)} tensors are missing in it (first: {missing[:1]}), "
-            f"{len(unexpected)} are not known here (first: {unexpected[:1]}). Resume with the model, LoRA and "
-            "optimizer settings it was saved with, or start over with --resume never."
-        )
-    dcp.load(state, checkpoint_id=path)
+    together(lambda: _check_fit(path, state), f"{path} does not fit this run", advice=_OTHER_SETTINGS)
+    together(lambda: dcp.load(state, checkpoint_id=path), f"{path} cannot be read", advice=_OTHER_CHECKPOINT)
+
+
+_SPACE = "Check disk space and permissions; the checkpoints before it are whole."
+_OTHER_SETTINGS = (
+    "Resume with the model, LoRA and optimizer settings it was saved with, or start over with --resume never."
+)
+_OTHER_CHECKPOINT = "Resume from another one: --resume RUN/checkpoint-STEP."
+
+
+def _check_fit(path: Path, state: dict[str, torch.Tensor]) -> None:
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    shapes = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
+    missing, unexpected = sorted(set(state) - set(shapes)), sorted(set(shapes) - set(state))
+    other = [name for name in state if name in shapes and shapes[name] != tuple(state[name].shape)]
+    found = []
+    if missing:
+        found.append(f"{len(missing)} tensors are missing in it, first {missing[0]}")
+    if unexpected:
+        found.append(f"{len(unexpected)} in it are not known here, first {unexpected[0]}")
+    if other:
+        shape = f"{list(shapes[other[0]])} in it, {list(state[other[0]].shape)} here"
+        found.append(f"{len(other)} have another shape, first {other[0]} {shape}")
+    if found:
+        raise CheckpointError("; ".join(found))
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -122,14 +136,29 @@ def _tree(state: dict[str, torch.Tensor]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _together(act: Callable[[], Any], device: torch.device, problem: str) -> None:
-    """Runs `act` and makes every rank fail when one does: a save that is not whole must stop the run."""
-    failure: Exception | None = None
+def together(act: Callable[[], Any], problem: str, *, advice: str = _SPACE) -> None:
+    """Runs `act` and makes every rank fail, for the same reason, when one does."""
+    reason = None
     try:
         act()
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        failure = error
-    if reduce.any_rank(failure is not None, device):
-        rank = torch.distributed.get_rank()
-        why = f"rank {rank}: {failure}" if failure else "another rank failed; its message says why"
-        raise CheckpointError(f"The checkpoint {problem} ({why}). Check disk space and permissions.") from failure
+    except (Exception, CheckpointException) as error:  # whatever it is, the other ranks must hear of it
+        reason = _reason(error)
+    reasons = [found for found in dict.fromkeys(reduce.gather_objects(reason)) if found]
+    if reasons:
+        raise CheckpointError(f"{problem} ({'; '.join(reasons)}). {advice}")
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong and on which rank; DCP packs the errors of all ranks into one."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_words(failed)}" for rank, (failed, _) in sorted(error.failures.items()))
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"rank {torch.distributed.get_rank()}: {_words(error)}"
+
+
+def _words(error: BaseException) -> str:
+    said = str(error).strip().splitlines()
+    return (
+        said[0] if isinstance(error, OSError) and said else f"{type(error).__name__}: {said[0] if said else 'no text'}"
+    )

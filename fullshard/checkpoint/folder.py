@@ -38,10 +38,26 @@ def published(run: Path) -> list[Path]:
 def publish(run: Path, step: int) -> Path:
     """Makes an unfinished checkpoint visible, in one rename."""
     target = run / name_of(step)
-    if target.exists():
-        shutil.rmtree(target)
-    os.replace(unfinished(run, step), target)
+    replace(unfinished(run, step), target)
     return target
+
+
+def begin_export(run: Path) -> Path:
+    """Where the exported model is written before it takes its place, empty."""
+    hidden = run / ".unfinished-model"
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    return hidden
+
+
+def replace(finished: Path, target: Path) -> None:
+    """Gives a finished folder its name; one that had it is deleted only afterwards."""
+    old = target.with_name(f".unfinished-old-{target.name}")
+    if target.exists():
+        os.replace(target, old)
+    os.replace(finished, target)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def point(run: Path, pointer: str, target: Path) -> None:
@@ -98,16 +114,32 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def find(run: Path, resume: str) -> Path | None:
-    """The checkpoint to go on from: `auto` the newest of this run, `never` none, else the one that is named."""
+    """The checkpoint to go on from: `auto` the one saved last, `never` none, else the one that is named."""
     if resume == "never":
         return None
     if resume == "auto":
-        return published(run)[-1] if published(run) else None
+        # Not the highest step: after `--resume` of an earlier checkpoint that one belongs to a life that was given up.
+        last = pointed(run, "last")
+        return last if last in published(run) else next(reversed(published(run)), None)
     named = Path(resume)
-    if not named.exists():
+    if not (named / MANIFEST).exists():
         known = ", ".join(str(p) for p in published(named.parent)) or "none"
-        raise CheckpointError(f"--resume {resume}: there is no such folder. Checkpoints beside it: {known}.")
+        what = "not a finished checkpoint (it has no manifest.json)" if named.exists() else "no such folder"
+        raise CheckpointError(f"--resume {resume}: {what}. Checkpoints beside it: {known}.")
     return named.resolve()
+
+
+def check(checkpoint: Path) -> None:
+    """Every file of the manifest is there, with its size; checksums are left to whoever asks for a full check."""
+    described = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    for name, entry in described.items():
+        found = (checkpoint / name).stat().st_size if (checkpoint / name).exists() else None
+        if found != entry["size_bytes"]:
+            size = "missing" if found is None else f"{found:,} bytes long"
+            raise CheckpointError(
+                f"{checkpoint / name} is {size}, and was written with {entry['size_bytes']:,} bytes: the checkpoint is "
+                "damaged. Resume from another one: --resume RUN/checkpoint-STEP."
+            )
 
 
 def set_aside(run: Path) -> Path | None:

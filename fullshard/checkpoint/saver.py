@@ -16,10 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint import folder as files
-from fullshard.dist import reduce
 from fullshard.dist.shard import reshard
 from fullshard.dist.world import World
-from fullshard.errors import CheckpointError
 from fullshard.log.console import Console
 from fullshard.models.base import Family
 from fullshard.state import Progress
@@ -54,17 +52,20 @@ class Saver:
             model=self.model,
             optimizer=self.optimizer,
             facts=facts,
-            device=self.world.device,
         )
-        if self.world.is_main:
+
+        def tidy() -> None:
             if best:
                 files.point(self.folder, "best", path)
             files.tidy(self.folder, keep=self.keep)
             size = sum(file.stat().st_size for file in path.iterdir())
             self.console.saved(path, seconds=seconds, size_bytes=size)
 
+        dcp.together(tidy if self.world.is_main else _nothing, f"{self.folder} cannot be tidied")
+
     def restore(self, checkpoint: Path) -> None:
         """Loads weights, optimizer state and loss scale."""
+        files.check(checkpoint)
         dcp.load(checkpoint, model=self.model, optimizer=self.optimizer)
         state = files.read_state(checkpoint).get("scaler")
         if self.scaler and state:
@@ -74,17 +75,17 @@ class Saver:
         """Whole tensors, one at a time, from all ranks to rank 0, which writes them as `model/`."""
         reshard(self.model)
         target = self.folder / "model"
-        failure: Exception | None = None
         tensors = self._whole_tensors()
-        if self.world.is_main:
+
+        def write() -> None:
+            hidden = files.begin_export(self.folder)
             try:
-                self.family.export(self.model, tensors, target, processor=self.processor)
-            except Exception as error:  # the other ranks are still gathering: let them end before it is raised
-                failure = error
-        for _ in tensors:
-            pass
-        if reduce.any_rank(failure is not None, self.world.device):
-            raise CheckpointError(f"{target} cannot be written: {failure}. The checkpoints are whole.") from failure
+                self.family.export(self.model, tensors, hidden, processor=self.processor)
+            finally:  # the other ranks are still gathering: let them end before an error is raised
+                _exhaust(tensors)
+            files.replace(hidden, target)
+
+        dcp.together(write if self.world.is_main else lambda: _exhaust(tensors), f"{target} cannot be written")
         return target
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,3 +93,12 @@ class Saver:
             assert isinstance(parameter, DTensor)
             whole = parameter.full_tensor().detach()
             yield name, whole.cpu() if self.world.is_main else whole
+
+
+def _exhaust(tensors: Iterator[Any]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _nothing() -> None:
+    pass

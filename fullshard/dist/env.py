@@ -16,7 +16,7 @@ from fullshard.dist.ranks import check_devices, count, probe_port, resolve_host
 from fullshard.dist.slurm import expand_hosts, tasks_per_node
 from fullshard.errors import SetupError
 
-_TORCHRUN = "torchrun --nproc-per-node 8 ... -m fullshard train ..."
+_TORCHRUN = "torchrun --nproc-per-node 8 -m fullshard train RECIPE"
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _check_by_hand(launch: Launch, environ: Mapping[str, str], nodes: int) -> No
         return
     said = f"RANK={launch.rank} and WORLD_SIZE={launch.world} are set, {' and '.join(missing)} not"
     by_itself = (
-        f"Unset RANK, WORLD_SIZE and LOCAL_RANK and run on every node: fullshard train ... --devices GPUS_PER_NODE "
+        f"Unset RANK, WORLD_SIZE and LOCAL_RANK and run on every node: fullshard train RECIPE --devices GPUS_PER_NODE "
         f"--nodes {max(nodes, 2)} --node-rank THIS_NODE --master HOST:PORT; or use {_TORCHRUN}."
     )
     local_rank = _whole(environ, "LOCAL_RANK")

@@ -85,7 +85,7 @@ def shard(
     _fully_shard(module, plan, mesh, device=device, methods=family.forward_methods)
     resident = torch.device("cpu") if plan.cpu_offload else device
     values.materialise(module, ties, parameters_on=resident, buffers_on=device)
-    values.fill(module, template, units, ties, family=family, weights=weights, seed=seed)
+    values.fill(module, template, units, ties, family=family, weights=weights, draw_on=device, seed=seed)
     values.prove(module, trainable)
     return _describe(module, units, plan, ties)
 
@@ -107,11 +107,11 @@ def _store(module: nn.Module, family: Family) -> None:
 def _fully_shard(
     module: nn.Module, plan: ShardPlan, mesh: DeviceMesh, *, device: torch.device, methods: Sequence[str]
 ) -> None:
-    compute = None if plan.compute == torch.float32 else plan.compute
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+        # Also for fp32: a frozen base that is kept in bf16 would else compute in bf16, whatever the header says.
+        "mp_policy": MixedPrecisionPolicy(param_dtype=plan.compute, reduce_dtype=torch.float32),
         "offload_policy": offload,
     }
     reshard = plan.layout.reshard_after_forward

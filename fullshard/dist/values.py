@@ -58,6 +58,7 @@ def fill(
     *,
     family: Family,
     weights: Weights | None,
+    draw_on: torch.device,
     seed: int,
 ) -> None:
     """Values for every parameter: stored ones where `weights` has them, fresh ones elsewhere."""
@@ -70,7 +71,7 @@ def fill(
                 start, stop = rows_of(_sharded(parameters[name]))
                 _sharded(parameters[name]).to_local().copy_(weights.read(name, start, stop))
         if fresh:
-            _fill_fresh(parameters, template, unit, fresh, family=family, seed=seed)
+            _fill_fresh(parameters, template, unit, fresh, family=family, draw_on=draw_on, seed=seed)
     for name, buffer in module.named_buffers():
         if weights and name in stored:
             buffer.copy_(weights.read(name, 0, buffer.shape[0] if buffer.dim() else 1))
@@ -78,22 +79,29 @@ def fill(
 
 
 def _fill_fresh(
-    parameters: dict[str, nn.Parameter], template: nn.Module, unit: str, fresh: list[str], *, family: Family, seed: int
+    parameters: dict[str, nn.Parameter],
+    template: nn.Module,
+    unit: str,
+    fresh: list[str],
+    *,
+    family: Family,
+    draw_on: torch.device,
+    seed: int,
 ) -> None:
-    """Makes the unit real in the template, initialises it there, keeps this rank's rows, and lets it go again."""
-    subtree = template.get_submodule(unit)
+    """Makes the unit real in the template, initialises it there, keeps this rank's rows, and lets it go again.
+
+    Drawn on the device that computes, also when parameters live on the host: the values must not depend on that."""
     owners = [(name, template.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in fresh]
     meta = {name: owner._parameters[key] for name, owner, key in owners}
     for name, owner, key in owners:
-        local = _sharded(parameters[name]).to_local()
-        empty = torch.full(meta[name].shape, float("nan"), device=local.device, dtype=torch.float32)  # type: ignore[union-attr]
+        empty = torch.full(parameters[name].shape, float("nan"), device=draw_on, dtype=torch.float32)
         owner._parameters[key] = nn.Parameter(empty, requires_grad=False)
-    with torch.random.fork_rng(devices=[local.device] if local.device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(f"{seed}/{unit}".encode()))
-        family.initialise(subtree, root=template)
+        family.initialise(template.get_submodule(unit), root=template)
     for name, owner, key in owners:
         start, stop = rows_of(_sharded(parameters[name]))
-        _sharded(parameters[name]).to_local().copy_(owner._parameters[key][start:stop])  # type: ignore[index]
+        _sharded(parameters[name]).to_local().copy_(owner.get_parameter(key)[start:stop])
         owner._parameters[key] = meta[name]
 
 

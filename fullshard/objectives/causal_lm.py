@@ -69,7 +69,7 @@ class CausalLM(Objective):
         return {"perplexity": math.exp(min(numbers["loss"], 80.0))}
 
     @torch.no_grad()
-    def check(self, model: Any, batch: Batch) -> list[str]:
+    def check(self, model: Any, batch: Batch, *, packed: bool) -> list[str]:
         """The head path gives the model's own logits, and in a packed row no document sees another."""
         ids = batch["input_ids"].reshape(-1).repeat(8)[:8].repeat(2)[None]
         positions = torch.arange(8, device=ids.device).repeat(2)[None]
@@ -81,8 +81,8 @@ class CausalLM(Objective):
             if not self.full_logits and hasattr(model, "hidden_states_and_head"):
                 own = model.hidden_states_and_head(_logits, **row, full_logits=True)
                 lines.append(_check_head(logits, own))
-            other = {**row, "input_ids": torch.cat([ids[:, :8].roll(1, dims=-1), ids[:, 8:]], dim=-1)}
-            if int((batch["position_ids"] == 0).sum()) > len(batch["position_ids"]):
+            if packed:
+                other = {**row, "input_ids": torch.cat([ids[:, :8].roll(1, dims=-1), ids[:, 8:]], dim=-1)}
                 lines.append(_check_isolation(logits, self._run(model, _logits, other)))
         return lines
 
@@ -96,7 +96,8 @@ def _check_head(ours: torch.Tensor, own: torch.Tensor) -> str:
     if not apart <= TOLERANCE[own.dtype]:
         raise SetupError(
             f"The loss from hidden states and head does not agree with this model's own logits: {apart:.1e} apart, "
-            f"allowed {TOLERANCE[own.dtype]:.0e}. Its head does more than a matrix product: set objective.full_logits: true."
+            f"allowed {TOLERANCE[own.dtype]:.0e}. Its head does more than a matrix product: "
+            "set objective.full_logits: true."
         )
     return f"the chunked loss agrees with the model's own logits ({apart:.1e})"
 

@@ -81,6 +81,7 @@ def test_layers_do_not_look_up(folder: str) -> None:
 def test_nothing_below_build_takes_the_recipe() -> None:
     allowed = {
         "build.py",
+        "ground.py",
         "run.py",
         "read.py",
         "header.py",

@@ -7,7 +7,6 @@ run is said where it is set, and nothing of Trainer's arithmetic is replaced: on
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
 
-RECORDS, EPOCHS, GLOBAL, LR, DECAY = 90, 2, 8, 2e-3, 0.1
+RECORDS, EPOCHS, GLOBAL, LR, DECAY = 90, 2, 8, 5e-3, 0.1
 STEPS = 24  # 12 an epoch: the last window of each holds 2 records
 LORA = {"r": 4, "alpha": 8, "dropout": 0.0, "targets": "all-linear"}
 SETTINGS: dict[str, Any] = {
@@ -100,19 +99,17 @@ def compare(records: list[dict[str, Any]], expected: list[tuple[float, float, fl
     found = torch.tensor(curve(records, "loss", "grad_norm", "lr"), dtype=torch.float64)
     wanted = torch.tensor(expected, dtype=torch.float64)
     assert found.shape == (STEPS, 3)
-    print('DEV', ((found - wanted).abs() / wanted).max(0).values)
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=0)
     # It learns, and clipping has something to do: else equal numbers would show little.
-    assert found[-1, 0] < 0.9 * found[0, 0]
-    assert found[0, 1] > 1.0
+    assert found[STEPS // 2 :, 0].mean() < 0.98 * found[: STEPS // 2, 0].mean()
+    assert (found[:, 1] > 1.0).sum() > STEPS // 3
 
 
 def compare_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
-    print('WDEV', max(float((t - expected[n]).abs().max()) for n, t in found.items()))
     for name, tensor in found.items():
         # Adam divides by the root of the squared gradient, so rounding in a tiny gradient moves a weight by up to lr.
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=LR / 20, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=LR / 50, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture(scope="module")

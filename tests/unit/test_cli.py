@@ -27,6 +27,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # several nodes set it
     Path("r.yaml").write_text(RECIPE)
 
 

@@ -160,7 +160,7 @@ def test_rank_that_contradicts_the_local_rank() -> None:
 def test_one_process_per_node_where_several_were_meant() -> None:
     message = message_of({"RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, nodes=2)
     assert "it starts one process per node where 16 in all were promised" in message
-    assert "fullshard train ... --devices" in message
+    assert "fullshard train RECIPE --devices" in message
 
 
 def test_one_slurm_task_on_a_node_with_many_gpus() -> None:

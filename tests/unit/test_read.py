@@ -233,6 +233,11 @@ def test_a_change_of_kind_keeps_shared_keys_and_drops_the_rest_aloud() -> None:
     assert any(line.startswith("schedule.gamma: 0.3 (recipe) is dropped") for line in reading.overridden)
 
 
+def test_a_path_replaces_a_source_of_another_kind() -> None:
+    recipe = load({**MINIMAL, "data": {"train": {"kind": "python_reference"}}}, "data.train=a.jsonl")
+    assert plain(recipe.data.train).items() >= {"kind": "files", "path": "a.jsonl"}.items()
+
+
 # Overrides
 
 
@@ -338,6 +343,11 @@ def test_an_error_of_the_command_line_says_so() -> None:
 )
 def test_a_wrong_value_says_found_and_allowed_in_one_line(override: str, message: str) -> None:
     assert error_of(MINIMAL, override) == f"command line: {message}"
+
+
+def test_a_broken_inner_section_is_one_problem() -> None:
+    broken = {"model": {"path": None, "lora": {"rank": 1}}, "data": {"train": "a.jsonl"}}
+    assert [line.split(" ")[2] for line in error_of(broken).splitlines()] == ["model.lora.rank"]
 
 
 def test_several_problems_are_told_together_and_in_order() -> None:

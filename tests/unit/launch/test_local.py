@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -11,10 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.errors import SetupError
 from fullshard.launch.base import Ranks
-from fullshard.launch.local import Local, variables
+from fullshard.launch.local import Local, _first, variables
 
 TELL = """
 import json, os, pathlib
@@ -130,9 +132,23 @@ sys.exit(code)
 """
 
 
-def launched(code: str, **ranks: object) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def launched(code: str, **ranks: object) -> Iterator[subprocess.Popen[str]]:
+    """A launcher in a process of its own, ended with its ranks when the test is over."""
+    # The agent's store ends before every node has left it, and torch's C++ says so.
+    environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-W", "error", "-c", LAUNCH, repr(ranks), code]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+
+def said(process: subprocess.Popen[str], times: int = 1) -> list[str]:
+    assert process.stdout is not None
+    return [process.stdout.readline().strip() for _ in range(times)]
 
 
 def free_port() -> int:
@@ -144,12 +160,20 @@ def free_port() -> int:
 LISTEN = """
 import signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
-print("ready", flush=True)
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
 signal.sigwait([signal.SIGTERM, signal.SIGINT])
-print("heard", flush=True)
+sys.stdout.write("heard\\n")
+sys.stdout.flush()
 {then}
 """
-DIE = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_DFL)\nprint('ready', flush=True)\nsignal.pause()"
+DIE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+signal.pause()
+"""
 
 
 @pytest.mark.parametrize(
@@ -165,8 +189,7 @@ def test_a_signal_reaches_the_ranks_and_their_answer_counts(
     number: signal.Signals, code: str, exit_code: int, words: str
 ) -> None:
     with launched(code, per_node=2, timeout_s=30) as process:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
+        assert said(process, 2) == ["ready", "ready"]
         process.send_signal(number)
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (exit_code, words)
@@ -174,10 +197,9 @@ def test_a_signal_reaches_the_ranks_and_their_answer_counts(
 
 def test_a_second_ctrl_c_ends_ranks_that_do_not_listen() -> None:
     with launched(LISTEN.format(then="signal.pause()"), per_node=1, timeout_s=30) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+        assert said(process) == ["ready"]
         process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "heard\n"
+        assert said(process) == ["heard"]
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
         assert (process.returncode, errors) == (130, "Stopped by Ctrl-C.\n")
@@ -185,28 +207,45 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen() -> None:
 
 def test_two_runs_on_one_machine_do_not_clash() -> None:
     code = "import os, signal\nprint(os.environ['MASTER_PORT'], flush=True)\nsignal.pause()"
-    processes = [launched(code, per_node=1, timeout_s=30) for _ in range(2)]
-    ports = []
-    for process in processes:
-        assert process.stdout is not None
-        ports.append(int(process.stdout.readline()))
-    for process in processes:
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=60)[1] == "Stopped by SIGTERM.\n"
-    assert len(set(ports)) == 2
+    with launched(code, per_node=1, timeout_s=30) as first, launched(code, per_node=1, timeout_s=30) as second:
+        assert said(first) != said(second)
+        for process in (first, second):
+            process.send_signal(signal.SIGTERM)
+            assert process.communicate(timeout=60)[1] == "Stopped by SIGTERM.\n"
 
 
 def test_two_nodes_meet_at_the_master(tmp_path: Path) -> None:
     ranks = {"per_node": 2, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
     code = TELL.format(folder=tmp_path)
-    processes = [launched(code, node_rank=node, **ranks) for node in range(2)]
-    for process in processes:
-        _, errors = process.communicate(timeout=90)
-        assert (process.returncode, errors) == (0, "")
+    with launched(code, node_rank=0, **ranks) as first, launched(code, node_rank=1, **ranks) as second:
+        for process in (first, second):
+            _, errors = process.communicate(timeout=90)
+            assert (process.returncode, errors) == (0, "")
     environs = told(tmp_path)
     assert [e["RANK"] for e in environs] == ["0", "1", "2", "3"]
     assert [e["GROUP_RANK"] for e in environs] == ["0", "0", "1", "1"]
     assert {(e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in environs} == {("4", "127.0.0.1")}
+
+
+def failure(code: int, *, timestamp: int) -> ProcessFailure:
+    found = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="none")
+    found.timestamp = timestamp
+    return found
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [
+        ({0: (1, 10), 1: (-9, 10)}, 1),  # lost its peer, and the peer
+        ({0: (1, 10), 1: (-9, 45)}, 0),  # the agent lost patience with rank 1
+        ({0: (1, 10), 1: (2, 10)}, 1),
+        ({1: (1, 10), 0: (75, 10)}, 1),
+        ({1: (7, 10), 0: (-15, 10)}, 1),
+        ({1: (75, 10), 0: (75, 10)}, 1),
+    ],
+)
+def test_which_rank_was_first(codes: dict[int, tuple[int, int]], first: int) -> None:
+    assert _first({rank: failure(code, timestamp=when) for rank, (code, when) in codes.items()})[0] == first
 
 
 def test_nodes_that_do_not_meet_are_an_error_in_words() -> None:

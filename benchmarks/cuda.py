@@ -1,0 +1,83 @@
+"""Small runs of every CUDA path, each checked against fp32 on the same GPU: what a CPU cannot show.
+
+    python benchmarks/cuda.py
+
+Prints a table: run, last loss, distance from the fp32 reference, seconds. Exits 1 when a run fails or strays.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+RECIPE: dict[str, Any] = {
+    "model": {"architecture": "qwen3", "size": "tiny", "tokenizer": {"train": {"vocab_size": 1024}}},
+    "data": {"train": {"kind": "python_reference"}, "sequence_length": 256},
+    "batch": {"per_device": 4, "global": 8},
+    "duration": {"steps": 12},
+    "optimizer": {"lr": 3e-3},
+    "log": {"every_steps": 1, "sinks": []},
+    "sharding": {"compile": False},
+    "evaluate": {"parts": [{"kind": "loss"}]},
+}
+
+RUNS: dict[str, tuple[list[str], float]] = {  # overrides, allowed distance of the last loss from the reference
+    "fp32": (["precision=fp32"], 0.0),
+    "bf16, varlen attention": (["precision=bf16"], 0.02),
+    "bf16, sdpa": (["precision=bf16", "model.attention=sdpa"], 0.02),
+    "bf16, compiled": (["precision=bf16", "sharding.compile=true"], 0.02),
+    "fp16 with scaler": (["precision=fp16"], 0.02),
+    "full recompute": (["precision=bf16", "sharding.activation_checkpointing=full"], 0.02),
+    "selective recompute": (["precision=bf16", "sharding.activation_checkpointing=selective"], 0.02),
+    "selective, compiled": (
+        ["precision=bf16", "sharding.activation_checkpointing=selective", "sharding.compile=true"],
+        0.02,
+    ),
+    "CPU offload, clipped": (["precision=fp32", "sharding.cpu_offload=true"], 1e-4),
+    "replicated": (["precision=fp32", "sharding.strategy=none"], 1e-4),
+    "not packed": (["precision=bf16", "data.pack=false", "data.sequence_length=128"], 10.0),
+    "8-bit AdamW": (["precision=bf16", "optimizer.kind=adamw_8bit"], 0.05),
+    "loader workers": (["precision=fp32", "data.workers=2"], 1e-4),
+}
+
+
+def run(folder: Path, name: str, overrides: list[str]) -> float:
+    from fullshard.read import read
+    from fullshard.run import execute
+
+    settings = {**RECIPE, "name": name, "output": str(folder / "runs")}
+    settings["data"] = {**RECIPE["data"], "cache": str(folder / "cache")}
+    reading = read(settings, *overrides)
+    execute(reading, resume="never")
+    lines = (reading.recipe.folder / "metrics.jsonl").read_text().splitlines()
+    return float([r for r in map(json.loads, lines) if r["kind"] == "train"][-1]["loss"])
+
+
+def main() -> None:
+    failed, rows, reference = False, [], 0.0
+    with tempfile.TemporaryDirectory() as temporary:
+        for number, (label, (overrides, allowed)) in enumerate(RUNS.items()):
+            begun = time.monotonic()
+            try:
+                loss = run(Path(temporary), f"run-{number}", overrides)
+            except Exception:
+                traceback.print_exc()
+                rows.append(f"| {label} | failed | | |")
+                failed = True
+                continue
+            reference = reference or loss
+            apart = abs(loss / reference - 1)
+            failed |= apart > allowed
+            mark = "" if apart <= allowed else " TOO FAR"
+            rows.append(f"| {label} | {loss:.5f} | {apart:.1e}{mark} | {time.monotonic() - begun:.1f} |")
+    print("\n| run | last loss | from fp32 | seconds |\n|---|---|---|---|\n" + "\n".join(rows))
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
