@@ -115,7 +115,12 @@ def train(
     ] = None,
     devices: Annotated[
         str | None,
-        typer.Option(metavar="N|0,1|auto", help="Ranks on this node: a number, GPU ids, or auto for every GPU."),
+        typer.Option(
+            "--devices",
+            "--num-processes",
+            metavar="N|0,1|auto",
+            help="Ranks on this node: a number, GPU ids, or auto for every GPU.",
+        ),
     ] = None,
     gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPU ids, also a single one.")] = None,
     nodes: Annotated[
@@ -212,7 +217,6 @@ def _launch(*, node_rank: int | None, master: str | None) -> Launch:
 
 
 def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | None) -> Ranks:
-    from fullshard.dist.ranks import ranks_for
     from fullshard.launch.base import Ranks
 
     if launch.launcher != "none":
@@ -220,21 +224,9 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | 
     if topology.nodes > 1:
         # Node 0 often leaves before the others; torch's C++ would print a stack for it. Read when torch is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    num_gpus = 0
-    if topology.device != "cpu":
-        import torch
+    from fullshard.run import ranks_of
 
-        num_gpus = torch.cuda.device_count()
-    return ranks_for(
-        device=topology.device,
-        devices=topology.devices,
-        nodes=topology.nodes,
-        num_gpus=num_gpus,
-        timeout_s=topology.timeout_s,
-        node_rank=node_rank,
-        master=master,
-        backend=topology.backend,
-    )
+    return ranks_of(topology, node_rank=node_rank, master=master)
 
 
 @recipes.callback()

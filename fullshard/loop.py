@@ -7,7 +7,6 @@ Must not know FSDP, losses, file formats or recipes.
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from fullshard.dist import reduce
+from fullshard.dist.world import peak_memory
 from fullshard.errors import NumericalError, RecipeError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs
 from fullshard.log.console import Bar, Console
@@ -196,7 +196,7 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
     averages = _flush(parts)
     loss, grad_norm, progress = averages.pop("loss"), float(result.grad_norm), parts.progress
     with parts.meters.phase("log"):
-        memory = _peak_memory(parts.device)
+        memory = peak_memory(parts.device)
         record = parts.meters.record(
             step=progress.step,
             epoch=round(progress.step / parts.steps_per_epoch, 4),
@@ -224,22 +224,6 @@ def _require_finite(parts: Parts, loss: float) -> None:
             f"Lower optimizer.lr, lengthen schedule.warmup, or look at the last {parts.log_every} steps' samples. "
             "The last checkpoint is from before."
         )
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU what tensors held at most, on a CPU what the process did."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _settle(parts: Parts) -> str:
-    """Does what was due after the last step of a run that a signal stopped there."""
-    progress = parts.progress
-    progress.settled = True
-    if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
-        return _after_step(parts)
-    return _after_epoch(parts, math.ceil(progress.step / parts.steps_per_epoch), seconds=0.0)
 
 
 def _after_step(parts: Parts) -> str:

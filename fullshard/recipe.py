@@ -175,6 +175,8 @@ class Topology(Section):
     @model_validator(mode="before")
     @classmethod
     def _ids(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("device") == "gpu":
+            value = {**value, "device": "cuda"}
         devices = value.get("devices") if isinstance(value, dict) else None
         if isinstance(devices, str) and devices != "auto":
             parts = [part.strip() for part in devices.split(",") if part.strip()]

@@ -20,7 +20,7 @@ from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, Fullsha
 from fullshard.launch.base import Ranks
 from fullshard.part import plain
 from fullshard.read import Reading, hand_on, run_facts, save_resolved
-from fullshard.recipe import Recipe
+from fullshard.recipe import Recipe, Topology
 from fullshard.state import Progress, Result
 from fullshard.yaml_text import render
 
@@ -30,16 +30,18 @@ if TYPE_CHECKING:
     from fullshard.log.console import Console
 
 
-def ranks_of(recipe: Recipe, *, node_rank: int = 0, master: str | None = None) -> Ranks:
-    """How many ranks the recipe's topology means on this machine."""
-    import torch
+def ranks_of(topology: Topology, *, node_rank: int = 0, master: str | None = None) -> Ranks:
+    """How many ranks a topology means on this machine."""
+    num_gpus = 0
+    if topology.device != "cpu":
+        import torch
 
-    topology = recipe.topology
+        num_gpus = torch.cuda.device_count()
     return ranks_for(
         device=topology.device,
         devices=topology.devices,
         nodes=topology.nodes,
-        num_gpus=torch.cuda.device_count(),
+        num_gpus=num_gpus,
         timeout_s=topology.timeout_s,
         node_rank=node_rank,
         master=master,
@@ -65,7 +67,7 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto") -> Result:
     """Trains a recipe and returns what came of it. Starts ranks of its own unless this process is already one."""
     reading = Reading(recipe, "RECIPE", "a recipe in Python")
     under_launcher = env.detect(os.environ).world > 1
-    ranks = ranks_of(recipe)
+    ranks = ranks_of(recipe.topology)
     if under_launcher or ranks.per_node * ranks.nodes == 1:
         return execute(reading, resume=resume)
     code = train(reading, resume=resume, ranks=ranks)

@@ -6,6 +6,7 @@ Must not know models, data or what the ranks are for.
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -81,3 +82,19 @@ def leave() -> None:
     """Leaves the process group; safe to call twice."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: of the GPU what tensors held at most, on a CPU what the process did."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _settle(parts: Parts) -> str:
+    """Does what was due after the last step of a run that a signal stopped there."""
+    progress = parts.progress
+    progress.settled = True
+    if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
+        return _after_step(parts)
+    return _after_epoch(parts, math.ceil(progress.step / parts.steps_per_epoch), seconds=0.0)

@@ -88,6 +88,7 @@ class Hf(Family):
     """A causal language model of Transformers."""
 
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("path", "architecture"), ("path", "size"))
 
     path: str | None = None
     """A folder or hub name with weights to start from."""

@@ -55,7 +55,7 @@ class Objective(Part):
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool) -> list[str]:
         """Proves before step 1, on a first batch, what the loss takes for granted; raises where it does not hold.
-        Returns lines that say what was proven. Every rank must run the same forward passes, whatever its batch holds."""
+        Returns lines that say what was proven. Every rank must run the same forward passes."""
         return []
 
     def backward(

@@ -28,6 +28,9 @@ def linear_cross_entropy(
     """(sum of losses in fp32, number of positions whose most likely token is the target); IGNORE targets do not count.
 
     hidden (tokens, width), weight (vocabulary, width), targets (tokens). The number is computed only without grad."""
+    if not torch.is_grad_enabled():
+        # Inside, `needs_input_grad` says what requires grad, also where none is asked for.
+        hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
     loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scale, softcap)
     return loss, correct
 

@@ -62,3 +62,12 @@ def test_full_logits_never_exist() -> None:
     """Qwen3's vocabulary and 32k tokens: a chunk holds at most 2^29 logits."""
     assert chunk_length(32768, 151936) * 151936 <= 2**29
     assert chunk_length(32768, 151936) == 2048
+
+
+def test_without_grad_a_trainable_head_is_counted_too() -> None:
+    """In a validation the weights still require grad; only grad mode is off."""
+    hidden, weight = torch.randn(16, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    targets = (hidden @ weight.T).argmax(-1)
+    with torch.no_grad():
+        _, correct = linear_cross_entropy(hidden, weight, targets)
+    assert correct.item() == 16
