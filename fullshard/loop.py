@@ -226,6 +226,15 @@ def _require_finite(parts: Parts, loss: float) -> None:
         )
 
 
+def _settle(parts: Parts) -> str:
+    """Does what was due after the last step of a run that a signal stopped there."""
+    progress = parts.progress
+    progress.settled = True
+    if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
+        return _after_step(parts)
+    return _after_epoch(parts, math.ceil(progress.step / parts.steps_per_epoch), seconds=0.0)
+
+
 def _after_step(parts: Parts) -> str:
     """What is due within an epoch; after its last step `_after_epoch` takes over."""
     stopped, best = "done", False

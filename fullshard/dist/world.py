@@ -89,12 +89,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _settle(parts: Parts) -> str:
-    """Does what was due after the last step of a run that a signal stopped there."""
-    progress = parts.progress
-    progress.settled = True
-    if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
-        return _after_step(parts)
-    return _after_epoch(parts, math.ceil(progress.step / parts.steps_per_epoch), seconds=0.0)

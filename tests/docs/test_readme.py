@@ -1,4 +1,4 @@
-"""The README's commands and snippets, run as they stand: in a folder with a small model and small data beside the recipe."""
+"""The README's commands and snippets, run as they stand, in a folder with a small model and small data."""
 
 from __future__ import annotations
 
