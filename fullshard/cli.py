@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
@@ -53,6 +54,8 @@ OPTIONS = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--prese
 
 def main() -> None:
     """The `fullshard` command."""
+    # As under `python -m`: `kind: my_parts.Thing` finds my_parts.py in the current folder.
+    sys.path.insert(0, os.getcwd())
     app(prog_name="fullshard")
 
 

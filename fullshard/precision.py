@@ -6,7 +6,9 @@ Must not know models or FSDP. torch is imported only when a word is resolved aga
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import SetupError
@@ -74,9 +76,13 @@ def avoid_broken_amx() -> None:
     """Some virtual machines announce AMX and then end the process that uses it: try it in a child, and do without.
 
     To be called before the first matrix product of the process: oneDNN decides once which instructions it uses."""
-    if not hasattr(os, "fork") or "ONEDNN_MAX_CPU_ISA" in os.environ:
+    announced = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not announced.exists() or "amx_bf16" not in announced.read_text():
         return
-    child = os.fork()
+    with warnings.catch_warnings():
+        # Python warns of a fork beside threads; this child touches nothing that they could hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         import torch
 

@@ -37,7 +37,7 @@ class Reading:
 
     recipe: Recipe
     name: str
-    """What was asked for, as one would type it again: a file or a built-in name."""
+    """What was asked for, as one would type it again: a file or a built-in name; empty for a recipe made in Python."""
     source: str
     """The same in words: the file, `built-in recipe NAME`, or `a mapping`."""
     overridden: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def read(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | 
         return Reading(
             recipe, run["name"], run["source"], tuple(run["overridden"]), run["preset"], tuple(run["command"])
         )
-    typed = name if isinstance(source, Mapping) else str(source)
+    typed = "" if isinstance(source, Mapping) else str(source)
     return Reading(recipe, typed, name, tuple(settings.replaced), preset, tuple(sys.argv))
 
 

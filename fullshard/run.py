@@ -65,7 +65,7 @@ def train(reading: Reading, *, resume: str, ranks: Ranks) -> int:
 
 def train_recipe(recipe: Recipe, *, resume: str = "auto") -> Result:
     """Trains a recipe and returns what came of it. Starts ranks of its own unless this process is already one."""
-    reading = Reading(recipe, "RECIPE", "a recipe in Python")
+    reading = Reading(recipe, "", "a recipe in Python")
     under_launcher = env.detect(os.environ).world > 1
     ranks = ranks_of(recipe.topology)
     if under_launcher or ranks.per_node * ranks.nodes == 1:
@@ -193,12 +193,12 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> Pa
 def _say_finished(reading: Reading, progress: Progress, console: Console) -> Result:
     recipe = reading.recipe
     unit, amount = ("epochs", recipe.duration.epochs) if recipe.duration.epochs else ("steps", recipe.duration.steps)
-    name = reading.name
-    console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and the recipe asks for no more.")
-    console.say(
-        f"  start over   fullshard train {name} --resume never   (the finished run is moved aside, not deleted)"
+    over = (
+        f"fullshard train {reading.name} --resume never" if reading.name else "fullshard.train(recipe, resume='never')"
     )
-    console.say(f"  go on        fullshard train {name} duration.{unit}={2 * (amount or 1):g}")
+    console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and the recipe asks for no more.")
+    console.say(f"  start over   {over}   (the finished run is moved aside, not deleted)")
+    console.say(f"  go on        {_again(reading, f'duration.{unit}={2 * (amount or 1):g}')}")
     return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
 
 
@@ -209,15 +209,22 @@ def _say_next(reading: Reading, result: Result, console: Console) -> None:
         return
     recipe = reading.recipe
     use = f"Use the model:     transformers.AutoModelForCausalLM.from_pretrained({result.folder + '/model'!r})"
-    keep = f"Keep the model:    fullshard train {reading.name} checkpoint.at_end=true"
-    change = f"optimizer.lr={recipe.optimizer.lr / 2:g} name={recipe.name}-2"
+    keep = f"Keep the model:    {_again(reading, 'checkpoint.at_end=true')}"
+    changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
     console.next_steps(
         [
             use if recipe.checkpoint.at_end else keep,
             f"See the curves:    tensorboard --logdir {result.folder}/logs",
-            f"Change a setting:  fullshard train {reading.name} {change}",
+            f"Change a setting:  {_again(reading, *changes)}",
         ]
     )
+
+
+def _again(reading: Reading, *settings: str) -> str:
+    """How to run the recipe again with other settings, in the way it was run."""
+    if reading.name:
+        return " ".join(["fullshard train", reading.name, *settings])
+    return f"fullshard.load(..., {', '.join(map(repr, settings))})"
 
 
 def read_result(folder: Path) -> Result:

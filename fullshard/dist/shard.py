@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from fullshard.dist import recompute, values
+from fullshard.dist import outputs, recompute, values
 from fullshard.dist.mesh import Layout
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.models.base import Family, Weights
@@ -82,6 +82,7 @@ def shard(
     if plan.compile:
         for block in blocks:
             block.compile()
+    outputs.make_own(blocks)
     _fully_shard(module, plan, mesh, device=device, methods=family.forward_methods)
     resident = torch.device("cpu") if plan.cpu_offload else device
     values.materialise(module, ties, parameters_on=resident, buffers_on=device)

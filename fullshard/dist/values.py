@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.dist import reduce
 from fullshard.errors import CheckpointError
 from fullshard.models.base import Family, Weights
 
@@ -113,7 +114,9 @@ def _sharded(parameter: nn.Parameter) -> DTensor:
 @torch.no_grad()
 def prove(module: nn.Module, trainable: set[str]) -> None:
     """Every value was set, and exactly the parameters that were trainable before still are."""
-    unset = [n for n, p in module.named_parameters() if torch.isnan(_sharded(p).to_local()).any()]
+    mine = [n for n, p in module.named_parameters() if torch.isnan(_sharded(p).to_local()).any()]
+    # From every rank: a small parameter lies on one of them, and all must stop.
+    unset = sorted({name for names in reduce.gather_objects(mine) for name in names})
     if unset:
         raise CheckpointError(
             f"{len(unset)} parameters have no value or NaN after loading, first {unset[0]}. "

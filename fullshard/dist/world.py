@@ -58,8 +58,9 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     kind = choose_device_type(device)
     if kind == "cuda":
-        # LOCAL_RANK, never RANK: on the second node RANK is beyond the last GPU. Ranks share a GPU only over gloo.
-        index = local_rank % torch.cuda.device_count() if backend == "gloo" else local_rank
+        # LOCAL_RANK, never RANK: on the second node RANK is beyond the last GPU. The remainder serves ranks that share
+        # a GPU over gloo, and SLURM tasks that each see one GPU; too many ranks were refused before.
+        index = local_rank % torch.cuda.device_count()
         torch.cuda.set_device(index)
         place = torch.device("cuda", index)
     else:
@@ -68,14 +69,25 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
         backend = "nccl" if kind == "cuda" else "gloo"
     # A gloo group beside NCCL carries host tensors: offloaded gradients are clipped there.
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
-        alone = size == 1 and "MASTER_ADDR" not in os.environ
-        store = dist.HashStore() if alone else None
-        dist.init_process_group(
-            backends, rank=rank if alone else -1, world_size=size if alone else -1, store=store, timeout=timeout
-        )
+        _meet(backends, rank, size, timeout_s)
     return World(rank, size, local_rank, local_size, place, backend)
+
+
+def _meet(backends: str, rank: int, size: int, timeout_s: float) -> None:
+    timeout = timedelta(seconds=timeout_s)
+    if size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backends, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
+        return
+    try:
+        dist.init_process_group(backends, timeout=timeout)
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise SetupError(
+            f"rank {rank} of {size} waited topology.timeout_s = {timeout_s:g} s at {where} and not all ranks came. "
+            "Check that every node runs the same command, that this address is node 0's and can be reached from here, "
+            f"and that no rank has stopped. torch says: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def leave() -> None:

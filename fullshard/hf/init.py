@@ -5,6 +5,7 @@ Must not know ranks, files or model names.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,9 +66,9 @@ def _owners(path: list[nn.Module]) -> list[Callable[[nn.Module], None]]:
 
 def _adapter_children(module: nn.Module) -> set[str]:
     """Names of the children that peft added to a layer."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if not isinstance(module, BaseTunerLayer):
+    # Without peft loaded there are no adapters, and loading it brings in much that speaks up.
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    if tuners is None or not isinstance(module, tuners.BaseTunerLayer):
         return set()
     return {name for name, _ in module.named_children() if name != "base_layer"}
 

@@ -48,7 +48,8 @@ def run(ranks: RankPool, folder: Path, parts: Path) -> Train:
     ) -> list[dict[str, Any]]:
         settings = recipe(folder, name=name, duration={"steps": 3}, **sections)
         settings["model"] = model or settings["model"]
-        return ranks.run(train_with, str(parts), settings, world=world)[0]
+        records: list[dict[str, Any]] = ranks.run(train_with, str(parts), settings, world=world)[0]
+        return records
 
     return train
 
@@ -69,7 +70,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor, **settings: Any) -> tor
     return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, **settings)
 
 
-OBJECTIVE = '''
+OBJECTIVE = """
 from typing import ClassVar
 import torch
 from torch.nn.functional import cross_entropy
@@ -89,7 +90,7 @@ class Smoothed(Objective):
         real = targets != -100
         likeliest = logits.softmax(-1).amax(-1)[real].sum()
         return Terms(loss, {"confidence": (likeliest.detach(), real.sum())})
-'''
+"""
 
 
 def test_objective(run: Train, parts: Path, folder: Path) -> None:
@@ -103,7 +104,7 @@ def test_objective(run: Train, parts: Path, folder: Path) -> None:
     assert curve(records, "loss", "confidence")[0] == pytest.approx(expected, rel=1e-6)
 
 
-FAMILY = '''
+FAMILY = """
 import json
 import torch
 from torch import nn
@@ -151,7 +152,7 @@ class Averagers(Family):
         folder.mkdir()
         save_file({name: tensor.contiguous() for name, tensor in tensors}, folder / "averager.safetensors")
         (folder / "averager.json").write_text(json.dumps(self.model_dump()))
-'''
+"""
 
 
 def test_model_family(run: Train, parts: Path, folder: Path) -> None:
@@ -181,7 +182,7 @@ def test_model_family(run: Train, parts: Path, folder: Path) -> None:
     assert loss_of(model(ids), targets).item() == pytest.approx(logged["loss"], rel=1e-6)
 
 
-SOURCE = '''
+SOURCE = """
 from fullshard import Source
 
 class Opened:
@@ -209,7 +210,7 @@ class Sequences(Source):
 
     def open(self):
         return Opened(self.first, self.count, self.broken)
-'''
+"""
 
 
 def test_data_source(run: Train, parts: Path, folder: Path) -> None:
@@ -218,19 +219,23 @@ def test_data_source(run: Train, parts: Path, folder: Path) -> None:
     import my_source  # type: ignore[import-not-found]
 
     file = parts / "same.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in map(my_source.Opened(5, 40, None).__getitem__, range(40))))
+    file.write_text(
+        "".join(json.dumps(row) + "\n" for row in map(my_source.Opened(5, 40, None).__getitem__, range(40)))
+    )
     expected = run("same-from-a-file", data={"train": str(file)})
     assert curve(found, "loss", "grad_norm", "tokens") == curve(expected, "loss", "grad_norm", "tokens")
 
 
 def test_a_data_source_says_where_a_bad_record_is(parts: Path, folder: Path) -> None:
     (parts / "my_broken_source.py").write_text(SOURCE)
-    settings = recipe(folder, name="broken", data={"train": {"kind": "my_broken_source.Sequences", "count": 40, "broken": 7}})
+    settings = recipe(
+        folder, name="broken", data={"train": {"kind": "my_broken_source.Sequences", "count": 40, "broken": 7}}
+    )
     with pytest.raises(fullshard.DataError, match="sequence number 7: no 'text' or 'input_ids' in the record"):
         fullshard.train(fullshard.load(settings))
 
 
-ENCODER = '''
+ENCODER = """
 import numpy as np
 from fullshard import Encoder
 from fullshard.data.tokens import collate_tokens
@@ -248,7 +253,7 @@ class Digits(Encoder):
 
     def collate(self, samples, *, length):
         return collate_tokens(samples, length=length)
-'''
+"""
 
 
 def test_encoder(run: Train, parts: Path) -> None:
@@ -271,11 +276,13 @@ def digits(number: int, *, base: int) -> list[int]:
 def test_an_objective_that_needs_what_the_encoder_does_not_give(parts: Path, folder: Path) -> None:
     (parts / "my_needy.py").write_text(OBJECTIVE.replace('"labels")', '"labels", "weights")'))
     settings = recipe(folder, name="needy", objective={"kind": "my_needy.Smoothed"})
-    with pytest.raises(fullshard.DataError, match=r"my_needy.Smoothed needs weights in a batch, and the encoder gives "):
+    with pytest.raises(
+        fullshard.DataError, match=r"my_needy.Smoothed needs weights in a batch, and the encoder gives "
+    ):
         fullshard.train(fullshard.load(settings))
 
 
-SINK = '''
+SINK = """
 import json
 from fullshard import OpenSink, Sink
 
@@ -296,7 +303,7 @@ class Lines(Sink):
 
     def open(self, folder, *, name, recipe):
         return Opened(open(self.path, "x"), {"name": name, "lr": recipe["optimizer"]["lr"]})
-'''
+"""
 
 
 def test_sink(run: Train, parts: Path) -> None:
@@ -310,7 +317,7 @@ def test_sink(run: Train, parts: Path) -> None:
     assert end == "closed"
 
 
-LAUNCHER = '''
+LAUNCHER = """
 import json, os, socket, subprocess
 from fullshard import Launcher
 
@@ -331,7 +338,7 @@ class OneByOne(Launcher):
         with open(self.note, "w") as file:
             json.dump({"command": list(command), "codes": codes}, file)
         return max(codes)
-'''
+"""
 
 
 def test_launcher(parts: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,7 +356,7 @@ def test_launcher(parts: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert state["world_size"] == 2
 
 
-OPTIMIZER = '''
+OPTIMIZER = """
 import torch
 from fullshard import Optimizer
 
@@ -358,7 +365,7 @@ class Descent(Optimizer):
 
     def open(self, named_parameters):
         return torch.optim.SGD(self.groups(named_parameters), lr=self.lr, momentum=self.momentum)
-'''
+"""
 
 
 def test_optimizer(run: Train, parts: Path, folder: Path) -> None:
@@ -371,7 +378,7 @@ def test_optimizer(run: Train, parts: Path, folder: Path) -> None:
         ids, targets = padded(rows(folder)[16 * step : 16 * step + 16])
         loss = loss_of(model(input_ids=ids).logits, targets)
         assert found == pytest.approx(loss.item(), rel=1e-6)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
     exported = load_file(folder / "runs" / "optimizer" / "model" / "model.safetensors")
@@ -379,7 +386,7 @@ def test_optimizer(run: Train, parts: Path, folder: Path) -> None:
         torch.testing.assert_close(exported[name], parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-SCHEDULE = '''
+SCHEDULE = """
 from fullshard import Schedule
 
 class Listed(Schedule):
@@ -387,7 +394,7 @@ class Listed(Schedule):
 
     def after_warmup(self, step, total):
         return self.factors[step]
-'''
+"""
 
 
 def test_schedule(run: Train, parts: Path) -> None:
@@ -396,7 +403,7 @@ def test_schedule(run: Train, parts: Path) -> None:
     assert curve(records, "lr") == [pytest.approx((rate,)) for rate in (1e-2, 2.5e-3, 5e-3)]
 
 
-EVALUATION = '''
+EVALUATION = """
 import torch
 from fullshard import Evaluation, Findings
 
@@ -407,7 +414,7 @@ class Length(Evaluation):
         slices = [p.to_local().detach().double() for p in inputs.model.parameters()]
         total = inputs.sum_over_ranks(torch.stack([s.square().sum() for s in slices]).sum())
         return Findings({self.name: float(total.sqrt())}, [f"the weights are {float(total.sqrt()):.3f} long"])
-'''
+"""
 
 
 def test_evaluation(run: Train, parts: Path, folder: Path) -> None:

@@ -22,12 +22,11 @@ from tests.small import curve, model_folder, recipe, token_file, train
 RECORDS, EPOCHS, GLOBAL, LR, DECAY = 90, 2, 8, 5e-3, 0.1
 STEPS = 24  # 12 an epoch: the last window of each holds 2 records
 LORA = {"r": 4, "alpha": 8, "dropout": 0.0, "targets": "all-linear"}
-SETTINGS: dict[str, Any] = {
-    "duration": {"epochs": EPOCHS, "steps": None},
-    "optimizer": {"lr": LR, "weight_decay": DECAY, "betas": [0.9, 0.95], "clip": 1.0},
-    "schedule": {"kind": "linear", "warmup": 0},
-}
+# Amid the norms of each run. Were every step clipped, Adam, which no common factor moves, would hide a wrong ceiling.
+CLIP_FULL, CLIP_LORA = 2.5, 1.0
 TOLERANCE = 1e-5
+
+Curve = list[tuple[float, float, float]]
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_folder(path / "model")
     token_file(path / "train.jsonl", records=RECORDS)
     return path
+
+
+def settings(folder: Path, *, name: str, world: int, clip: float, **sections: Any) -> dict[str, Any]:
+    """The same run for fullshard; two micro-batches a step on any number of ranks."""
+    return recipe(
+        folder,
+        name=name,
+        batch={"per_device": GLOBAL // 2 // world, "global": GLOBAL},
+        duration={"epochs": EPOCHS, "steps": None},
+        optimizer={"lr": LR, "weight_decay": DECAY, "betas": [0.9, 0.95], "clip": clip},
+        schedule={"kind": "linear", "warmup": 0},
+        **sections,
+    )
 
 
 class InOrder(Trainer):  # type: ignore[misc]
@@ -59,7 +71,7 @@ def collate(records: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def hf_trainer(model: torch.nn.Module, folder: Path, output: Path) -> list[tuple[float, float, float]]:
+def hf_trainer(model: torch.nn.Module, folder: Path, output: Path, *, clip: float) -> Curve:
     """Loss, gradient norm and learning rate of each of Trainer's steps."""
     arguments = TrainingArguments(
         output_dir=str(output),
@@ -71,7 +83,7 @@ def hf_trainer(model: torch.nn.Module, folder: Path, output: Path) -> list[tuple
         adam_beta1=0.9,
         adam_beta2=0.95,
         adam_epsilon=1e-8,
-        max_grad_norm=1.0,
+        max_grad_norm=clip,
         lr_scheduler_type="linear",
         warmup_steps=0,
         logging_steps=1,
@@ -95,27 +107,27 @@ def hf_trainer(model: torch.nn.Module, folder: Path, output: Path) -> list[tuple
     return [(entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in logged]
 
 
-def compare(records: list[dict[str, Any]], expected: list[tuple[float, float, float]]) -> None:
+def compare(records: list[dict[str, Any]], expected: Curve, *, clip: float) -> None:
     found = torch.tensor(curve(records, "loss", "grad_norm", "lr"), dtype=torch.float64)
     wanted = torch.tensor(expected, dtype=torch.float64)
     assert found.shape == (STEPS, 3)
     torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=0)
-    # It learns, and clipping has something to do: else equal numbers would show little.
+    # It learns, and some steps are clipped and some are not: else equal numbers would show little.
     assert found[STEPS // 2 :, 0].mean() < 0.98 * found[: STEPS // 2, 0].mean()
-    assert (found[:, 1] > 1.0).sum() > STEPS // 3
+    assert STEPS // 6 <= (found[:, 1] > clip).sum() <= STEPS - STEPS // 6
 
 
 def compare_weights(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        # Adam divides by the root of the squared gradient, so rounding in a tiny gradient moves a weight by up to lr.
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=LR / 50, msg=lambda m, n=name: f"{n}: {m}")
+        # Adam divides by the root of the squared gradient: rounding in a tiny gradient moves a weight by a share of lr.
+        torch.testing.assert_close({name: tensor}, {name: expected[name]}, rtol=1e-4, atol=LR / 50)
 
 
 @pytest.fixture(scope="module")
-def full_reference(folder: Path) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def full_reference(folder: Path) -> tuple[Curve, dict[str, torch.Tensor]]:
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
-    losses = hf_trainer(model, folder, folder / "hf-full")
+    losses = hf_trainer(model, folder, folder / "hf-full", clip=CLIP_FULL)
     return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -123,39 +135,31 @@ def full_reference(folder: Path) -> tuple[list[tuple[float, float, float]], dict
 def test_full_training_equals_hf_trainer(
     ranks: RankPool,
     folder: Path,
-    full_reference: tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]],
+    full_reference: tuple[Curve, dict[str, torch.Tensor]],
     world: int,
 ) -> None:
-    name, batch = f"full-{world}", {"per_device": GLOBAL // 2 // world, "global": GLOBAL}
-    records = ranks.run(train, recipe(folder, name=name, batch=batch, **SETTINGS), world=world)[0]
-    compare(records, full_reference[0])
+    name = f"full-{world}"
+    records = ranks.run(train, settings(folder, name=name, world=world, clip=CLIP_FULL), world=world)[0]
+    compare(records, full_reference[0], clip=CLIP_FULL)
     compare_weights(load_file(folder / "runs" / name / "model" / "model.safetensors"), full_reference[1])
 
 
 @pytest.fixture(scope="module")
 def fresh_adapter(ranks: RankPool, folder: Path) -> Path:
     """The adapter that a run starts from: what one step with a rate of 1e-30 exports."""
-    settings = recipe(
-        folder,
-        name="fresh",
-        model={"lora": LORA},
-        duration={"steps": 1},
-        optimizer={"lr": 1e-30, "weight_decay": 0.0},
-    )
-    ranks.run(train, settings, world=1)
+    one_step = {"duration": {"steps": 1}, "optimizer": {"lr": 1e-30, "weight_decay": 0.0}}
+    ranks.run(train, recipe(folder, name="fresh", model={"lora": LORA}, **one_step), world=1)
     return folder / "runs" / "fresh" / "model"
 
 
 @pytest.fixture(scope="module")
-def lora_reference(
-    folder: Path, fresh_adapter: Path
-) -> tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]]:
+def lora_reference(folder: Path, fresh_adapter: Path) -> tuple[Curve, dict[str, torch.Tensor]]:
     base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     model = PeftModel.from_pretrained(base, fresh_adapter, is_trainable=True)
     started = dict(model.named_parameters())
     assert all(p.abs().max() < 1e-29 for name, p in started.items() if "lora_B" in name)
     assert all(p.abs().max() > 1e-2 for name, p in started.items() if "lora_A" in name)
-    losses = hf_trainer(model, folder, folder / "hf-lora")
+    losses = hf_trainer(model, folder, folder / "hf-lora", clip=CLIP_LORA)
     model.save_pretrained(folder / "hf-lora" / "adapter")
     return losses, load_file(folder / "hf-lora" / "adapter" / "adapter_model.safetensors")
 
@@ -164,11 +168,11 @@ def lora_reference(
 def test_lora_equals_hf_trainer(
     ranks: RankPool,
     folder: Path,
-    lora_reference: tuple[list[tuple[float, float, float]], dict[str, torch.Tensor]],
+    lora_reference: tuple[Curve, dict[str, torch.Tensor]],
     world: int,
 ) -> None:
-    name, batch = f"lora-{world}", {"per_device": GLOBAL // 2 // world, "global": GLOBAL}
-    settings = recipe(folder, name=name, model={"lora": LORA}, batch=batch, **SETTINGS)
-    records = ranks.run(train, settings, world=world)[0]
-    compare(records, lora_reference[0])
+    name = f"lora-{world}"
+    asked = settings(folder, name=name, world=world, clip=CLIP_LORA, model={"lora": LORA})
+    records = ranks.run(train, asked, world=world)[0]
+    compare(records, lora_reference[0], clip=CLIP_LORA)
     compare_weights(load_file(folder / "runs" / name / "model" / "adapter_model.safetensors"), lora_reference[1])

@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file
 
 LORA = {"r": 4, "alpha": 8, "dropout": 0.0, "targets": "all-linear"}
-SHAPE = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 24}
+SHAPE: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 192, "head_dim": 24}
 
 
 @pytest.fixture(scope="module")

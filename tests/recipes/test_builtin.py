@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,6 +30,7 @@ ON_THE_CPU = ("topology.device=cpu", "topology.devices=1")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a user brings to a recipe: texts, question-answer pairs, and a model folder with its tokenizer."""
     from pydoc_data.topics import topics
+
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
@@ -42,7 +42,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"question": f"What is {name}?", "answer": " ".join(topics[name].split()[:20])} for name in some]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator([topics[name] for name in some], vocab_size=400, special_tokens=["<|end|>"], show_progress=False)
+    trained.train_from_iterator(
+        [topics[name] for name in some], vocab_size=400, special_tokens=["<|end|>"], show_progress=False
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|end|>")
     model_folder(folder / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder / "model")
@@ -122,7 +124,16 @@ def output(finished: Path, tmp_path: Path) -> Path:
 
 def command(output: Path, *words: str, steps: int = 3) -> str:
     """What `fullshard train quickstart` says, on one rank, in this process."""
-    line = ["train", "quickstart", *QUICKSTART[1:], f"duration.steps={steps}", f"output={output}", "--devices", "1", *words]
+    line = [
+        "train",
+        "quickstart",
+        *QUICKSTART[1:],
+        f"duration.steps={steps}",
+        f"output={output}",
+        "--devices",
+        "1",
+        *words,
+    ]
     result = CliRunner().invoke(app, line, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
@@ -161,7 +172,18 @@ def test_what_the_run_wrote_down(finished: Path) -> None:
     records = read_metrics(run / "metrics.jsonl")
     trained = [record for record in records if record["kind"] == "train"]
     assert [record["step"] for record in trained] == [1, 2, 3]
-    wanted = "epoch loss lr grad_norm samples tokens seconds tokens_per_second memory_gib data_wait".split()
+    wanted = [
+        "epoch",
+        "loss",
+        "lr",
+        "grad_norm",
+        "samples",
+        "tokens",
+        "seconds",
+        "tokens_per_second",
+        "memory_gib",
+        "data_wait",
+    ]
     assert set(wanted) <= trained[-1].keys()
     assert {record["kind"] for record in records} == {"train", "validation", "event"}
     log = (run / "log.txt").read_text()
