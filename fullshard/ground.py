@@ -50,6 +50,8 @@ def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
         cache=cache,
         say=console.note,
     )
+    # After encoding: the cache knows the processor by what it was before.
+    data.encoder.leave_on(processor)
     plan = plan_steps(
         num_samples=len(data.train),
         per_device=recipe.batch.per_device,

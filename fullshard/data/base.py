@@ -100,6 +100,9 @@ class Encoder(Part):
         """The plain text in a record, for training a tokenizer; none where there is none."""
         return []
 
+    def leave_on(self, processor: Any) -> None:
+        """Writes on the processor what its user must know to lay out inputs as in training; it is exported with it."""
+
     def blank(self, sample: Features) -> Features:
         """A sample without loss terms, to fill a batch that has too few; never enters a loss or a metric."""
         return {name: np.full_like(array, IGNORE) if name == "labels" else array for name, array in sample.items()}

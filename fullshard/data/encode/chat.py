@@ -42,7 +42,7 @@ PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""The layout for a tokenizer without a chat template; put it on the exported tokenizer as its `chat_template`."""
+"""The layout for a tokenizer without a chat template; `leave_on` puts it on the exported tokenizer."""
 
 _KNOWN = frozenset(key for pair in PAIRS for key in pair)
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
@@ -91,13 +91,21 @@ class Chat(Encoder):
                 f"{type(tokenizer).__name__} does not tell which characters a token covers, so answers cannot be found "
                 "exactly. Use a tokenizer with a tokenizer.json."
             )
-        template = PLAIN if self.template == "plain" or not tokenizer.chat_template else tokenizer.get_chat_template()
+        template = PLAIN if self._is_plain(tokenizer) else tokenizer.get_chat_template()
         layouts = [_layouts(self.conversation(record), tokenizer, template) for record in records]
         flat = [layout for several in layouts for layout in several]
         if not flat:
             return [[] for _ in records]
         samples = iter(self._tokenise(flat, tokenizer))
         return [[next(samples) for _ in several] for several in layouts]
+
+    def leave_on(self, processor: Any) -> None:
+        tokenizer = tokenizer_of(processor, needed_by="chat")
+        if self._is_plain(tokenizer):
+            tokenizer.chat_template = PLAIN
+
+    def _is_plain(self, tokenizer: Any) -> bool:
+        return self.template == "plain" or not tokenizer.chat_template
 
     def texts(self, record: Record) -> list[str]:
         return [message["content"] for message in self.conversation(record)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -343,3 +344,17 @@ def test_padding_keeps_documents_apart_in_transformers_eyes() -> None:
     assert find_packed_sequence_indices(Text().collate([lone, lone], length=6)["position_ids"]) is None
     assert Text().collate([row, lone], length=None)["input_ids"].shape == (2, 4)
     assert "a sample has 4 tokens, but rows have 3" in fault(lambda: Text().collate([row], length=3))
+
+
+def test_the_plain_layout_goes_with_the_tokenizer(tokenizer: Any) -> None:
+    """Whoever loads the export lays conversations out as in training; a template of its own is left alone."""
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    Chat().leave_on(bare)
+    asked = bare.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert asked.startswith("User: Hi")
+    assert asked.rstrip().endswith("Assistant:")
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = "mine"
+    Chat().leave_on(own)
+    assert own.chat_template == "mine"

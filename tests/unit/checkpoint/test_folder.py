@@ -1,0 +1,152 @@
+"""A run folder's checkpoints as files: names, pointers, retention, what counts as published."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from fullshard.checkpoint import folder as files
+from fullshard.errors import CheckpointError
+
+
+def make(run: Path, step: int, *, content: str = "tensors") -> Path:
+    """A published checkpoint, the way a save does it."""
+    target = files.unfinished(run, step)
+    target.mkdir(parents=True)
+    (target / "__0_0.distcp").write_text(content)
+    described = files.describe_files(target, ["__0_0.distcp"])
+    files.write_json(target / files.STATE, {"progress": {"step": step}})
+    files.write_json(target / files.MANIFEST, {"step": step, "files": described})
+    path = files.publish(run, step)
+    files.point(run, "last", path)
+    return path
+
+
+def names(run: Path) -> list[str]:
+    return [path.name for path in files.published(run)]
+
+
+def test_published_is_by_step_and_only_what_is_whole(tmp_path: Path) -> None:
+    for step in (9, 100, 20):
+        make(tmp_path, step)
+    (tmp_path / "checkpoint-30").mkdir()  # no manifest
+    (tmp_path / "checkpoint-final").mkdir()
+    files.unfinished(tmp_path, 40).mkdir()
+    assert names(tmp_path) == ["checkpoint-9", "checkpoint-20", "checkpoint-100"]
+
+
+def test_publishing_replaces_an_older_checkpoint_of_the_same_step(tmp_path: Path) -> None:
+    make(tmp_path, 5, content="old")
+    path = make(tmp_path, 5, content="new")
+    assert (path / "__0_0.distcp").read_text() == "new"
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-5", "last"]
+
+
+def test_pointers_are_links_that_survive_a_move(tmp_path: Path) -> None:
+    make(tmp_path / "run", 3)
+    files.point(tmp_path / "run", "best", tmp_path / "run" / "checkpoint-3")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert files.pointed(tmp_path / "elsewhere", "best") == tmp_path / "elsewhere" / "checkpoint-3"
+    assert os.readlink(tmp_path / "elsewhere" / "best") == "checkpoint-3"
+
+
+def test_a_pointer_to_nothing_names_nothing(tmp_path: Path) -> None:
+    assert files.pointed(tmp_path, "last") is None
+    (tmp_path / "last").symlink_to("checkpoint-7")
+    assert files.pointed(tmp_path, "last") is None
+
+
+@pytest.mark.parametrize(
+    ("keep", "best", "kept"),
+    [(1, 1, [1, 5]), (2, None, [4, 5]), (2, 2, [2, 4, 5]), (3, 4, [3, 4, 5]), (None, None, [1, 2, 3, 4, 5])],
+)
+def test_retention_keeps_the_newest_and_the_pointed(
+    tmp_path: Path, keep: int | None, best: int | None, kept: list[int]
+) -> None:
+    for step in range(1, 6):
+        make(tmp_path, step)
+    if best:
+        files.point(tmp_path, "best", tmp_path / f"checkpoint-{best}")
+    files.tidy(tmp_path, keep=keep)
+    assert names(tmp_path) == [f"checkpoint-{step}" for step in kept]
+
+
+def test_retention_never_deletes_last_even_when_it_is_not_the_highest(tmp_path: Path) -> None:
+    for step in (10, 20, 4):  # gone on from an earlier one: the last save has the lowest step
+        make(tmp_path, step)
+    files.tidy(tmp_path, keep=1)
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-20"]
+
+
+def test_tidying_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    for leftover in (files.unfinished(tmp_path, 2), tmp_path / ".unfinished-model", tmp_path / ".unfinished-old-model"):
+        leftover.mkdir()
+        (leftover / "part").write_text("half")
+    files.tidy(tmp_path, keep=None)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "last"]
+
+
+def test_auto_goes_on_from_the_last_save(tmp_path: Path) -> None:
+    assert files.find(tmp_path, "auto") is None
+    assert files.find(tmp_path / "no such run", "auto") is None
+    for step in (10, 20):
+        make(tmp_path, step)
+    assert files.find(tmp_path, "auto") == tmp_path / "checkpoint-20"
+    make(tmp_path, 15)  # after `--resume checkpoint-10`: 20 is of a life that was given up
+    assert files.find(tmp_path, "auto") == tmp_path / "checkpoint-15"
+    (tmp_path / "last").unlink()
+    assert files.find(tmp_path, "auto") == tmp_path / "checkpoint-20"
+    assert files.find(tmp_path, "never") is None
+
+
+def test_a_named_checkpoint_must_be_there_and_whole(tmp_path: Path) -> None:
+    path = make(tmp_path, 10)
+    assert files.find(tmp_path, str(path)) == path.resolve()
+    assert files.find(tmp_path, str(tmp_path / "last")) == path.resolve()
+    with pytest.raises(CheckpointError, match=r"no such folder. Checkpoints beside it: .*checkpoint-10"):
+        files.find(tmp_path, str(tmp_path / "checkpoint-11"))
+    (path / files.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"not a finished checkpoint .*Checkpoints beside it: none"):
+        files.find(tmp_path, str(path))
+
+
+def test_the_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
+    manifest = json.loads((make(tmp_path, 1, content="abc") / files.MANIFEST).read_text())
+    digest = hashlib.sha256(b"abc").hexdigest()
+    assert manifest["files"] == {"__0_0.distcp": {"size_bytes": 3, "sha256": digest}}
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = make(tmp_path, 1, content="tensors")
+    files.check(path)
+    (path / "__0_0.distcp").write_text("tens")
+    with pytest.raises(CheckpointError, match="__0_0.distcp is 4 bytes long, and was written with 7 bytes"):
+        files.check(path)
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
+        files.check(path)
+
+
+def test_a_folder_without_state_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a fullshard checkpoint: state.json cannot be read"):
+        files.read_state(tmp_path)
+    (tmp_path / files.STATE).write_text("{half")
+    with pytest.raises(CheckpointError, match="--resume never"):
+        files.read_state(tmp_path)
+
+
+def test_starting_over_moves_an_earlier_run_aside(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert files.set_aside(run) is None
+    run.mkdir()
+    assert files.set_aside(run) is None, "an empty folder is no run"
+    for number in (1, 2):
+        make(run, number)
+        assert files.set_aside(run) == tmp_path / f"run.old-{number}"
+        assert not run.exists()
+    assert names(tmp_path / "run.old-1") == ["checkpoint-1"]
