@@ -102,14 +102,14 @@ class Parts:
 
 def fit(parts: Parts) -> Result:
     """Trains until the last step, the end of patience, or a signal."""
-    progress, begun, before = parts.progress, time.monotonic(), parts.progress.seconds
+    progress = parts.progress
     parts.console.run_begin(parts.total_steps, done=progress.step)
     with parts.stop_signals:
         windows = parts.windows(progress.step)
         stopped = "done" if progress.settled else _settle(parts)
         while progress.step < parts.total_steps and stopped == "done":
             stopped = _epoch(parts, windows)
-            progress.seconds = before + time.monotonic() - begun
+            progress.seconds = parts.meters.seconds
         if parts.saved_step != progress.step and (parts.save_at_end or stopped == "signal"):
             _save(parts, best=False)
         if progress.finished:
@@ -310,6 +310,7 @@ def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
 
 def _save(parts: Parts, *, best: bool) -> None:
     _require_finite(parts, _flush(parts).get("loss", 0.0))
+    parts.progress.seconds = parts.meters.seconds
     with parts.meters.phase("save"):
         parts.save(parts.progress, best)
     parts.saved_step = parts.progress.step

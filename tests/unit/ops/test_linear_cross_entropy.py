@@ -22,7 +22,7 @@ def reference(hidden, weight, targets, bias, scale, softcap):  # type: ignore[no
 def test_equals_cross_entropy_and_its_gradients(
     bias: bool, scale: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CHUNK_ELEMENTS", 1)  # 128 tokens a chunk: three chunks, the last one short
+    monkeypatch.setattr(module, "CHUNK_RANGE", (1, 1))  # 128 tokens a chunk: three chunks, the last one short
     torch.manual_seed(0)
     hidden, weight = torch.randn(300, 24), torch.randn(101, 24)
     offset = torch.randn(101) if bias else None
@@ -59,9 +59,10 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 
 def test_full_logits_never_exist() -> None:
-    """Qwen3's vocabulary and 32k tokens: a chunk holds at most 2^29 logits."""
-    assert chunk_length(32768, 151936) * 151936 <= 2**29
-    assert chunk_length(32768, 151936) == 2048
+    """Qwen3's vocabulary: a chunk holds a part of the tokens, fewer where the batch is small."""
+    assert chunk_length(32768, 2048, 151936) == 4096
+    assert chunk_length(4096, 2048, 151936) == 512
+    assert chunk_length(64, 8, 11) == 64
 
 
 def test_without_grad_a_trainable_head_is_counted_too() -> None:
