@@ -26,9 +26,10 @@ from fullshard.ground import Ground
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
 from fullshard.log.peaks import peak_flops
-from fullshard.loop import BestRule, Due, Parts
+from fullshard.loop import Parts
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
+from fullshard.rules import BestRule, Due
 from fullshard.state import Progress
 from fullshard.step import to_device
 

@@ -23,35 +23,11 @@ from fullshard.evaluate.base import Evaluation, EvaluationInputs
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
 from fullshard.objectives.base import Objective
+from fullshard.rules import BestRule, Due
 from fullshard.schedules.base import Schedule
 from fullshard.signals import StopSignals
 from fullshard.state import Progress, Result
 from fullshard.step import StepResult, seed_everything, train_step
-
-
-@dataclass(frozen=True)
-class Due:
-    """When something happens: every so many steps, every so many epochs, or never."""
-
-    every_steps: int | None
-    every_epochs: int | None
-
-    def after_step(self, step: int) -> bool:
-        return self.every_steps is not None and step % self.every_steps == 0
-
-    def after_epoch(self, epoch: int) -> bool:
-        return self.every_epochs is not None and epoch % self.every_epochs == 0
-
-
-@dataclass(frozen=True)
-class BestRule:
-    """Which validation number decides, and which way."""
-
-    metric: str
-    mode: str
-
-    def better(self, value: float, best: float | None) -> bool:
-        return best is None or (value < best if self.mode == "min" else value > best)
 
 
 @dataclass
@@ -92,7 +68,9 @@ class Parts:
     workers: int
     folder: Path
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
-    """(sum, count) of the loss and each metric since they were last read."""
+    """(sum, count) of the loss and each metric that are still on the device."""
+    unlogged: dict[str, list[float]] = field(default_factory=dict)
+    """The same since the last logged step, over all ranks."""
     saved_step: int = -1
     validation: dict[str, float] = field(default_factory=dict)
     stop_signals: StopSignals = field(default_factory=StopSignals)
@@ -178,23 +156,28 @@ def _lr(parts: Parts) -> float:
     return parts.base_lr * parts.schedule.factor(parts.progress.schedule_step, parts.total_steps)
 
 
-def _flush(parts: Parts) -> dict[str, float]:
-    """Averages over all ranks since the last call; this is where the host waits for the device."""
-    if not parts.pending:
-        return {}
+def _flush(parts: Parts) -> float:
+    """Reads the sums off the device, over all ranks; this is where the host waits. Gives the loss not logged yet."""
     names = sorted(parts.pending)
-    with parts.meters.phase("compute"):
-        pairs = reduce.sum_over_ranks(torch.stack([parts.pending[name] for name in names])).tolist()
-    parts.pending = {}
-    for name, (total, count) in zip(names, pairs, strict=True):
-        sums = parts.progress.epoch_sums.setdefault(name, [0.0, 0.0])
-        sums[0], sums[1] = sums[0] + total, sums[1] + count
-    return {name: total / max(count, 1) for name, (total, count) in zip(names, pairs, strict=True)}
+    if names:
+        with parts.meters.phase("compute"):
+            pairs = reduce.sum_over_ranks(torch.stack([parts.pending[name] for name in names])).tolist()
+        parts.pending = {}
+        for name, (total, count) in zip(names, pairs, strict=True):
+            for sums in (parts.progress.epoch_sums, parts.unlogged):
+                before = sums.get(name, [0.0, 0.0])
+                sums[name] = [before[0] + total, before[1] + count]
+    return _average(parts.unlogged.get("loss", [0.0, 0.0]))
+
+
+def _average(pair: list[float]) -> float:
+    return pair[0] / max(pair[1], 1)
 
 
 def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
-    averages = _flush(parts)
-    loss, grad_norm, progress = averages.pop("loss"), float(result.grad_norm), parts.progress
+    loss, grad_norm, progress = _flush(parts), float(result.grad_norm), parts.progress
+    averages = {name: _average(pair) for name, pair in parts.unlogged.items() if name != "loss"}
+    parts.unlogged = {}
     with parts.meters.phase("log"):
         memory = peak_memory(parts.device)
         record = parts.meters.record(
@@ -248,15 +231,14 @@ def _after_step(parts: Parts) -> str:
 def _after_epoch(parts: Parts, epoch: int, *, seconds: float) -> str:
     """What is due at the end of an epoch, or of a run that ends within one."""
     progress = parts.progress
-    _require_finite(parts, _flush(parts).get("loss", 0.0))
-    loss_sum, count = progress.epoch_sums.get("loss", [0.0, 0.0])
+    _require_finite(parts, _flush(parts))
+    train_loss = _average(progress.epoch_sums.get("loss", [0.0, 0.0]))
     ended = progress.step >= parts.total_steps
     if progress.step % parts.steps_per_epoch == 0:
         progress.epoch, progress.epoch_sums = epoch, {}
     numbers: dict[str, float] = {}
     if parts.evaluate_due.after_epoch(epoch) or parts.evaluate_due.after_step(progress.step) or ended:
         numbers = _evaluate(parts, at_end=False)
-    train_loss = loss_sum / max(count, 1)
     parts.console.epoch_end(epoch, seconds=seconds, train_loss=train_loss, val_loss=numbers.get("loss"))
     stopped, best = _judge(parts, numbers)
     progress.finished = ended or stopped == "patience"
@@ -309,7 +291,7 @@ def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
 
 
 def _save(parts: Parts, *, best: bool) -> None:
-    _require_finite(parts, _flush(parts).get("loss", 0.0))
+    _require_finite(parts, _flush(parts))
     parts.progress.seconds = parts.meters.seconds
     with parts.meters.phase("save"):
         parts.save(parts.progress, best)

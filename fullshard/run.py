@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.folder import write_json
@@ -131,11 +132,12 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
     from fullshard.log.sinks import Sinks
 
     recipe = reading.recipe
-    checkpoint = _start(recipe, world, resume=resume, console=console)
+    checkpoint, exported = _start(recipe, world, resume=resume, console=console)
     progress = find_progress(checkpoint, ground)
-    if progress.finished and progress.step >= ground.plan.total_steps:
-        if (recipe.folder / "model").exists() or not recipe.checkpoint.at_end:
-            return _say_finished(reading, progress, console)
+    out_of_patience = progress.validations_without_gain >= (recipe.evaluate.patience or math.inf)
+    if progress.finished and (progress.step >= ground.plan.total_steps or out_of_patience):
+        if exported or not recipe.checkpoint.at_end:
+            return _say_finished(reading, progress, console, out_of_patience=out_of_patience)
         progress.settled = False  # ended between the last save and the export: do the end again
     progress.finished = False
     console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
@@ -169,36 +171,39 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
     return result
 
 
-def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> Path | None:
-    """The checkpoint to go on from, the same on every rank. Starting over moves an earlier run aside."""
+def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tuple[Path | None, bool]:
+    """The checkpoint to go on from and whether a model was exported, as rank 0 sees it. Starting over moves an earlier
+    run aside."""
     from fullshard.dist import reduce
 
-    found: tuple[Path | None, str | None] = (None, None)
+    found: tuple[Path | None, bool, str | None] = (None, False, None)
     if world.is_main:
         try:
             if resume == "never" and (aside := files.set_aside(recipe.folder)):
                 console.say(f"Starting over: the earlier run is kept in {aside}.")
-            found = files.find(recipe.folder, resume), None
+            found = files.find(recipe.folder, resume), (recipe.folder / "model").exists(), None
             recipe.folder.mkdir(parents=True, exist_ok=True)
         except (CheckpointError, OSError) as error:
-            found = None, str(error)
-    checkpoint, problem = reduce.from_main(found)
+            found = None, False, str(error)
+    checkpoint, exported, problem = reduce.from_main(found)
     if problem:
         raise CheckpointError(problem)
     if checkpoint is not None:
         console.say(f"Resuming from {checkpoint}.")
-    return cast("Path | None", checkpoint)
+    return checkpoint, exported
 
 
-def _say_finished(reading: Reading, progress: Progress, console: Console) -> Result:
+def _say_finished(reading: Reading, progress: Progress, console: Console, *, out_of_patience: bool) -> Result:
     recipe = reading.recipe
     unit, amount = ("epochs", recipe.duration.epochs) if recipe.duration.epochs else ("steps", recipe.duration.steps)
+    more = "evaluate.patience=null" if out_of_patience else f"duration.{unit}={2 * (amount or 1):g}"
+    why = "it stopped early, out of patience" if out_of_patience else "the recipe asks for no more"
     over = (
         f"fullshard train {reading.name} --resume never" if reading.name else "fullshard.train(recipe, resume='never')"
     )
-    console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and the recipe asks for no more.")
+    console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and {why}.")
     console.say(f"  start over   {over}   (the finished run is moved aside, not deleted)")
-    console.say(f"  go on        {_again(reading, f'duration.{unit}={2 * (amount or 1):g}')}")
+    console.say(f"  go on        {_again(reading, more)}")
     return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
 
 

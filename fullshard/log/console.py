@@ -7,6 +7,7 @@ Must not know torch, the recipe or how numbers are made.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -72,7 +73,10 @@ class Console:
         for open_bar in reversed(self._bars):
             self._close_bar(open_bar)
         if self._log is not None:
-            self._log.close()
+            try:
+                self._log.close()
+            except OSError as error:
+                self._drop_log(error)
             self._log = None
 
     def say(self, text: str = "") -> None:
@@ -187,7 +191,18 @@ class Console:
             self._early.append(text)
             return
         stamp = f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {self._rank}  "
-        self._log.write("".join(f"{stamp}{line}".rstrip() + "\n" for line in text.split("\n")))
+        try:
+            self._log.write("".join(f"{stamp}{line}".rstrip() + "\n" for line in text.split("\n")))
+        except OSError as error:
+            # A full disk must not hide what the run is about to say of it.
+            self._drop_log(error)
+
+    def _drop_log(self, error: OSError) -> None:
+        self._log, log = None, self._log
+        with contextlib.suppress(OSError):
+            if log is not None:
+                log.close()
+        self._show(Text(f"warning: log.txt cannot be written ({error.strerror}); it ends here.", style="yellow"))
 
     def _open_bar(self, new: Bar) -> None:
         self._bars.append(new)

@@ -178,6 +178,7 @@ class Hf(Family):
         config = self._config()
         if processor is not None:
             self._fit_vocabulary(config, processor)
+        _refuse_layerdrop(config)
         config.use_cache = False
         module = self._empty(config)
         # Before adapters: they replace layers, and the rule is about the model itself.
@@ -320,6 +321,15 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     from fullshard.hf.stored import open_folder
 
     return open_folder(folder).dtype()
+
+
+def _refuse_layerdrop(config: Any) -> None:
+    share = getattr(config, "layerdrop", None) or 0.0
+    if share > 0:
+        raise RecipeError(
+            f"model: its config has layerdrop = {share:g}, with which each rank leaves out other layers, and sharded "
+            "ranks would wait for each other without end. Set model.overrides.layerdrop=0."
+        )
 
 
 def _active_share(config: Any) -> float:

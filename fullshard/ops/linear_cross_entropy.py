@@ -12,8 +12,8 @@ import torch
 
 IGNORE = -100
 CHUNK_RANGE = (2**27, 2**30)
-"""Fewest and most logits alive at a time. The gradient of the weight is added up once a chunk, so large chunks are faster
-(2^30 instead of 2^28: 3 % of a step of the Qwen3-1.7B shape on an H200), and small ones leave room."""
+"""Fewest and most logits alive at a time. The gradient of the weight is added up once a chunk, so large chunks are
+faster (2^30 instead of 2^28: 3 % of a step of the Qwen3-1.7B shape on an H200), and small ones leave room."""
 
 
 def linear_cross_entropy(
@@ -53,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # fp32, because the sum over many chunks would lose its small parts in bf16.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        length = chunk_length(*hidden.shape, len(weight))
+        length = chunk_length(hidden.shape[0], hidden.shape[1], len(weight))
         for start in range(0, len(hidden), length):
             part, target = hidden[start : start + length], targets[start : start + length]
             logits = part @ weight.T if bias is None else torch.addmm(bias, part, weight.T)

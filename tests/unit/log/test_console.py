@@ -389,3 +389,15 @@ def test_a_forked_data_worker_does_not_touch_the_screen(
     logged = (tmp_path / "log.txt").read_text()
     assert "warned in a worker" in logged
     assert "said in a worker" not in logged
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_left(tmp_path: Path) -> None:
+    """/dev/full refuses every byte, as a full disk does."""
+    stream = io.StringIO()
+    console = Console(stream=stream)
+    console.open_log(Path("/dev/full"))
+    console.say("first")
+    console.say("second")
+    console.close()
+    assert stream.getvalue().count("log.txt cannot be written (No space left on device)") == 1
+    assert "second" in stream.getvalue()

@@ -1,0 +1,30 @@
+"""Rules the loop asks: when something is due, and which model is the best. Must not know what follows from the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Due:
+    """When something happens: every so many steps, every so many epochs, or never."""
+
+    every_steps: int | None
+    every_epochs: int | None
+
+    def after_step(self, step: int) -> bool:
+        return self.every_steps is not None and step % self.every_steps == 0
+
+    def after_epoch(self, epoch: int) -> bool:
+        return self.every_epochs is not None and epoch % self.every_epochs == 0
+
+
+@dataclass(frozen=True)
+class BestRule:
+    """Which validation number decides, and which way."""
+
+    metric: str
+    mode: str
+
+    def better(self, value: float, best: float | None) -> bool:
+        return best is None or (value < best if self.mode == "min" else value > best)
