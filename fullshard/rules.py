@@ -1,4 +1,4 @@
-"""Rules the loop asks: when something is due, and which model is the best. Must not know what follows from the answer."""
+"""Rules the loop asks: when something is due, which model is the best. Must not know what follows from the answer."""
 
 from __future__ import annotations
 
