@@ -5,8 +5,7 @@ Non-reentrant, and without wrapper modules, so parameter names stay what they we
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +24,15 @@ def apply(blocks: Sequence[nn.Module], mode: str) -> None:
     if mode == "selective":
         settings["context_fn"] = lambda: create_selective_checkpoint_contexts(_selective_policy())
     for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, **settings)  # type: ignore[method-assign]
+        block.forward = _recomputed(block.forward, settings)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
+    # A function of its own: of a functools.partial torch.compile captures nothing, without a word.
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **settings, **kwargs)
+
+    return recomputed
 
 
 def _selective_policy() -> Any:
