@@ -74,6 +74,7 @@ def build(
     saver = Saver(
         recipe.folder,
         recipe.checkpoint.keep,
+        recipe.checkpoint.export == "best",
         model.module,
         optimizer,
         scaler,
@@ -131,7 +132,7 @@ def _sharded_model(
     module = recipe.model.build(processor=ground.processor)
     if recipe.sharding.sync_batchnorm:
         module = _sync_batchnorm(module, world, console)
-    _require_trainable(module)
+    _check_model(recipe, module)
     plan = _shard_plan(recipe, module, world, precision)
     kernels = recipe.model.choose_kernels(
         module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
@@ -176,9 +177,15 @@ def _sync_batchnorm(module: nn.Module, world: World, console: Console) -> nn.Mod
     return nn.SyncBatchNorm.convert_sync_batchnorm(module) if world.size > 1 else module
 
 
-def _require_trainable(module: nn.Module) -> None:
+def _check_model(recipe: Recipe, module: nn.Module) -> None:
     if not any(p.requires_grad for p in module.parameters()):
         raise RecipeError("The model has no trainable parameter: model.freeze or model.lora leaves nothing to train.")
+    longest = recipe.model.longest(module)
+    if longest is not None and recipe.data.sequence_length > longest:
+        raise RecipeError(
+            f"data.sequence_length = {recipe.data.sequence_length}, and the model has {longest} positions. Shorten it, "
+            f"or give the model more: model.overrides.max_position_embeddings={recipe.data.sequence_length}."
+        )
 
 
 def _shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: ResolvedPrecision) -> ShardPlan:

@@ -14,8 +14,9 @@ from typing import Any
 from fullshard.arithmetic import StepPlan, plan_steps
 from fullshard.checkpoint import folder as files
 from fullshard.data.prepare import Prepared, prepare, texts
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, RecipeError
 from fullshard.log.console import Console
+from fullshard.part import did_you_mean
 from fullshard.recipe import Recipe
 from fullshard.state import Progress
 
@@ -34,6 +35,7 @@ class Ground:
 
 def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
     """Fetches, tokenises and counts. Every rank does it by itself; locked caches let the work happen once a node."""
+    check_best(recipe)
     cache = recipe.data.cache or Path(os.environ.get("FULLSHARD_CACHE", Path.home() / ".cache" / "fullshard"))
     fingerprint = recipe.data.train.open().fingerprint()
     recipe.model.prepare(texts(recipe.data.train, recipe.data.encode), cache=cache, fingerprint=fingerprint)
@@ -61,6 +63,8 @@ def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
         epochs=recipe.duration.epochs,
         steps=recipe.duration.steps,
     )
+    for line in _without_effect(recipe, data, plan):
+        console.warn(line)
     identity = {
         "seed": recipe.seed,
         "samples": len(data.train),
@@ -70,6 +74,31 @@ def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
         "shuffled": recipe.data.shuffle,
     }
     return Ground(processor, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
+
+
+def _without_effect(recipe: Recipe, data: Prepared, plan: StepPlan) -> list[str]:
+    """Settings that cannot act in this run."""
+    lines = []
+    if data.validation is None and recipe.evaluate.patience is not None:
+        lines.append("evaluate.patience has no effect: there is no validation data.")
+    if recipe.schedule.warmup_steps(plan.total_steps) >= plan.total_steps > 1:
+        lines.append(
+            f"schedule.warmup = {recipe.schedule.warmup:g} is as long as the run of {plan.total_steps} steps: the "
+            "learning rate never comes down."
+        )
+    return lines
+
+
+def check_best(recipe: Recipe) -> None:
+    """The number that decides the best model is one that validation will give, as far as that is known beforehand."""
+    given = [evaluation.gives(recipe.objective) for evaluation in recipe.evaluate.parts]
+    known = {name for names in given if names is not None for name in names}
+    best = recipe.checkpoint.best
+    if best and known and None not in given and best.metric not in known:
+        raise RecipeError(
+            f"checkpoint.best.metric = {best.metric!r} is not among the validation numbers"
+            f"{did_you_mean(best.metric, sorted(known))}: {', '.join(sorted(known))}."
+        )
 
 
 def find_progress(checkpoint: Path | None, ground: Ground) -> Progress:

@@ -126,6 +126,10 @@ def _drop_excluded(
         chosen = [key for key in group if above.get(key) is not None]
         for key in group:
             if chosen and key not in above and below.get(key) is not None:
+                if origin != "recipe" and _origin(state, where, key) == origin:
+                    raise RecipeError(
+                        f"{origin}: {where}.{key} and {where}.{chosen[0]} exclude each other. Give one of them."
+                    )
                 state.replaced.append(
                     f"{where}.{key}: {shown(below.pop(key))} ({_origin(state, where, key)}) gives way to "
                     f"{where}.{chosen[0]} ({origin})"

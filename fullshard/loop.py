@@ -57,7 +57,7 @@ class Parts:
     patience: int | None
     save: Callable[[Progress, bool], None]
     """Writes a checkpoint; the flag says that it is the best so far."""
-    export: Callable[[], Path]
+    export: Callable[[Progress], str]
     write: Callable[[dict[str, Any]], None]
     console: Console
     meters: Meters
@@ -69,8 +69,6 @@ class Parts:
     folder: Path
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     """(sum, count) of the loss and each metric that are still on the device."""
-    unlogged: dict[str, list[float]] = field(default_factory=dict)
-    """The same since the last logged step, over all ranks."""
     saved_step: int = -1
     validation: dict[str, float] = field(default_factory=dict)
     stop_signals: StopSignals = field(default_factory=StopSignals)
@@ -106,7 +104,7 @@ def _epoch(parts: Parts, windows: Iterator[Any]) -> str:
     with parts.console.training_bar(done + steps, done=done) as bar:
         for number in range(steps):
             result = _step(parts, windows)
-            if progress.step % parts.log_every == 0 or number == 0 or progress.step == parts.total_steps:
+            if progress.step % parts.log_every == 0 or progress.step == 1 or number == steps - 1:
                 _log(parts, result, bar)
             else:
                 bar.advance()
@@ -164,10 +162,10 @@ def _flush(parts: Parts) -> float:
             pairs = reduce.sum_over_ranks(torch.stack([parts.pending[name] for name in names])).tolist()
         parts.pending = {}
         for name, (total, count) in zip(names, pairs, strict=True):
-            for sums in (parts.progress.epoch_sums, parts.unlogged):
+            for sums in (parts.progress.epoch_sums, parts.progress.unlogged):
                 before = sums.get(name, [0.0, 0.0])
                 sums[name] = [before[0] + total, before[1] + count]
-    return _average(parts.unlogged.get("loss", [0.0, 0.0]))
+    return _average(parts.progress.unlogged.get("loss", [0.0, 0.0]))
 
 
 def _average(pair: list[float]) -> float:
@@ -176,8 +174,8 @@ def _average(pair: list[float]) -> float:
 
 def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
     loss, grad_norm, progress = _flush(parts), float(result.grad_norm), parts.progress
-    averages = {name: _average(pair) for name, pair in parts.unlogged.items() if name != "loss"}
-    parts.unlogged = {}
+    averages = {name: _average(pair) for name, pair in progress.unlogged.items() if name != "loss"}
+    progress.unlogged = {}
     with parts.meters.phase("log"):
         memory = peak_memory(parts.device)
         record = parts.meters.record(
@@ -302,7 +300,7 @@ def _at_end(parts: Parts, seconds: float) -> None:
     exported = "not exported (checkpoint.at_end = false)"
     if parts.save_at_end:
         with parts.meters.phase("save"):
-            exported = str(parts.export())
+            exported = parts.export(parts.progress)
     _evaluate(parts, at_end=True)
     value = parts.progress.best
     best = f"{value:.6f} at step {parts.progress.best_step}" if value is not None else "none"

@@ -14,7 +14,7 @@ import pkgutil
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar, Union
+from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -51,6 +51,8 @@ class Part(Section):
     """The package whose files are the built-in parts of this contract."""
     default_kind: ClassVar[str | None] = None
     """The kind meant when a recipe names none."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """Methods that a class of this contract must have; `a or b` where one of them is enough."""
 
     @classmethod
     def kind(cls) -> str:
@@ -102,12 +104,26 @@ def _user_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:
             f"{where}.kind = {kind!r} is not a {contract.__name__}. Let the class inherit from "
             f"fullshard.{contract.__name__}."
         )
+    missing = [names for names in contract.required if not any(_overrides(found, contract, n) for n in names.split(" or "))]
+    if missing:
+        raise RecipeError(
+            f"{where}.kind = {kind!r}: the class has no method {', no method '.join(missing)}, and a "
+            f"{contract.__name__} needs it. Write it as in {contract.__module__}, which says what it takes and returns."
+        )
     return found
+
+
+def _overrides(cls: type[Part], contract: type[Part], method: str) -> bool:
+    return getattr(cls, method) is not getattr(contract, method)
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """` (did you mean 'x'?)`, or nothing when no known word is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not near and word:
+        # `rank` for `r`, `accum` for `accumulate`; two such words are no hint.
+        begins = [name for name in known if name and (name.startswith(word) or word.startswith(name))]
+        near = begins if len(begins) == 1 else []
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
@@ -168,10 +184,7 @@ class _Failed:
 
 def _decode_annotated(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
     """Descends into sections, lists and mappings of sections; every other value is left to pydantic."""
-    options = (
-        typing.get_args(annotation) if typing.get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    )
-    for option in options:
+    for option in _options(annotation):
         origin, arguments = typing.get_origin(option), typing.get_args(option)
         if inspect.isclass(option) and issubclass(option, Section) and value is not None:
             return _decode(option, value, where, problems)
@@ -179,7 +192,37 @@ def _decode_annotated(annotation: Any, value: Any, where: str, problems: list[st
             return [_decode(arguments[0], v, f"{where}[{i}]", problems) for i, v in enumerate(value)]
         if origin is dict and isinstance(value, Mapping) and _is_section(arguments[1]):
             return {k: _decode(arguments[1], v, _join(where, str(k)), problems) for k, v in value.items()}
+    _refuse_truth(annotation, value, where, problems)
     return value
+
+
+def _refuse_truth(annotation: Any, value: Any, where: str, problems: list[str]) -> None:
+    """True is no number: pydantic would read it as 1, and `--optimizer.lr` without its value would train with it."""
+    options = _options(annotation)
+    if isinstance(value, bool):
+        if bool not in options and {int, float} & set(options):
+            problems.append(f"{where} = {_show(value)}: it must be a {'' if float in options else 'whole '}number.")
+        return
+    for option in options:
+        origin, arguments = typing.get_origin(option), typing.get_args(option)
+        if origin in (list, tuple) and isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                # tuple[float, float] names each place, list[float] and tuple[float, ...] one for all.
+                place = index if origin is tuple and Ellipsis not in arguments else 0
+                if place < len(arguments):
+                    _refuse_truth(arguments[place], item, f"{where}[{index}]", problems)
+        if origin is dict and isinstance(value, Mapping):
+            for key, item in value.items():
+                _refuse_truth(arguments[1], item, _join(where, str(key)), problems)
+
+
+def _options(annotation: Any) -> tuple[Any, ...]:
+    """The alternatives of a type, without what is annotated to it."""
+    if typing.get_origin(annotation) is Annotated:
+        return _options(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) in (Union, types.UnionType):
+        return tuple(option for member in typing.get_args(annotation) for option in _options(member))
+    return (annotation,)
 
 
 def _is_section(annotation: Any) -> bool:

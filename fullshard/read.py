@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
@@ -77,7 +77,25 @@ def read(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | 
 
 def hand_on(reading: Reading, path: Path) -> None:
     """Writes a recipe for the ranks of this run; reading it gives them this very Reading, not one of a new file."""
+    for where, kind in _kinds(plain(reading.recipe), ""):
+        if kind.startswith("__main__.") or "<locals>" in kind:
+            raise RecipeError(
+                f"{where}.kind = {kind!r}: this class lives in this session only, and other ranks cannot import it. "
+                "Put it at the top level of a file, say my_parts.py, and import it from there; or train on one device."
+            )
     save_resolved(reading.recipe, path, facts={**run_facts(reading), "handed_on": True})
+
+
+def _kinds(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Every kind in plain settings, with its key path."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _kinds(item, f"{where}[{index}]")
+    if isinstance(value, Mapping):
+        if "kind" in value:
+            yield where, str(value["kind"])
+        for key, item in value.items():
+            yield from _kinds(item, f"{where}.{key}" if where else str(key))
 
 
 def save_resolved(recipe: Recipe, path: Path, *, facts: Mapping[str, Any]) -> None:

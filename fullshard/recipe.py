@@ -217,6 +217,8 @@ class Checkpoint(Section):
     """Save at the end of every so many epochs."""
     at_end: bool = True
     """Save and export when the run ends; false for trials and benchmarks."""
+    export: Literal["last", "best"] = "last"
+    """Which weights `model/` holds: those of the last step, or of the best checkpoint."""
     keep: int | None = Field(3, ge=1)
     """How many checkpoints stay; `best` and `last` always do. null keeps all."""
     best: Best | None = Field(default_factory=Best)
@@ -260,7 +262,7 @@ class Recipe(Section):
     """The name of the run folder inside `output`."""
     output: Path = Path("runs")
     """The folder that holds run folders."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Decides the data order, fresh weights and dropout."""
     model: Family
     """The model."""

@@ -17,7 +17,7 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.folder import write_json
 from fullshard.dist import env
 from fullshard.dist.ranks import ranks_for
-from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError
+from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, RecipeError
 from fullshard.launch.base import Ranks
 from fullshard.part import plain
 from fullshard.read import Reading, hand_on, run_facts, save_resolved
@@ -66,6 +66,8 @@ def train(reading: Reading, *, resume: str, ranks: Ranks) -> int:
 
 def train_recipe(recipe: Recipe, *, resume: str = "auto") -> Result:
     """Trains a recipe and returns what came of it. Starts ranks of its own unless this process is already one."""
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"fullshard.train takes a recipe, found {recipe!r}. Read one first, with fullshard.load.")
     reading = Reading(recipe, "", "a recipe in Python")
     under_launcher = env.detect(os.environ).world > 1
     ranks = ranks_of(recipe.topology)

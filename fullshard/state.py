@@ -28,6 +28,8 @@ class Progress:
     """False where a signal came before the validation or save that was due: the run that goes on begins with it."""
     epoch_sums: dict[str, list[float]] = field(default_factory=dict)
     """Loss sum and count of the epoch so far, so that its average survives a resume."""
+    unlogged: dict[str, list[float]] = field(default_factory=dict)
+    """The same since the last logged step."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

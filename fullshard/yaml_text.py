@@ -76,6 +76,12 @@ def parse_value(text: str, *, where: str) -> Any:
         value = None if node is None else loader.construct_document(node)
     except yaml.YAMLError:
         if text.lstrip()[:1] in ("[", "{"):
+            if re.search(r"[\[{,:]\s*\*", text):
+                quoted = re.sub(r"([\[{,:]\s*)(\*[^\s,\]}]*)", r'\1"\2"', text)
+                raise RecipeError(
+                    f"{where} = {text}: a `*` at the start of a word means something else in YAML. Put the word in "
+                    f"quotes, and the whole in quotes for the shell: {where}='{quoted}'."
+                ) from None
             raise RecipeError(
                 f"{where} = {text}: the list or mapping is not complete. "
                 "Write [1, 2] or {key: value}, in quotes for the shell."

@@ -66,6 +66,13 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     together(lambda: dcp.load(state, checkpoint_id=path), f"{path} cannot be read", advice=_OTHER_CHECKPOINT)
 
 
+def load_weights(path: Path, *, model: nn.Module) -> None:
+    """Reads the model's tensors alone."""
+    reshard(model)
+    state = _named("model", model_tensors(model))
+    together(lambda: dcp.load(state, checkpoint_id=path), f"{path} cannot be read", advice=_OTHER_CHECKPOINT)
+
+
 _SPACE = "Check disk space and permissions; the checkpoints before it are whole."
 _OTHER_SETTINGS = (
     "Resume with the model, LoRA and optimizer settings it was saved with, or start over with --resume never."

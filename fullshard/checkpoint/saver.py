@@ -29,6 +29,7 @@ class Saver:
 
     folder: Path
     keep: int | None
+    export_best: bool
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
@@ -71,7 +72,15 @@ class Saver:
         if self.scaler and state:
             self.scaler.load_state_dict(state)
 
-    def export(self) -> Path:
+    def export(self, progress: Progress) -> str:
+        """Writes `model/` and says whose weights it holds; for the best ones they are loaded back first."""
+        best = progress.best_step if self.export_best else None
+        if best is not None and best != progress.step:
+            dcp.load_weights(self.folder / files.name_of(best), model=self.model)
+        which = f"the weights of step {best}, the best" if best is not None else f"the weights of step {progress.step}"
+        return f"{self._write_model()} ({which})"
+
+    def _write_model(self) -> Path:
         """Whole tensors, one at a time, from all ranks to rank 0, which writes them as `model/`."""
         reshard(self.model)
         target = self.folder / "model"

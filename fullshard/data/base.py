@@ -100,6 +100,10 @@ class Encoder(Part):
         """The plain text in a record, for training a tokenizer; none where there is none."""
         return []
 
+    def notes(self, processor: Any) -> list[str]:
+        """What was decided about the layout of samples that the user did not say, a line each, for the report."""
+        return []
+
     def leave_on(self, processor: Any) -> None:
         """Writes on the processor what its user must know to lay out inputs as in training; it is exported with it."""
 

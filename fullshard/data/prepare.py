@@ -17,8 +17,8 @@ from fullshard.data.base import Encoder, Record, Records, Samples, Source
 from fullshard.data.encode import chat, text
 from fullshard.data.order import HOLDOUT, generator
 from fullshard.data.pack import Fitted, Plain, Wrapped
-from fullshard.data.records import origins
-from fullshard.data.store import Store, encoded
+from fullshard.data.records import counted, keys_found, origins
+from fullshard.data.store import Counts, Store, encoded
 from fullshard.errors import DataError
 
 _WHOLE = 2**31 - 1
@@ -43,7 +43,7 @@ def choose_encoder(record: Record) -> Encoder:
         return text.Text() if is_text else chat.Chat()
     problem = "the record has both a text and a conversation" if is_text else "the record has no form that is known"
     raise DataError(
-        f"{problem}. Keys found: {', '.join(map(repr, record)) or 'none'}. Accepted: {text.FORMS}; {chat.FORMS}. "
+        f"{problem}. {keys_found(record)} Accepted: {text.FORMS}; {chat.FORMS}. "
         "Choose with data.encode: text or chat, and name other columns there."
     )
 
@@ -53,8 +53,10 @@ def texts(source: Source, encode: Encoder | None, *, limit: int | None = None) -
     records = source.open()
     encoder = encode or _choose(records)
     for index in islice(range(len(records)), limit):
+        # Read before the try: what cannot be read is named with its place already.
+        record = records[index]
         try:
-            yield from encoder.texts(records[index])
+            yield from encoder.texts(record)
         except DataError as error:
             raise DataError(f"{records.where(index)}: {error}") from error
 
@@ -78,24 +80,35 @@ def prepare(
     stored = length if not (pack and encoder.divisible) else _WHOLE
     store = encoded(records, encoder, processor, length=stored, cache=cache, say=say)
     report = [f"encoder: {encoder.kind()}{'' if encode else ' (chosen by the keys of the first record)'}"]
+    report += encoder.notes(processor)
     report += _account("data", records, store)
+    _check_any("data.train", store)
     chosen = np.arange(len(store))
     held: Samples | None = None
     if validation is not None:
         other = validation.open()
         other_store = encoded(other, encoder, processor, length=stored, cache=cache, say=say)
         report += _account("validation data", other, other_store)
+        _check_any("data.validation", other_store)
         held = _samples("validation", other_store, np.arange(len(other_store)), encoder, length, pack, report)
     elif holdout > 0:
         kept, chosen = _split(records, store, share=holdout, seed=seed)
+        if not len(kept) or not len(chosen):
+            raise DataError(
+                f"data.holdout = {holdout:g} leaves no sample for {'training' if len(kept) else 'validation'}: the "
+                f"{counted(store.counts.records, 'record')} of data.train gave only "
+                f"{counted(store.counts.samples, 'sample')}; {_reasons(store.counts)}. Give more data, or "
+                "data.validation, or set data.holdout to 0 to train without validation."
+            )
         held = _samples("validation", store, kept, encoder, length, pack, report)
     trained = _samples("train", store, chosen, encoder, length, pack, report)
     return Prepared(train=trained, validation=held, encoder=encoder, report=report)
 
 
 def _choose(records: Records) -> Encoder:
+    record = records[0]
     try:
-        return choose_encoder(records[0])
+        return choose_encoder(record)
     except DataError as error:
         raise DataError(f"{records.where(0)}: {error}") from error
 
@@ -126,11 +139,6 @@ def _split(records: Records, store: Store, *, share: float, seed: int) -> tuple[
 def _samples(
     name: str, store: Store, chosen: np.ndarray, encoder: Encoder, length: int, pack: bool, report: list[str]
 ) -> Samples:
-    if not len(chosen):
-        raise DataError(
-            f"data.{name}: no sample is left of {store.counts.records:,} records; {store.counts.dropped:,} had nothing "
-            "to learn (no text, or no answer within data.sequence_length). Give more data or a longer sequence_length."
-        )
     packable = set(store.names) == {"input_ids", "labels"}
     if pack and not packable:
         report.append(f"{name}: not packed, the encoder gives more than tokens ({', '.join(store.names)})")
@@ -138,21 +146,52 @@ def _samples(
     if pack and packable:
         samples = (Wrapped if encoder.divisible else Fitted)(store, chosen, length=length)
         filled = samples.num_tokens / (len(samples) * length)
-        rows = f"packed into {len(samples):,} rows of {length:,} ({filled:.1%} filled)"
+        rows = f"packed into {counted(len(samples), 'row')} of {length:,} ({filled:.1%} filled)"
     else:
         samples = Plain(store, chosen)
         rows = "not packed"
     num_records = len(np.unique(store.records[chosen]))
-    report.append(f"{name}: {num_records:,} records, {len(chosen):,} samples, {samples.num_tokens:,} tokens, {rows}")
+    counts = [(num_records, "record"), (len(chosen), "sample"), (samples.num_tokens, "token")]
+    report.append(f"{name}: {', '.join(counted(*count) for count in counts)}, {rows}")
     return samples
 
 
 def _account(name: str, records: Records, store: Store) -> list[str]:
     counts = store.counts
     lines = [*getattr(records, "notes", [])]
-    lines.append(f"{name}: {counts.records:,} records gave {counts.samples:,} samples")
+    lines.append(f"{name}: {counted(counts.records, 'record')} gave {counted(counts.samples, 'sample')}")
     if counts.truncated:
-        lines.append(f"{name}: {counts.truncated:,} samples were cut at the sequence length")
+        lines.append(f"{name}: {_were(counts.truncated)} cut at the sequence length")
     if counts.dropped:
-        lines.append(f"{name}: {counts.dropped:,} samples were dropped, they hold nothing to learn")
+        lines.append(f"{name}: {_were(counts.dropped)} dropped, nothing to learn; {_reasons(counts)}")
     return lines
+
+
+def _were(number: int) -> str:
+    return f"{counted(number, 'sample')} {'was' if number == 1 else 'were'}"
+
+
+def _reasons(counts: Counts) -> str:
+    """Why samples were dropped, with how many for each reason."""
+    reasons = [
+        (counts.empty, "with no text"),
+        (counts.masked, "with no answer or all labels masked"),
+        (counts.beyond, "with all that is learned after data.sequence_length"),
+    ]
+    return ", ".join(f"{number:,} {words}" for number, words in reasons if number) or "none was dropped"
+
+
+def _check_any(key: str, store: Store) -> None:
+    if len(store):
+        return
+    counts = store.counts
+    remedies = [
+        (counts.empty, "put text into the records"),
+        (counts.masked, "give conversations an answer that is not blank, or labels that are not all -100"),
+        (counts.beyond, "raise data.sequence_length"),
+    ]
+    remedy = "; ".join(words for number, words in remedies if number)
+    raise DataError(
+        f"{key}: no sample is left of {counted(counts.records, 'record')}, nothing in them can be learned: "
+        f"{_reasons(counts)}. To mend it: {remedy}."
+    )

@@ -1,4 +1,4 @@
-"""Open sources that several kinds share: many as one, rows held in memory, an Arrow data set.
+"""Open sources that several kinds share: many as one, rows held in memory, an Arrow data set; and words about them.
 
 Each knows the place of a record and a fingerprint of its content. Must not know tokens or ranks.
 """
@@ -38,6 +38,17 @@ def origins(records: Records) -> np.ndarray:
     """The stored record behind each entry; they differ from the indices only where a mixture repeats records."""
     known = getattr(records, "origins", None)
     return np.asarray(known() if known else np.arange(len(records)))
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 record`, `2,500 records`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def keys_found(record: Record) -> str:
+    """The keys of a record for an error, with those that hold nothing told apart."""
+    keys = [f"{key!r} (null)" if value is None else repr(key) for key, value in record.items()]
+    return f"Keys found: {', '.join(keys) or 'none'}."
 
 
 class Listed:

@@ -26,7 +26,7 @@ from fullshard.data.records import combine
 from fullshard.errors import DataError
 from fullshard.part import plain
 
-_VERSION = 1
+_VERSION = 2
 _BATCH = 256
 _EVERY_S = 2.0
 
@@ -39,8 +39,17 @@ class Counts:
     samples: int = 0
     truncated: int = 0
     """Samples cut at the sequence length."""
-    dropped: int = 0
-    """Samples without anything to learn."""
+    empty: int = 0
+    """Dropped: records without a sample, and samples too short to predict anything."""
+    masked: int = 0
+    """Dropped: samples with no position to learn."""
+    beyond: int = 0
+    """Dropped: samples whose first position to learn comes after the cut."""
+
+    @property
+    def dropped(self) -> int:
+        """Samples without anything to learn."""
+        return self.empty + self.masked + self.beyond
 
 
 class Store:
@@ -230,11 +239,11 @@ class _Writer:
 
     def add(self, record: int, samples: Sequence[Features], *, where: Callable[[int], str]) -> None:
         self._counts.records += 1
-        self._counts.dropped += not samples
-        for features in samples:
-            features = self._cut(features)
+        self._counts.empty += not samples
+        for whole in samples:
+            features = self._cut(whole)
             if "labels" in features and (features["labels"] == IGNORE).all():
-                self._counts.dropped += 1
+                self._drop(whole["labels"])
                 continue
             if not self._columns:
                 self._columns = {name: _Column(self._folder, name, values) for name, values in features.items()}
@@ -243,6 +252,14 @@ class _Writer:
                 column.add(features[name])
             self._records.append(record)
             self._counts.samples += 1
+
+    def _drop(self, labels: np.ndarray) -> None:
+        if len(labels) < 2:
+            self._counts.empty += 1
+        elif (labels == IGNORE).all():
+            self._counts.masked += 1
+        else:
+            self._counts.beyond += 1
 
     def _cut(self, features: Features) -> Features:
         size = len(features["input_ids"]) if "input_ids" in features else 0

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 
 from fullshard.data.base import IGNORE, Features
-from fullshard.errors import DataError
+from fullshard.errors import DataError, RecipeError
 
 
 def tokenizer_of(processor: Any, *, needed_by: str) -> Any:
     """The tokenizer itself, or the one inside a processor."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is None:
-        raise DataError(
-            f"data.encode = {needed_by} needs a tokenizer, but the model brings none. Name a model folder that has one."
+        raise RecipeError(
+            f"model.tokenizer: the data is {needed_by}, which needs a tokenizer, but the model brings none. Train one on "
+            "the data with model.tokenizer={train: {vocab_size: 8192}}, or name a folder or a model of the Hugging Face "
+            "hub that has one."
         )
     return tokenizer
 

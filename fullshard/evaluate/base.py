@@ -53,6 +53,10 @@ class Evaluation(Part):
     only_at_end: bool = False
     """Run once, when training is over, instead of at every validation."""
 
+    def gives(self, objective: Objective) -> tuple[str, ...] | None:
+        """The names of the numbers it finds; None: known only when it has run."""
+        return None
+
     def run(self, inputs: EvaluationInputs) -> Findings:
         """Looks at the model; called on every rank with the same settings."""
         raise NotImplementedError

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.objectives.base import Objective
 
 
 class Loss(Evaluation):
     """Validation loss, and what the objective measures beside it."""
+
+    def gives(self, objective: Objective) -> tuple[str, ...] | None:
+        return objective.numbers
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         from fullshard.step import sum_terms, to_device

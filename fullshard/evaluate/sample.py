@@ -9,6 +9,7 @@ import torch
 from pydantic import Field
 
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.objectives.base import Objective
 
 
 class Sample(Evaluation):
@@ -21,6 +22,9 @@ class Sample(Evaluation):
     temperature: float = Field(0.8, ge=0)
     """0 always takes the most likely token."""
     only_at_end: bool = True
+
+    def gives(self, objective: Objective) -> tuple[str, ...] | None:
+        return ()
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         generator = torch.Generator().manual_seed(0)

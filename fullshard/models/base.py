@@ -61,6 +61,10 @@ class Family(Part):
         """Gives the real parameters under one module of the tree below `root` fresh values; skips those on meta."""
         raise NotImplementedError
 
+    def longest(self, module: nn.Module) -> int | None:
+        """The longest sequence that the model has positions for; None: any."""
+        return None
+
     def blocks(self, module: nn.Module) -> list[str] | None:
         """Names of the modules that are sharded, recomputed and compiled one by one; None: found by structure."""
         return None

@@ -218,6 +218,11 @@ class Hf(Family):
             model.takes_bounds = True
         return str(model.config._attn_implementation)
 
+    def longest(self, module: nn.Module) -> int | None:
+        model: Any = module
+        positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return positions if isinstance(positions, int) and positions > 0 else None
+
     def weights(self, module: nn.Module) -> Weights | None:
         from fullshard.hf.weights import SafetensorsWeights
 

@@ -36,6 +36,8 @@ class Objective(Part):
     default_kind: ClassVar[str | None] = "causal_lm"
     needs: ClassVar[tuple[str, ...]] = ()
     """The batch keys it reads."""
+    numbers: ClassVar[tuple[str, ...] | None] = None
+    """What a validation of it measures, the loss included; None: known only when it has run."""
 
     def count(self, batch: Batch) -> int:
         """How many loss terms the micro-batch holds, from the batch alone (on the CPU, before any forward)."""

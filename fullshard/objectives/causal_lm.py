@@ -24,6 +24,7 @@ class CausalLM(Objective):
     """Cross-entropy of the next token; `labels[i]` is the target of position i."""
 
     needs: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "labels")
+    numbers: ClassVar[tuple[str, ...] | None] = ("loss", "accuracy", "perplexity")
 
     full_logits: bool = False
     """Take the model's own logits, all at once: slower and larger, for models whose head does more than a product."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from fullshard.errors import missing_package
 from fullshard.optim.adamw import AdamW
+
+logger = logging.getLogger(__name__)
 
 
 class AdamW8bit(AdamW):
@@ -19,6 +22,7 @@ class AdamW8bit(AdamW):
             from torchao.optim import AdamW8bit as TorchaoAdamW8bit
         except ImportError as error:
             raise missing_package("torchao", extra="optim", needed_by="optimizer.kind = adamw_8bit") from error
+        logger.warning("8-bit AdamW compiles its update in the first step; on a CPU that takes up to a minute")
         groups = self.groups(named_parameters)
         optimizer: torch.optim.Optimizer = TorchaoAdamW8bit(groups, lr=self.lr, betas=self.betas, eps=self.eps)
         return optimizer

@@ -17,6 +17,7 @@ class Schedule(Part):
 
     folder: ClassVar[str] = "fullshard.schedules"
     default_kind: ClassVar[str | None] = "cosine"
+    required: ClassVar[tuple[str, ...]] = ("after_warmup or factor",)
 
     warmup: int | float = 0
     """Linear warm-up: a whole number is steps, a fraction below 1 a share of the run."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fullshard.data.base import IGNORE, Encoder, Features, Record
+from fullshard.data.records import keys_found
 from fullshard.data.tokens import collate_tokens, sample, shifted, tokenizer_of
 from fullshard.errors import DataError
 
@@ -63,16 +64,21 @@ class Text(Encoder):
                 "the record has both 'text' and 'input_ids'. Say which one to read: "
                 "data.encode = {kind: text, column: text}."
             )
+        null = [key for key in wanted if key in record]
+        if null:
+            raise DataError(
+                f"{' and '.join(map(repr, null))} {'is' if len(null) == 1 else 'are'} null in the record. Give it a "
+                "text, or take the record out."
+            )
         raise DataError(
-            f"no {' or '.join(map(repr, wanted))} in the record. Keys found: {', '.join(map(repr, record)) or 'none'}. "
-            f"Accepted: {FORMS}. For another column set data.encode = {{kind: text, column: NAME}}."
+            f"no {' or '.join(map(repr, wanted))} in the record. {keys_found(record)} Accepted: {FORMS}. For another column set data.encode = {{kind: text, column: NAME}}."
         )
 
 
 def _text(record: Record, column: str) -> str:
     value = record[column]
     if not isinstance(value, str):
-        raise DataError(f"{column!r} must be a string, found {type(value).__name__}.")
+        raise DataError(f"{column!r} must be a string, found {type(value).__name__}: {str(value)[:40]}.")
     return value
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from fullshard.data.base import Record, Records, Source
 from fullshard.data.order import MIXTURE, generator
-from fullshard.data.records import combine, origins
+from fullshard.data.records import combine, counted, origins
 from fullshard.part import Section
 
 
@@ -51,7 +51,7 @@ class Mixture(Source):
         order = rng.permutation(total)
         settings = f"{self.seed} {total} {[part.percent for part in self.parts]}"
         notes = [
-            f"mixture: {part.percent:g} % = {count:,} records from source {number}, "
+            f"mixture: {part.percent:g} % = {counted(count, 'record')} from source {number}, "
             + (f"repeated {count / len(records):.3g} times" if count >= len(records) else "subsampled")
             + f" ({count:,} of {len(records):,})"
             for number, (part, records, count) in enumerate(zip(self.parts, opened, counts, strict=True), start=1)
