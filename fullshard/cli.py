@@ -56,7 +56,17 @@ def main() -> None:
     """The `fullshard` command."""
     # As under `python -m`: `kind: my_parts.Thing` finds my_parts.py in the current folder.
     sys.path.insert(0, os.getcwd())
+    _follow_launcher()
     app(prog_name="fullshard")
+
+
+def _follow_launcher() -> None:
+    """A rank that fullshard has started ends with its launcher; processes that the rank starts are its own matter."""
+    from fullshard.launch.base import STARTED_BY
+    from fullshard.signals import end_with
+
+    if launcher := os.environ.pop(STARTED_BY, None):
+        end_with(int(launcher))
 
 
 def tell(error: FullshardError) -> None:

@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +122,8 @@ def execute(reading: Reading, *, resume: str) -> Result:
             world = worlds.join(
                 device=recipe.topology.device, backend=recipe.topology.backend, timeout_s=recipe.topology.timeout_s
             )
-            return _run(reading, ground, world, resume=resume, console=console)
+            with _claimed(recipe, world, console=console):
+                return _run(reading, ground, world, resume=resume, console=console)
     finally:
         console.close()
         worlds.leave()
@@ -173,6 +177,36 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
     return result
 
 
+@contextlib.contextmanager
+def _claimed(recipe: Recipe, world: World, *, console: Console) -> Iterator[None]:
+    """Keeps every other run out of the run folder; rank 0 holds the lock, and all ranks hear when it cannot be had."""
+    from fullshard.dist import reduce
+
+    with contextlib.ExitStack() as held:
+        problem: str | None = None
+        if world.is_main:
+            try:
+                recipe.output.mkdir(parents=True, exist_ok=True)
+                held.enter_context(files.claim(recipe.folder))
+            except CheckpointError as error:
+                problem = str(error)
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    console.warn(f"{recipe.output} has no file locks: see that no other run uses {recipe.folder}.")
+                else:
+                    problem = _unwritable(recipe, error)
+        if problem := reduce.from_main(problem):
+            raise CheckpointError(problem)
+        yield
+
+
+def _unwritable(recipe: Recipe, error: OSError) -> str:
+    return (
+        f"output = {str(recipe.output)!r}: the run folder {recipe.folder} cannot be made or written there "
+        f"({error.strerror or error}). Choose a folder that you may write to: output=DIR, or --output DIR."
+    )
+
+
 def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tuple[Path | None, bool]:
     """The checkpoint to go on from and whether a model was exported, as rank 0 sees it. Starting over moves an earlier
     run aside."""
@@ -185,8 +219,10 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tu
                 console.say(f"Starting over: the earlier run is kept in {aside}.")
             found = files.find(recipe.folder, resume), (recipe.folder / "model").exists(), None
             recipe.folder.mkdir(parents=True, exist_ok=True)
-        except (CheckpointError, OSError) as error:
+        except CheckpointError as error:
             found = None, False, str(error)
+        except OSError as error:
+            found = None, False, _unwritable(recipe, error)
     checkpoint, exported, problem = reduce.from_main(found)
     if problem:
         raise CheckpointError(problem)

@@ -2,16 +2,34 @@
 
 Other signals may come twice for one wish: schedulers signal every process of a job, and the launcher passes its own on.
 
-Must not know ranks or what is done about the wish.
+A process that was started for another one can end with it. Must not know ranks or what is done about the wish.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 import threading
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(starter: int) -> None:
+    """Asks for SIGTERM when the process that started this one ends, even by SIGKILL; Linux only, nothing elsewhere.
+
+    Until somebody listens, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to return,
+    and what it then prints is of no use beside the word of the starter."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        try:
+            os.kill(starter, 0)
+        except ProcessLookupError:  # it ended before we asked
+            signal.raise_signal(signal.SIGTERM)
 
 
 class StopSignals:

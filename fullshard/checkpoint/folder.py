@@ -6,13 +6,18 @@ Must not know what a checkpoint holds, nor import torch.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import socket
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fullshard.errors import CheckpointError
 
@@ -140,6 +145,29 @@ def check(checkpoint: Path) -> None:
                 f"{checkpoint / name} is {size}, and was written with {entry['size_bytes']:,} bytes: the checkpoint is "
                 "damaged. Resume from another one: --resume RUN/checkpoint-STEP."
             )
+
+
+def claim(run: Path) -> IO[str]:
+    """Takes the run folder for this process until the file returned is closed, or the process ends in whatever way.
+
+    The lock lies beside the folder, because the folder may be moved aside. It is a record lock, and not one of
+    `filelock`: loader processes that are forked must not keep it when this one was killed. A file system without locks
+    raises OSError with ENOLCK, ENOSYS or EOPNOTSUPP."""
+    file = run.with_name(f".{run.name}.lock").open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        with file:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+        raise CheckpointError(f"{run} is in use by {holder}. Wait for it, stop it, or choose another name.") from None
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+        file.flush()
+    return file
 
 
 def set_aside(run: Path) -> Path | None:

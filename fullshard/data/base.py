@@ -64,6 +64,7 @@ class Source(Part):
 
     folder: ClassVar[str] = "fullshard.data.sources"
     default_kind: ClassVar[str | None] = "files"
+    required: ClassVar[tuple[str, ...]] = ("open",)
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -78,6 +79,7 @@ class Encoder(Part):
     """Turns a record into features."""
 
     folder: ClassVar[str] = "fullshard.data.encode"
+    required: ClassVar[tuple[str, ...]] = ("encode or encode_many", "collate")
     divisible: ClassVar[bool] = False
     """Whether a sample may be cut anywhere and go on in another row, as running text may; others are packed whole."""
 

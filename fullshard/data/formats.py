@@ -20,15 +20,17 @@ from fullshard.data.records import Listed, combine, digest
 from fullshard.errors import DataError
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
-PIECE_CHARACTERS = 64 * 1024
-"""The most text that one record of a txt file holds."""
+PIECES = 20
+"""Text files together give at least so many records, so that some can be kept for validation."""
+SHORTEST_CHARACTERS, PIECE_CHARACTERS = 1024, 64 * 1024
+"""A txt file is not cut below the first for the sake of `PIECES`; the second is the most that one record holds."""
 
 _BOM = b"\xef\xbb\xbf"
 _NEWLINE, _SPACE = 10, 32
 
 
-def open_file(path: Path) -> Records:
-    """The records of one file, by its suffix."""
+def open_file(path: Path, *, pieces: int = PIECES) -> Records:
+    """The records of one file, by its suffix; of a txt file at least `pieces`, unless it is very short."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise DataError(
@@ -43,7 +45,7 @@ def open_file(path: Path) -> Records:
         if suffix == ".json":
             return _json(path)
         if suffix == ".txt":
-            return TextPieces(path)
+            return TextPieces(path, pieces=pieces)
         if suffix == ".parquet":
             return Parquet(path)
         return _table(path, delimiter="\t" if suffix == ".tsv" else ",")
@@ -139,13 +141,17 @@ def _json(path: Path) -> Records:
 
 
 class TextPieces:
-    """A plain text: one document, cut at line ends into pieces of at most `PIECE_CHARACTERS`."""
+    """A plain text, in order: cut at line ends into at least `pieces` records of 1 KiB to 64 KiB characters.
 
-    def __init__(self, path: Path) -> None:
+    A line is cut, between words, only where its end would leave a record less than half full. A text too short for so
+    many records of 1 KiB gives fewer."""
+
+    def __init__(self, path: Path, *, pieces: int = PIECES) -> None:
         self._path = path
-        pieces = np.array(list(_pieces(path)), dtype=np.int64)
-        self._starts, self._lines = pieces[:-1, 0], pieces[:-1, 1]
-        self._ends = pieces[1:, 0]
+        self._limit = _limit(path, pieces)
+        places = np.array(list(_pieces(path, limit=self._limit)), dtype=np.int64)
+        self._starts, self._lines = places[:-1, 0], places[:-1, 1]
+        self._ends = places[1:, 0]
         if not any(self._text(index).strip() for index in range(len(self))):
             raise DataError(f"{path}: the file has only white space. Put text into it or take it out of the list.")
 
@@ -164,10 +170,19 @@ class TextPieces:
         return f"{self._path}:{self._lines[index]}"
 
     def fingerprint(self) -> str:
-        return combine("txt", str(PIECE_CHARACTERS), digest(self._path))
+        return combine("txt", str(self._limit), digest(self._path))
 
 
-def _pieces(path: Path) -> Iterator[tuple[int, int]]:
+def _limit(path: Path, pieces: int) -> int:
+    """The most characters of one record."""
+    # A character has at most four bytes, so a large file has enough pieces of the full size; others are counted.
+    if path.stat().st_size >= 4 * pieces * PIECE_CHARACTERS:
+        return PIECE_CHARACTERS
+    characters = len(path.read_bytes().decode("utf-8", errors="replace"))
+    return min(PIECE_CHARACTERS, max(SHORTEST_CHARACTERS, characters // pieces))
+
+
+def _pieces(path: Path, *, limit: int) -> Iterator[tuple[int, int]]:
     """Byte and line at which each piece starts, and the end of the file last."""
     with open(path, "rb") as file:
         at, held, number = (3 if file.read(3) == _BOM else 0), 0, 0
@@ -175,15 +190,18 @@ def _pieces(path: Path) -> Iterator[tuple[int, int]]:
         yield at, 1
         for number, raw in enumerate(file, start=1):
             line = _utf8(raw, where=f"{path}:{number}")
-            if held and held + len(line) > PIECE_CHARACTERS:
+            begin = 0
+            while held + len(line) - begin > limit:
+                # At the line end; where that leaves less than half a piece, after a space or where the limit falls.
+                if held < limit // 2:
+                    room = limit - held
+                    cut = line.rfind(" ", begin + room // 2, begin + room) + 1 or begin + room
+                    at += len(line[begin:cut].encode())
+                    begin = cut
                 yield at, number
                 held = 0
-            # A line that is too long by itself is cut where the limit falls.
-            for cut in range(PIECE_CHARACTERS, len(line), PIECE_CHARACTERS):
-                yield at + len(line[:cut].encode()), number
-                held = -cut
-            held += len(line)
-            at += len(raw)
+            held += len(line) - begin
+            at += len(line[begin:].encode())
         yield at, number
 
 

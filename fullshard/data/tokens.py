@@ -19,9 +19,9 @@ def tokenizer_of(processor: Any, *, needed_by: str) -> Any:
     tokenizer = getattr(processor, "tokenizer", processor)
     if tokenizer is None:
         raise RecipeError(
-            f"model.tokenizer: the data is {needed_by}, which needs a tokenizer, but the model brings none. Train one on "
-            "the data with model.tokenizer={train: {vocab_size: 8192}}, or name a folder or a model of the Hugging Face "
-            "hub that has one."
+            f"model.tokenizer: the data is {needed_by}, which needs a tokenizer, but the model brings none. Train one "
+            "on the data with model.tokenizer={train: {vocab_size: 8192}}, or name a folder or a model of the Hugging "
+            "Face hub that has one."
         )
     return tokenizer
 

@@ -45,6 +45,7 @@ class Evaluation(Part):
     """Something to find out about the model at each validation."""
 
     folder: ClassVar[str] = "fullshard.evaluate"
+    required: ClassVar[tuple[str, ...]] = ("run",)
 
     @classmethod
     def from_short(cls, value: Any) -> Any:

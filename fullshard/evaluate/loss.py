@@ -21,16 +21,19 @@ class Loss(Evaluation):
             return Findings()
         sums: dict[str, torch.Tensor] = {}
         with torch.no_grad(), inputs.bar(inputs.num_batches) as bar:
-            for batch in inputs.batches():
+            for done, batch in enumerate(inputs.batches(), start=1):
                 count = inputs.objective.count(batch)
                 terms = inputs.objective.loss(inputs.model, to_device(batch, inputs.device), inputs.aux)
                 for name, pair in sum_terms([terms], count, inputs.device).items():
                     sums[name] = sums[name] + pair if name in sums else pair
-                bar.advance(float(sums["loss"][0] / sums["loss"][1].clamp(min=1)))
-        numbers = {}
-        for name in sorted(sums):
-            total, count_all = inputs.sum_over_ranks(sums[name]).tolist()
-            numbers[name] = total / max(count_all, 1)
+                if done < inputs.num_batches:
+                    bar.advance(float(sums["loss"][0] / sums["loss"][1].clamp(min=1)))
+            numbers = {}
+            for name in sorted(sums):
+                total, count_all = inputs.sum_over_ranks(sums[name]).tolist()
+                numbers[name] = total / max(count_all, 1)
+            # On its way the bar shows this rank's own average; it ends with that of all ranks.
+            bar.advance(numbers["loss"])
         return Findings(numbers | inputs.objective.derived(numbers))
 
 

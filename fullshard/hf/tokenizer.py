@@ -5,6 +5,7 @@ Must not know models, data sources or ranks.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from fullshard.errors import DataError, RecipeError
+from fullshard.errors import DataError, RecipeError, SetupError
 from fullshard.part import Section
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -55,8 +56,17 @@ def train_tokenizer(texts: Iterable[str], settings: TokenizerTraining, *, folder
     from filelock import FileLock
     from transformers import PreTrainedTokenizerFast
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    if folder.is_dir():
+        return
+    with contextlib.ExitStack() as held:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(f"{folder}.lock"))
+        except OSError as error:
+            raise SetupError(
+                f"{folder.parent}: the trained tokenizer cannot be kept here: {error.strerror or error}. Set "
+                "data.cache or the variable FULLSHARD_CACHE to a folder that you may write to."
+            ) from error
         if folder.is_dir():
             return
         tokenizer = PreTrainedTokenizerFast(

@@ -11,6 +11,9 @@ from typing import ClassVar
 
 from fullshard.part import Part
 
+STARTED_BY = "FULLSHARD_STARTED_BY"
+"""The variable with the process id of the launcher; a rank that finds it ends when that process does."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -32,6 +35,7 @@ class Launcher(Part):
 
     folder: ClassVar[str] = "fullshard.launch"
     default_kind: ClassVar[str | None] = "local"
+    required: ClassVar[tuple[str, ...]] = ("start",)
 
     def start(self, command: Sequence[str], ranks: Ranks) -> int:
         """Runs `command` once per rank with the torchrun variables set; returns the exit code of the run."""

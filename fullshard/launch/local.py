@@ -21,7 +21,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
-from fullshard.launch.base import Launcher, Ranks
+from fullshard.launch.base import STARTED_BY, Launcher, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -56,7 +56,7 @@ class Local(Launcher):
 def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks' environment needs beside the variables of the agent."""
     # The agent only handles the signal named here; all others stay with `_signals_passed_on`.
-    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT"}
+    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid())}
     if "OMP_NUM_THREADS" not in environ:
         changed["OMP_NUM_THREADS"] = str(max(1, _num_cores() // ranks.per_node))
     if ranks.device_ids is not None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 PHASES = ("data", "compute", "log", "evaluate", "save")
+ADVICE_STEPS = 10
+"""Measured steps that the advice about data wait rests on: a few steps say little, the first of them least."""
 PAUSES = ("evaluate", "save")
 """Phases that are not training: they count for the run's length, never for tokens per second."""
 
@@ -26,6 +28,15 @@ class _Window:
     steps: int = 0
     tokens: int = 0
     time: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """Measured steps that no advice rests on yet."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
 
 
 class Meters:
@@ -56,7 +67,7 @@ class Meters:
         self._began = clock() - seconds
         self._warmup = warmup
         self._window = _Window(clock())
-        self._data_wait = 0.0
+        self._heard = _Heard()
         self._windows_quiet: int | None = None
 
     @property
@@ -119,26 +130,33 @@ class Meters:
     def _rates(self) -> dict[str, float]:
         window = self._window
         seconds = self._clock() - window.began - sum(window.time.get(name, 0.0) for name in PAUSES)
-        self._data_wait = 0.0
         if window.steps == 0 or seconds <= 0:
             return {}
         rates = {"tokens_per_second": round(window.tokens / seconds, 2)}
         if self._flops_per_token and self._peak_flops:
             flops = window.tokens / seconds * self._flops_per_token
             rates["mfu"] = round(flops / (self._peak_flops * self._ranks), 4)
-        self._data_wait = window.time.get("data", 0.0) / seconds
-        rates["data_wait"] = round(self._data_wait, 4)
+        waited = window.time.get("data", 0.0)
+        rates["data_wait"] = round(waited / seconds, 4)
+        heard = self._heard
+        self._heard = _Heard(heard.steps + window.steps, heard.seconds + seconds, heard.waited + waited)
         return rates
 
     def advice(self, *, workers: int | None = None, every: int = 50) -> str | None:
-        """What to say about the record just made: a line when data wait is above 5 %, once per `every` windows."""
+        """What to say about the records just made: a line when data wait is above 5 % over at least `ADVICE_STEPS`
+        measured steps, once per `every` windows."""
         if self._windows_quiet is not None:
             self._windows_quiet += 1
-        if self._data_wait <= 0.05 or (self._windows_quiet is not None and self._windows_quiet < every):
+        if self._heard.steps < ADVICE_STEPS:
+            return None
+        # Rounded as it is printed, so that the line never contradicts itself.
+        share = round(self._heard.waited / self._heard.seconds, 3)
+        self._heard = _Heard()
+        if share <= 0.05 or (self._windows_quiet is not None and self._windows_quiet < every):
             return None
         self._windows_quiet = 0
         now = "" if workers is None else f" (now {workers})"
         return (
-            f"{self._data_wait:.0%} of the step time is spent waiting for data, more than 5%: the device stands idle. "
+            f"{100 * share:.3g}% of the step time is spent waiting for data, more than 5%: the device stands idle. "
             f"Raise data.workers{now}, or put the data on a faster disk."
         )

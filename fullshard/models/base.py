@@ -33,6 +33,7 @@ class Family(Part):
 
     folder: ClassVar[str] = "fullshard.models"
     default_kind: ClassVar[str | None] = "hf"
+    required: ClassVar[tuple[str, ...]] = ("build",)
     forward_methods: ClassVar[tuple[str, ...]] = ()
     """Methods of the module, besides `forward`, that an objective calls."""
 

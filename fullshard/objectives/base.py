@@ -34,6 +34,7 @@ class Objective(Part):
 
     folder: ClassVar[str] = "fullshard.objectives"
     default_kind: ClassVar[str | None] = "causal_lm"
+    required: ClassVar[tuple[str, ...]] = ("count", "loss")
     needs: ClassVar[tuple[str, ...]] = ()
     """The batch keys it reads."""
     numbers: ClassVar[tuple[str, ...] | None] = None

@@ -22,6 +22,7 @@ class Optimizer(Part):
 
     folder: ClassVar[str] = "fullshard.optim"
     default_kind: ClassVar[str | None] = "adamw"
+    required: ClassVar[tuple[str, ...]] = ("open",)
 
     lr: float = Field(3e-4, gt=0)
     """The base learning rate; the schedule multiplies it."""

@@ -25,7 +25,10 @@ class Schedule(Part):
     @field_validator("warmup", mode="before")
     @classmethod
     def _warmup_in_range(cls, value: Any) -> Any:
-        number = float(value)
+        try:
+            number = float("" if isinstance(value, bool) else value)
+        except (TypeError, ValueError):
+            number = -1
         if number < 0 or (number > 1 and number != int(number)):
             raise ValueError("warm-up is a number of steps (0, 100) or a share of the run (0.03)")
         return int(number) if number >= 1 or number == 0 else number

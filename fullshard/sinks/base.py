@@ -27,6 +27,7 @@ class Sink(Part):
     """A place for a run's numbers."""
 
     folder: ClassVar[str] = "fullshard.sinks"
+    required: ClassVar[tuple[str, ...]] = ("open",)
 
     @classmethod
     def from_short(cls, value: Any) -> Any:

@@ -140,7 +140,9 @@ def command(output: Path, *words: str, steps: int = 3) -> str:
 
 
 def contents(folder: Path) -> dict[str, str]:
+    """Every file but the lock, which says who used the folder last."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    files = [path for path in files if path.suffix != ".lock"]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

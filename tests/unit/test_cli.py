@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fullshard.run
 from fullshard import builtin
-from fullshard.cli import OPTIONS, app
+from fullshard.cli import OPTIONS, app, main
 from fullshard.errors import NumericalError, RecipeError
 from fullshard.launch.base import Ranks
 from fullshard.read import Reading
@@ -281,3 +281,14 @@ def test_shell_completion_offers_recipes_and_presets() -> None:
     assert "r.yaml" in completed("fullshard train r")
     assert "multi_node_ddp" in completed("fullshard train quickstart --preset multi")
     assert "train" in completed("fullshard tr")
+
+
+def test_a_rank_of_our_launcher_follows_it_and_its_own_children_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[int] = []
+    monkeypatch.setattr("fullshard.signals.end_with", followed.append)
+    monkeypatch.setattr(sys, "argv", ["fullshard", "--version"])
+    monkeypatch.setenv("FULLSHARD_STARTED_BY", "12")
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            main()
+    assert followed == [12]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+import fullshard
 from fullshard import builtin
 from fullshard.errors import RecipeError
 from fullshard.part import plain
@@ -29,8 +31,21 @@ class Small(Family):
     lora: Lora | None = None
     config: dict[str, Any] = Field(default_factory=dict)
 
+    def build(self, *, processor):
+        pass
+
 class Stairs(Schedule):
     height: float = 0.5
+
+    def after_warmup(self, step, total):
+        return self.height
+
+class Flat(Schedule):
+    rate: float = 1.0
+
+class Whole(Schedule):
+    def factor(self, step, total):
+        return 1.0
 """
 
 
@@ -395,3 +410,81 @@ def test_every_preset_decodes_and_says_what_it_is_for(name: str) -> None:
 def test_every_built_in_recipe_decodes_and_says_what_it_is_for(name: str) -> None:
     assert read(name).source == f"built-in recipe {name}"
     assert len(builtin.sentence(builtin.recipes()[name])) > 40
+
+
+# What a newcomer runs into
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optimizer.lr=true", "optimizer.lr = true: it must be a number."),
+        ("optimizer.betas=[true, 0.9]", "optimizer.betas[0] = true: it must be a number."),
+        ("batch.per_device=true", "batch.per_device = true: it must be a whole number."),
+        ("batch.accumulate=false", "batch.accumulate = false: it must be a whole number."),
+        ("topology.devices=[0, true]", "topology.devices[1] = true: it must be a whole number."),
+        ("duration.epochs=yes", "duration.epochs = true: it must be a number."),
+        ("schedule.warmup=true", "schedule.warmup = true: it must be a number."),
+    ],
+)
+def test_true_is_no_number(setting: str, message: str) -> None:
+    assert error_of(MINIMAL, setting) == f"command line: {message}"
+
+
+def test_a_warm_up_that_is_no_number_is_refused_in_words() -> None:
+    for value in ("[1]", "soon", "-1"):
+        assert "warm-up is a number of steps (0, 100) or a share of the run (0.03)" in error_of(
+            MINIMAL, f"schedule.warmup={value}"
+        )
+
+
+def test_a_star_on_the_command_line_needs_quotes() -> None:
+    assert error_of(MINIMAL, "model.config=[*, a.*]").endswith("""model.config='["*", a.*]'.""")
+    assert load(MINIMAL, 'data.train=["*"]').data.train.path == ["*"]  # type: ignore[attr-defined]
+    assert "not complete" in error_of(MINIMAL, "model.config=[a*")
+
+
+def test_two_keys_that_exclude_each_other_on_one_command_line() -> None:
+    message = error_of(MINIMAL, "duration.epochs=2", "duration.steps=5")
+    assert message == "command line: duration.epochs and duration.steps exclude each other. Give one of them."
+    assert load(MINIMAL, "duration.epochs=null", "duration.steps=5").duration.steps == 5
+
+
+def test_a_word_that_begins_with_the_key_is_a_hint() -> None:
+    lora = {**MINIMAL, "model": {"kind": "own_parts.Small", "lora": {}}}
+    assert "model.lora.rank is not a known key (did you mean 'r'?)" in error_of(lora, "model.lora.rank=8")
+    assert "model.lora.x is not a known key. Known here: dropout, r." in error_of(lora, "model.lora.x=8")
+
+
+def test_a_part_without_a_method_of_its_contract_is_refused() -> None:
+    message = error_of(MINIMAL, "schedule.kind=own_parts.Flat")
+    assert "schedule.kind = 'own_parts.Flat': the class has no method after_warmup or factor" in message
+    assert "fullshard.schedules.base" in message
+    assert load(MINIMAL, "schedule.kind=own_parts.Whole").schedule.factor(0, 1) == 1.0
+
+
+def test_every_contract_names_methods_that_it_has() -> None:
+    contracts = [fullshard.Encoder, fullshard.Evaluation, fullshard.Family, fullshard.Launcher, fullshard.Objective]
+    contracts += [fullshard.Optimizer, fullshard.Schedule, fullshard.Sink, fullshard.Source]
+    for contract in contracts:
+        assert contract.required
+        for name in " or ".join(contract.required).split(" or "):
+            assert callable(getattr(contract, name))
+
+
+def test_a_class_of_this_session_is_not_handed_to_other_ranks(tmp_path: Path) -> None:
+    from fullshard.schedules.base import Schedule
+
+    class Local(Schedule):
+        def after_warmup(self, step: int, total: int) -> float:
+            return 1.0
+
+    reading = read(MINIMAL)
+    hand_on(reading, tmp_path / "handed.yaml")
+    for name in (Local.__qualname__, "Local"):
+        Local.__qualname__ = name
+        Local.__module__ = "__main__" if name == "Local" else __name__
+        mine = dataclasses.replace(reading, recipe=reading.recipe.model_copy(update={"schedule": Local()}))
+        with pytest.raises(RecipeError, match=r"schedule.kind = '.*Local': this class lives in this session only"):
+            hand_on(mine, tmp_path / "other.yaml")
+    assert not (tmp_path / "other.yaml").exists()

@@ -1,6 +1,7 @@
 """Conversations and question-answer pairs, learned on the answers only.
 
-A record is `messages`, or one of the pair forms in `PAIRS`. The tokenizer's chat template lays it out, or a plain one.
+A record is `messages`, `conversations`, `instruction` with `input` and `output`, or one of the pairs in `PAIRS`. The
+tokenizer's chat template lays it out, or a plain one.
 Must not know files or ranks.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fullshard.data.base import Encoder, Features, Record
+from fullshard.data.records import keys_found
 from fullshard.data.tokens import collate_tokens, sample, shifted, tokenizer_of
 from fullshard.errors import DataError
 
@@ -29,9 +31,12 @@ PAIRS = (
     ("problem statement", "solution"),
 )
 """Question and answer columns that are understood without being named."""
-FORMS = 'chat: {"messages": [{"role": "user", "content": "..."}, ...]}, or a pair of ' + ", ".join(
-    f"{question}/{answer}" for question, answer in PAIRS
-)
+INSTRUCTED = (["instruction", "input"], "output")
+"""The columns of a question in two parts, the second of which may be empty, and of its answer."""
+FORMS = (
+    'chat: {"messages": [{"role": "user", "content": "..."}, ...]}, {"conversations": [{"from": "human", "value": '
+    '"..."}, ...]}, instruction/input/output, or a pair of '
+) + ", ".join(f"{question}/{answer}" for question, answer in PAIRS)
 PLAIN = (
     "{% if bos_token is defined and bos_token != eos_token %}{{ bos_token }}{% endif %}"
     "{% for message in messages %}"
@@ -47,6 +52,8 @@ PLAIN = (
 _KNOWN = frozenset(key for pair in PAIRS for key in pair)
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
 _ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+_LISTS = {"messages": ("role", "content"), "conversations": ("from", "value")}
+"""Columns that hold a whole conversation, and what their entries call the speaker and the text."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Message = dict[str, str]
@@ -69,7 +76,7 @@ class Chat(Encoder):
     template: Literal["auto", "plain"] = "auto"
     """auto: the tokenizer's chat template where it has one; plain: `User: ...`, `Assistant: ...`."""
     train_on: Literal["answers", "all"] = "answers"
-    """Learn the answers (the assistant's text and its end-of-turn token), or every token."""
+    """Learn the answers (the assistant's text and its end-of-turn token; never a blank answer), or every token."""
     question: str | list[str] | None = None
     """The column of the question, or several to be joined by an empty line; null: one of the known pairs."""
     answer: str | None = None
@@ -79,7 +86,7 @@ class Chat(Encoder):
     def accepts(record: Record) -> bool:
         """Whether a record has one of this encoder's forms."""
         keys = {key for key, value in record.items() if value is not None}
-        return "messages" in keys or any(keys >= set(pair) for pair in PAIRS)
+        return bool(keys & _LISTS.keys()) or _is_instructed(record) or any(keys >= set(pair) for pair in PAIRS)
 
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
         return self.encode_many([record], processor, length=length)[0]
@@ -99,6 +106,13 @@ class Chat(Encoder):
         samples = iter(self._tokenise(flat, tokenizer))
         return [[next(samples) for _ in several] for several in layouts]
 
+    def notes(self, processor: Any) -> list[str]:
+        tokenizer = tokenizer_of(processor, needed_by="chat")
+        if not self._is_plain(tokenizer):
+            return ["chat template: the tokenizer's own"]
+        why = "as data.encode says" if self.template == "plain" else "the tokenizer has none"
+        return [f"chat template: plain (User: ... / Assistant: ...), {why}"]
+
     def leave_on(self, processor: Any) -> None:
         tokenizer = tokenizer_of(processor, needed_by="chat")
         if self._is_plain(tokenizer):
@@ -115,10 +129,13 @@ class Chat(Encoder):
 
     def conversation(self, record: Record) -> list[Message]:
         """The record as messages of system, user and assistant."""
-        if self.question is None and self.answer is None and record.get("messages") is not None:
-            if any(all(record.get(key) is not None for key in pair) for pair in PAIRS):
-                raise DataError(f"the record has 'messages' and a pair as well. {_choose(record)}")
-            messages = _messages(record["messages"])
+        lists = [key for key in _LISTS if record.get(key) is not None]
+        if self.question is None and self.answer is None and lists:
+            if len(lists) > 1:
+                raise DataError(f"the record has both {' and '.join(map(repr, lists))}. Keep one of them.")
+            if any(all(record.get(key) is not None for key in pair) for pair in PAIRS) or _is_instructed(record):
+                raise DataError(f"the record has {lists[0]!r} and a pair as well. {_choose(record)}")
+            messages = _messages(record[lists[0]], column=lists[0])
         else:
             questions, answer = self._columns(record)
             parts = [_string(record, column) for column in questions]
@@ -142,11 +159,13 @@ class Chat(Encoder):
                 raise DataError(f"no {', '.join(map(repr, missing))} in the record. {_choose(record)}")
             return [key for key in questions if record[key] is not None], self.answer
         present = {key for key in _KNOWN if record.get(key) is not None}
+        # An empty column says nothing, so it does not make the choice ambiguous.
+        spoken = {key for key in present if str(record[key]).strip()}
+        if _is_instructed(record) and spoken <= {*INSTRUCTED[0], INSTRUCTED[1]}:
+            return [key for key in INSTRUCTED[0] if key in spoken], INSTRUCTED[1]
         pairs = [pair for pair in PAIRS if set(pair) <= present]
         if not pairs:
             raise DataError(f"no conversation found in the record. {_choose(record)}")
-        # An empty column says nothing, so it does not make the choice ambiguous.
-        spoken = {key for key in present if str(record[key]).strip()}
         fitting = [pair for pair in pairs if spoken <= set(pair)]
         if len(fitting) != 1:
             raise DataError(f"it is not clear which columns are question and answer. {_choose(record)}")
@@ -181,9 +200,14 @@ class Chat(Encoder):
 
 def _choose(record: Record) -> str:
     return (
-        f"Keys found: {', '.join(map(repr, record)) or 'none'}. Accepted: {FORMS}. For other columns set "
-        "data.encode = {kind: chat, question: COLUMN, answer: COLUMN}."
+        f"{keys_found(record)} Accepted: {FORMS}. For other columns set data.encode = "
+        " {kind: chat, question: COLUMN, answer: COLUMN}."
     )
+
+
+def _is_instructed(record: Record) -> bool:
+    questions, answer = INSTRUCTED
+    return {*questions, answer} <= record.keys() and None not in (record[questions[0]], record[answer])
 
 
 def _string(record: Record, key: str) -> str:
@@ -195,22 +219,23 @@ def _string(record: Record, key: str) -> str:
     return value
 
 
-def _messages(value: Any) -> list[Message]:
+def _messages(value: Any, *, column: str) -> list[Message]:
+    speaker, said = _LISTS[column]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError("'messages' must be a list of at least one {role, content}.")
+        raise DataError(f"{column!r} must be a list of at least one {{{speaker}, {said}}}.")
     messages = []
     for number, entry in enumerate(value, start=1):
-        if not isinstance(entry, Mapping) or "role" not in entry or "content" not in entry:
+        if not isinstance(entry, Mapping) or speaker not in entry or said not in entry:
             found = ", ".join(map(repr, entry)) if isinstance(entry, Mapping) else type(entry).__name__
-            raise DataError(f"message {number} must have 'role' and 'content', found {found}.")
-        role = _ALIASES.get(entry["role"], entry["role"])
+            raise DataError(f"message {number} must have {speaker!r} and {said!r}, found {found}.")
+        role = _ALIASES.get(str(entry[speaker]), str(entry[speaker]))
         if role not in _ROLES:
             raise DataError(
-                f"message {number} has the role {entry['role']!r}. Allowed: {', '.join((*_ROLES, *_ALIASES))}."
+                f"message {number} has the role {entry[speaker]!r}. Allowed: {', '.join((*_ROLES, *_ALIASES))}."
             )
-        if not isinstance(entry["content"], str):
-            raise DataError(f"message {number}: 'content' must be a string, found {type(entry['content']).__name__}.")
-        messages.append({"role": role, "content": entry["content"]})
+        if not isinstance(entry[said], str):
+            raise DataError(f"message {number}: {said!r} must be a string, found {type(entry[said]).__name__}.")
+        messages.append({"role": role, "content": entry[said]})
     return messages
 
 
@@ -236,12 +261,16 @@ def _layouts(messages: list[Message], tokenizer: Any, template: str) -> list[_La
     """The conversation as one text; or as one text for each answer, when the template rewrites earlier turns."""
     whole, marked = _render(messages, tokenizer, template)
     if _GENERATION.search(template):
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        # A blank answer would teach the model to say nothing.
+        if len(marked) == len(answers):
+            marked = [span for span, answer in zip(marked, answers, strict=True) if answer.strip()]
         return [_Layout(whole, marked, marked=True)]
     spans: list[Span] = []
     apart: list[_Layout] = []
     for turn, message in enumerate(messages):
-        # An answer to nothing, at the very start, has no prompt and is context.
-        if message["role"] == "assistant" and turn > 0:
+        # An answer to nothing, at the very start, has no prompt and is context; a blank one says nothing.
+        if message["role"] == "assistant" and turn > 0 and message["content"].strip():
             answered = _render(messages[: turn + 1], tokenizer, template)[0]
             spans.append((_answer_start(messages[:turn], answered, tokenizer, template), len(answered)))
             apart.append(_Layout(answered, spans[-1:], marked=False))

@@ -71,7 +71,8 @@ class Text(Encoder):
                 "text, or take the record out."
             )
         raise DataError(
-            f"no {' or '.join(map(repr, wanted))} in the record. {keys_found(record)} Accepted: {FORMS}. For another column set data.encode = {{kind: text, column: NAME}}."
+            f"no {' or '.join(map(repr, wanted))} in the record. {keys_found(record)} Accepted: {FORMS}. "
+            f"For another column set data.encode = {{kind: text, column: NAME}}."
         )
 
 

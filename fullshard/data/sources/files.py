@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.data.base import Records, Source
-from fullshard.data.formats import SUFFIXES, open_file
+from fullshard.data.formats import PIECES, SUFFIXES, open_file
 from fullshard.data.records import ArrowRecords, Joined
 from fullshard.errors import DataError
 
@@ -20,7 +20,8 @@ class Files(Source):
     """Files on disk, in the order given; the files of a folder or pattern in the order of their names."""
 
     path: str | list[str]
-    """A file (.jsonl, .json, .txt, .csv, .tsv, .parquet), a folder, a glob pattern, or a list of these."""
+    """A file (.jsonl, .json, .txt, .csv, .tsv, .parquet), a folder, a glob pattern, or a list of these. Text files are
+    cut into records at line ends: of 64 KiB at most, and smaller where few files would give fewer than 20 records."""
     split: str | None = None
     """Which part of a folder: a split of a saved data set, or the files and folders whose name begins with it."""
 
@@ -29,19 +30,22 @@ class Files(Source):
         if not paths:
             raise DataError("path = [] names no file. Name at least one file or folder.")
         notes: list[str] = []
-        parts: list[Records] = []
-        for text in paths:
-            for path in _matches(text):
-                parts.extend(self._open_one(path, notes))
+        found = [file for text in paths for path in _matches(text) for file in self._found(path, notes)]
+        pieces = -(-PIECES // len(found))
+        parts = [
+            _saved_dataset(path, split=self.split) if path.is_dir() else open_file(path, pieces=pieces)
+            for path in found
+        ]
         return Joined(parts, notes=notes)
 
-    def _open_one(self, path: Path, notes: list[str]) -> list[Records]:
+    def _found(self, path: Path, notes: list[str]) -> list[Path]:
+        """The data files and saved data sets that a path stands for."""
         if _is_saved_dataset(path):
-            return [_saved_dataset(path, split=self.split)]
+            return [path]
         if path.is_file():
             if self.split is not None:
                 raise DataError(f"{path}: split = {self.split!r} needs a folder, but this is a file. Leave split out.")
-            return [open_file(path)]
+            return [path]
         found, left_out = _inside(path, split=self.split)
         if not found:
             raise DataError(
@@ -49,8 +53,9 @@ class Files(Source):
                 f"Found: {_some(left_out) or 'nothing'}. Allowed: {', '.join(SUFFIXES)}."
             )
         if left_out and self.split is None:
-            notes.append(f"{path}: {len(left_out)} files are not data and were left out ({_some(left_out)}).")
-        return [_saved_dataset(p, split=self.split) if p.is_dir() else open_file(p) for p in found]
+            said = "file is not data and was" if len(left_out) == 1 else "files are not data and were"
+            notes.append(f"{path}: {len(left_out):,} {said} left out ({_some(left_out)}).")
+        return found
 
 
 def _matches(text: str) -> list[Path]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -150,3 +153,30 @@ def test_starting_over_moves_an_earlier_run_aside(tmp_path: Path) -> None:
         assert files.set_aside(run) == tmp_path / f"run.old-{number}"
         assert not run.exists()
     assert names(tmp_path / "run.old-1") == ["checkpoint-1"]
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from fullshard.checkpoint.folder import claim
+lock = claim(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(run)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        for _ in range(2):  # being refused must not spoil what the next one reads
+            with pytest.raises(CheckpointError) as refused:
+                files.claim(run)
+            message = rf"{run} is in use by process {other.pid} on \S+ since [\d: -]+\. Wait for it, stop it, or choose"
+            assert re.match(message, str(refused.value))
+        other.kill()
+    files.claim(run).close()
+    assert str(os.getpid()) in (tmp_path / ".run.lock").read_text()
+    assert os.listdir(tmp_path) == [".run.lock"], "the lock is beside the folder, which is not made"

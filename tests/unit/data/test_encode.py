@@ -14,7 +14,7 @@ from fullshard.data.base import IGNORE, Encoder, Features
 from fullshard.data.encode.chat import PAIRS, PLAIN, Chat
 from fullshard.data.encode.text import Text
 from fullshard.data.prepare import choose_encoder
-from fullshard.errors import DataError
+from fullshard.errors import DataError, RecipeError
 from fullshard.part import decode, kinds
 
 LONG = 10_000
@@ -104,7 +104,9 @@ def test_text_faults(tokenizer: Any) -> None:
         {"body": "x", "id": 1}
     )
     assert "no 'body' in the record" in message({"text": "x"}, column="body")
-    assert "'text' must be a string, found int" in message({"text": 3})
+    assert "'text' must be a string, found int: 3" in message({"text": 3})
+    assert message({"text": None}).startswith("'text' is null in the record")
+    assert "no 'body' in the record. Keys found: 'text' (null)." in message({"text": None}, column="body")
     assert "both 'text' and 'input_ids'" in message({"text": "x", "input_ids": [1]})
     assert f"goes from 1 to 9999, but the tokenizer has the ids 0 to {len(tokenizer) - 1}" in message(
         {"input_ids": [1, 9999]}
@@ -113,7 +115,9 @@ def test_text_faults(tokenizer: Any) -> None:
     assert "'input_ids' must be a list of whole numbers" in message({"input_ids": ["a"]})
     assert "'labels' has 1 entries, but 'input_ids' has 2" in message({"input_ids": [1, 2], "labels": [1]})
     assert "'labels' holds -1; allowed are -100 and" in message({"input_ids": [1, 2], "labels": [1, -1]})
-    assert "needs a tokenizer, but the model brings none" in fault(lambda: Text().encode({"text": "x"}, None, length=9))
+    for encoder, record in ((Text(), {"text": "x"}), (Chat(), {"question": "x", "answer": "y"})):
+        with pytest.raises(RecipeError, match=r"^model\.tokenizer: .*model\.tokenizer=\{train: \{vocab_size: 8192\}\}"):
+            encoder.encode(record, None, length=9)
     chosen = one(Text(column="body").encode({"text": "no", "body": "the"}, tokenizer, length=LONG))
     assert tokenizer.decode(chosen["input_ids"]) == "the<eos>"
 
@@ -267,6 +271,47 @@ def test_columns_can_be_named(chatml: Any) -> None:
     assert Chat().conversation({"question": "x", "answer": "y", "input": ""})[0]["content"] == "x"
 
 
+@pytest.mark.parametrize(
+    ("instruction", "more", "question"),
+    [("say", "hello", "say\n\nhello"), ("say", "", "say"), ("say", None, "say"), ("", "hello", "hello")],
+)
+def test_instruction_input_and_output(instruction: str, more: str | None, question: str) -> None:
+    record = {"instruction": instruction, "input": more, "output": "there"}
+    assert isinstance(choose_encoder(record), Chat)
+    assert Chat().conversation(record) == [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "there"},
+    ]
+
+
+def test_conversations_of_from_and_value(chatml: Any) -> None:
+    speakers = {"system": "system", "user": "human", "assistant": "gpt"}
+    record = {"id": 3, "conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in CHAT]}
+    assert isinstance(choose_encoder(record), Chat)
+    assert Chat().conversation(record) == CHAT
+    features = one(Chat().encode(record, chatml, length=LONG))
+    assert features["labels"].tolist() == chatml_reference(CHAT, chatml)[1]
+
+
+@pytest.mark.parametrize("blank", ["", " \n"])
+def test_a_blank_answer_is_never_learned(chatml: Any, tokenizer: Any, blank: str) -> None:
+    half = [*CHAT[:2], {"role": "assistant", "content": blank}, *CHAT[3:]]
+    for own, said in ((chatml, " jumps\n\nover <|im_end|>"), (tokenizer, "  jumps\n\nover <eos>")):
+        nothing = one(Chat().encode({"question": "who", "answer": blank}, own, length=LONG))
+        assert (nothing["labels"] == IGNORE).all()
+        assert own.decode(learned(one(Chat().encode({"messages": half}, own, length=LONG)))) == said
+        every = one(Chat(train_on="all").encode({"question": "who", "answer": blank}, own, length=LONG))
+        assert (every["labels"][:-1] != IGNORE).all()
+
+
+def test_the_layout_is_told(chatml: Any, tokenizer: Any) -> None:
+    plain = "chat template: plain (User: ... / Assistant: ...), "
+    assert Chat().notes(tokenizer) == [plain + "the tokenizer has none"]
+    assert Chat(template="plain").notes(chatml) == [plain + "as data.encode says"]
+    assert Chat().notes(chatml) == ["chat template: the tokenizer's own"]
+    assert Text().notes(tokenizer) == []
+
+
 def test_a_conversation_without_an_answer_has_nothing_to_learn(chatml: Any) -> None:
     features = one(Chat().encode({"messages": CHAT[:2]}, chatml, length=LONG))
     assert (features["labels"] == IGNORE).all()
@@ -287,7 +332,17 @@ def test_chat_faults(chatml: Any, tokenizer_with: Callable[..., Any]) -> None:
     assert "question/answer" in nothing
     assert "problem statement/solution" in nothing
     assert "not clear which columns" in message({"question": "x", "answer": "y", "expected_answer": "z"})
-    assert "not clear which columns" in message({"instruction": "a", "input": "x", "output": "y"})
+    assert "not clear which columns" in message({"instruction": "a", "input": "x", "output": "y", "response": "z"})
+    assert "not clear which columns" in message({"instruction": "a", "input": "x", "output": "y", "question": "z"})
+    assert "Keys found: 'question', 'answer' (null)." in message({"question": "x", "answer": None})
+    shared = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
+    assert "both 'messages' and 'conversations'" in message({"messages": CHAT, "conversations": shared})
+    assert "'conversations' and a pair as well" in message({"conversations": shared, "question": "x", "answer": "y"})
+    assert "message 1 must have 'from' and 'value', found 'role', 'content'" in message({"conversations": CHAT})
+    assert "message 1 has the role 'tool'" in message({"conversations": [{"from": "tool", "value": "x"}]})
+    assert "message 1 has the role ['user']" in message({"messages": [{"role": ["user"], "content": "x"}]})
+    assert "message 1: 'value' must be a string, found int" in message({"conversations": [{"from": "gpt", "value": 1}]})
+    assert "'conversations' must be a list of at least one {from, value}" in message({"conversations": []})
     assert "'messages' and a pair as well" in message({"messages": CHAT, "question": "x", "answer": "y"})
     assert "'system' column and a system message" in message({"messages": CHAT, "system": "x"})
     assert "message 1 has the role 'tool'. Allowed: system, user, assistant, human, gpt, model" in message(

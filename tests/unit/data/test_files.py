@@ -99,8 +99,35 @@ def test_txt_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, monkeypatch
     assert max(map(len, pieces)) <= 40
     for index, piece in enumerate(pieces[:-1]):
         next_line = (pieces[index + 1].splitlines(keepends=True) or [""])[0]
-        # A cut inside a line only where it is too long alone; at a line end only where the next did not fit.
-        assert len(piece) == 40 or (piece.endswith("\n") and (len(piece) + len(next_line) > 40 or len(next_line) == 40))
+        # A cut inside a line only where its end left a piece under half full; at a line end where the next did not fit.
+        assert len(piece) == 40 or (piece.endswith("\n") and len(piece) >= 20 and len(piece + next_line) > 40)
+        assert piece.endswith("\n") or len(piece) - piece.rfind("\n") - 1 > 20
+
+
+@pytest.mark.parametrize(
+    ("size", "at_least"), [(500, 1), (3_000, 3), (21_000, 20), (100_000, 20), (1_500_000, 20), (6_000_000, 92)]
+)
+@pytest.mark.parametrize("line", ["a short line of words\n", "ein längerer Absatz 数 " * 400 + "\n", "数", "x y"])
+def test_one_text_file_gives_enough_records_to_keep_some_apart(
+    tmp_path: Path, size: int, at_least: int, line: str
+) -> None:
+    text = (line * (size // len(line) + 1))[:size]
+    pieces = [row["text"] for row in everything(write(tmp_path / "a.txt", text))]
+    assert "".join(pieces) == text
+    assert len(pieces) >= at_least
+    assert max(map(len, pieces)) <= 64 * 1024
+    # Lines and words stay whole; only the last piece may be small.
+    assert all(piece[-1] in "\n " or " " not in piece[512:] for piece in pieces[:-1])
+    assert all(len(piece) >= 512 for piece in pieces[:-1])
+
+
+def test_many_text_files_are_not_cut_for_the_sake_of_their_number(tmp_path: Path) -> None:
+    text = "a short line of words\n" * 1500
+    for number in range(20):
+        write(tmp_path / "many" / f"{number:02d}.txt", text)
+    assert [row["text"] for row in everything(str(tmp_path / "many"))] == [text] * 20
+    pair = [write(tmp_path / "few" / name, text) for name in ("a.txt", "b.txt")]
+    assert 20 <= len(everything(str(tmp_path / "few"))) == len(everything(pair)) <= 24
 
 
 def test_txt_places_name_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +149,7 @@ def test_folders_globs_and_lists(tmp_path: Path) -> None:
     write(tmp_path / "d" / ".hidden.txt", "no data")
     records = Files(path=str(tmp_path / "d")).open()
     assert [records[i]["text"] for i in range(len(records))] == ["a", "b", "c"]
-    assert records.notes == [f"{tmp_path / 'd'}: 1 files are not data and were left out (notes.md)."]
+    assert records.notes == [f"{tmp_path / 'd'}: 1 file is not data and was left out (notes.md)."]
     texts = lambda path: [row["text"] for row in everything(path)]  # noqa: E731
     assert texts(str(tmp_path / "d" / "*.txt")) == ["b"]
     assert texts(str(tmp_path / "**" / "*.[jc]s*")) == ["a", "c"]

@@ -182,7 +182,7 @@ def test_text_packed_and_not_hold_the_same_targets(tmp_path: Path, tokenizer: An
     assert packed.report[0] == "encoder: text (chosen by the keys of the first record)"
     assert packed.report[1:3] == [
         "data: 30 records gave 25 samples",
-        "data: 5 samples were dropped, they hold nothing to learn",
+        "data: 5 samples were dropped, nothing to learn; 5 with no text",
     ]
     assert rows_text in packed.report[3]
     filled = packed.train.num_tokens / (16 * len(packed.train))
@@ -194,13 +194,19 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
         {"question": "who", "answer": "you"},
         {"question": "who", "answer": "the lazy dog " * 20},
         {"question": "who are you " * 20, "answer": "you"},
+        {"question": "who", "answer": ""},
+        {"question": "who", "answer": " \n"},
     ]
     source = write_lines(tmp_path / "a.jsonl", rows)
     prepared = run(source, tmp_path / "cache", processor=chatml, length=32)
     assert isinstance(prepared.encoder, Chat)
     assert "data: 2 samples were cut at the sequence length" in prepared.report
-    assert "data: 1 samples were dropped, they hold nothing to learn" in prepared.report
-    assert "data: 3 records gave 2 samples" in prepared.report
+    assert (
+        "data: 3 samples were dropped, nothing to learn; 2 with no answer or all labels masked, "
+        "1 with all that is learned after data.sequence_length"
+    ) in prepared.report
+    assert "data: 5 records gave 2 samples" in prepared.report
+    assert prepared.report[1] == "chat template: the tokenizer's own"
     whole = Chat().encode(rows[1], chatml, length=32)[0]
     cut = run(source, tmp_path / "cache", processor=chatml, length=32, pack=False).train[1]
     assert cut["input_ids"].tolist() == whole["input_ids"][:32].tolist()
@@ -209,10 +215,49 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
     assert cut["labels"][-1] == whole["input_ids"][32]
 
 
-def test_nothing_left_is_an_error(tmp_path: Path, chatml: Any) -> None:
-    source = write_lines(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}] * 3)
-    with pytest.raises(DataError, match=r"data\.train: no sample is left of 3 records; 3 had nothing to learn"):
-        run(source, tmp_path / "cache", processor=chatml)
+@pytest.mark.parametrize(
+    ("record", "why", "remedy"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "no answer or all labels masked", "an answer"),
+        ({"input_ids": [5, 6, 7], "labels": [IGNORE] * 3}, "no answer or all labels masked", "labels that are not all"),
+        ({"question": "who are you " * 20, "answer": "x"}, "all that is learned after data", "raise data.sequence_len"),
+        ({"text": ""}, "no text", "put text into"),
+    ],
+)
+@pytest.mark.parametrize("holdout", [0.0, 0.05])
+def test_nothing_left_is_an_error_about_the_data_given(
+    tmp_path: Path, chatml: Any, record: dict[str, Any], why: str, remedy: str, holdout: float
+) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [record] * 60)
+    with pytest.raises(DataError, match=rf"^data\.train: no sample is left of 60 records, .*: 60 with {why}.*{remedy}"):
+        run(source, tmp_path / "cache", processor=chatml, holdout=holdout)
+
+
+def test_a_holdout_of_records_without_samples_is_an_error_about_it(tmp_path: Path, chatml: Any) -> None:
+    rows = [{"question": "who", "answer": ""} for _ in range(40)] + [{"question": "who", "answer": "you"}]
+    source = write_lines(tmp_path / "a.jsonl", rows)
+    with pytest.raises(DataError, match=r"^data.holdout = 0.05 leaves no sample for validation: the 41 records of"):
+        run(source, tmp_path / "cache", processor=chatml, holdout=0.05)
+
+
+def test_one_is_said_in_the_singular(tmp_path: Path, chatml: Any) -> None:
+    rows = [{"question": "who", "answer": "the lazy dog " * 20}]
+    prepared = run(write_lines(tmp_path / "a.jsonl", rows), tmp_path / "cache", processor=chatml, length=32)
+    assert prepared.report[2:] == [
+        "data: 1 record gave 1 sample",
+        "data: 1 sample was cut at the sequence length",
+        "train: 1 record, 1 sample, 32 tokens, packed into 1 row of 32 (100.0% filled)",
+    ]
+
+
+def test_a_line_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    for number, content in enumerate(['{"text": "a"}\n{"text": oops}\n', '{"text": oops}\n'], start=1):
+        path = tmp_path / "bad.jsonl"
+        path.write_text(content)
+        with pytest.raises(DataError) as caught:
+            list(texts(Files(path=str(path)), None))
+        assert str(caught.value).startswith(f"{path}:{3 - number}: invalid JSON")
+        assert str(caught.value).count("bad.jsonl") == 1
 
 
 def test_holdout_splits_records_cleanly_and_stably(tmp_path: Path, tokenizer: Any) -> None:
@@ -252,6 +297,9 @@ def test_a_validation_source_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
     assert prepared.validation is not None
     assert (len(prepared.train), len(prepared.validation)) == (5, 2)
     assert "validation data: 2 records gave 2 samples" in prepared.report
+    blank = write_lines(tmp_path / "c.jsonl", [{"text": ""}])
+    with pytest.raises(DataError, match=r"^data\.validation: no sample is left of 1 record,"):
+        run(train, tmp_path / "cache", processor=tokenizer, validation=blank)
 
 
 def test_an_encoder_that_gives_more_than_tokens_is_not_packed(tmp_path: Path) -> None:

@@ -205,6 +205,39 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen() -> None:
         assert (process.returncode, errors) == (130, "Stopped by Ctrl-C.\n")
 
 
+FOLLOW = """
+import os, signal, sys
+from fullshard.signals import end_with
+end_with(int(os.environ["FULLSHARD_STARTED_BY"]))
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+signal.pause()
+"""
+
+
+def test_ranks_end_when_their_launcher_is_killed() -> None:
+    with launched(FOLLOW, per_node=2, timeout_s=30) as process:
+        assert said(process, 2) == ["ready", "ready"]
+        process.kill()
+        # The ranks hold the other end of the pipe: it ends when they have.
+        assert process.communicate(timeout=60) == ("", "")
+
+
+def test_ctrl_c_before_anybody_listens_prints_no_traceback() -> None:
+    with launched(FOLLOW, per_node=2, timeout_s=30) as process:
+        assert said(process, 2) == ["ready", "ready"]
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60) == ("", "Stopped by Ctrl-C.\n")
+        assert process.returncode == 130
+
+
+def test_a_rank_whose_launcher_is_gone_already_ends() -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as gone:
+        pass
+    code = f"from fullshard.signals import end_with\nend_with({gone.pid})"
+    assert subprocess.run([sys.executable, "-S", "-c", code], check=False).returncode == -signal.SIGTERM
+
+
 def test_two_runs_on_one_machine_do_not_clash() -> None:
     code = "import os, signal\nprint(os.environ['MASTER_PORT'], flush=True)\nsignal.pause()"
     with launched(code, per_node=1, timeout_s=30) as first, launched(code, per_node=1, timeout_s=30) as second:

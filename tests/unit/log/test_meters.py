@@ -117,7 +117,7 @@ def test_waiting_for_data_is_said_once_in_a_while() -> None:
     meters = Meters(warmup=0, clock=clock)
     said = []
     for window in range(6):
-        run_steps(meters, clock, 1)
+        run_steps(meters, clock, 10)
         meters.record(step=window, epoch=1, loss=1.0, lr=1e-4)
         said.append(meters.advice(workers=2, every=3))
     assert [bool(text) for text in said] == [True, False, False, True, False, False]
@@ -126,16 +126,33 @@ def test_waiting_for_data_is_said_once_in_a_while() -> None:
     assert "data.workers (now 2)" in said[0]
 
 
-@pytest.mark.parametrize(("wait", "heard"), [(0.05, False), (0.06, True)])
-def test_five_percent_is_the_line(wait: float, heard: bool) -> None:
+def test_a_few_steps_are_no_ground_for_advice() -> None:
+    clock = Clock()
+    meters = Meters(warmup=1, clock=clock)
+    said = []
+    for step in range(24):
+        run_steps(meters, clock, 1, data=1.0 if step < 13 else 0.0)
+        meters.record(step=step, epoch=1, loss=1.0, lr=1e-4)
+        said.append(meters.advice(every=1))
+    # The warm-up step and nine more say nothing; the tenth speaks for all ten, and the next ten for themselves.
+    assert [step for step, text in enumerate(said) if text] == [10, 20]
+    assert str(said[10]).startswith("57.1% of the step time")
+    # Two of its ten steps waited.
+    assert str(said[20]).startswith(f"{100 * 2 / (2 * 1.75 + 8 * 0.75):.3g}% of")
+
+
+@pytest.mark.parametrize(("wait", "said"), [(0.05, None), (0.0504, None), (0.0506, "5.1% "), (0.06, "6% ")])
+def test_five_percent_is_the_line(wait: float, said: str | None) -> None:
     clock = Clock()
     clock.now = 0.0
     meters = Meters(warmup=0, clock=clock)
     meters.add("data", wait * 100)
     clock.now = 100.0
-    meters.step(samples=1, tokens=1)
-    meters.record(step=1, epoch=1, loss=1.0, lr=1e-4)
-    assert (meters.advice() is not None) == heard
+    for _ in range(10):
+        meters.step(samples=1, tokens=1)
+    meters.record(step=10, epoch=1, loss=1.0, lr=1e-4)
+    advice = meters.advice()
+    assert advice is None if said is None else str(advice).startswith(said)
 
 
 @pytest.mark.parametrize(
