@@ -31,7 +31,7 @@ class Mixture(Source):
     """The sources and their shares, which add up to 100."""
     samples: int | None = Field(None, ge=1)
     """Records in the mixture; null: as many as all sources have together."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     """Decides which records of a large source are taken, and the order."""
 
     @model_validator(mode="after")
