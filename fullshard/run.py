@@ -242,6 +242,8 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
     console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and {why}.")
     console.say(f"  start over   {over}   (the finished run is moved aside, not deleted)")
     console.say(f"  go on        {_again(reading, more)}")
+    with contextlib.suppress(CheckpointError, OSError):
+        return read_result(recipe.folder)
     return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
 
 
