@@ -1,0 +1,47 @@
+"""Joining: a rank whose others never come says so in words; the device is chosen by the rule."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fullshard.dist.world import choose_device_type
+from fullshard.errors import SetupError
+
+CODE = """
+from fullshard.dist.world import join
+from fullshard.errors import SetupError
+try:
+    join(device="cpu", backend="auto", timeout_s=1)
+except SetupError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_never_come_are_named_not_waited_for(rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    environment = {**os.environ, **place, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
+    assert f"rank {rank} of 2 waited topology.timeout_s = 1 s at localhost:{port}" in done.stdout
+    assert "Check that every node runs the same command" in done.stdout
+
+
+def test_a_gpu_that_is_not_there_is_an_error() -> None:
+    assert choose_device_type("auto") == "cpu"
+    with pytest.raises(SetupError, match="topology.device = cuda, but torch sees no GPU"):
+        choose_device_type("cuda")
+
+
+def test_one_process_meets_nobody_whatever_is_exported() -> None:
+    code = CODE.replace("    join(", "    world = join(") + "print(world.size)\nfrom fullshard.dist.world import leave\nleave()"
+    environment = {**os.environ, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
