@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.small import model_folder
 
     path = tmp_path_factory.mktemp("readme")
-    model_folder(path / "Qwen" / "Qwen3-8B", vocab_size=1200)
+    model_folder(path / "Qwen" / "Qwen3-8B", vocab_size=1200, max_position_embeddings=1024)
     _tokenizer(path / "Qwen" / "Qwen3-8B")
     pairs = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}."} for n in range(12)]
     for name in ("train", "validation"):
