@@ -41,7 +41,10 @@ def test_a_gpu_that_is_not_there_is_an_error() -> None:
 
 
 def test_one_process_meets_nobody_whatever_is_exported() -> None:
-    code = CODE.replace("    join(", "    world = join(") + "print(world.size)\nfrom fullshard.dist.world import leave\nleave()"
+    code = (
+        CODE.replace("    join(", "    world = join(")
+        + "print(world.size)\nfrom fullshard.dist.world import leave\nleave()"
+    )
     environment = {**os.environ, "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
