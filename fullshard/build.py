@@ -16,17 +16,18 @@ from torch import nn
 from fullshard.checkpoint.saver import Saver
 from fullshard.data.loader import Loader
 from fullshard.dist import reduce
-from fullshard.dist.mesh import choose_layout, make_mesh
+from fullshard.dist.gradients import FirstUpdate
+from fullshard.dist.mesh import make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, reshard, shard
 from fullshard.dist.world import World
-from fullshard.dist.wrap import find_blocks
-from fullshard.errors import DataError, RecipeError
+from fullshard.errors import DataError
 from fullshard.evaluate.base import EvaluationInputs
 from fullshard.ground import Ground
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
 from fullshard.log.peaks import peak_flops
 from fullshard.loop import Parts
+from fullshard.placement import check_model, shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
 from fullshard.rules import BestRule, Due
@@ -68,6 +69,8 @@ def build(
 ) -> Built:
     """Makes the sharded model, its optimizer and everything around them; loads the checkpoint to go on from."""
     precision = resolve_precision(recipe.precision, world.device)
+    if caution := precision.warning():
+        console.warn(caution)
     model = _sharded_model(recipe, ground, world, precision, console)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
@@ -86,6 +89,7 @@ def build(
     )
     if checkpoint is not None:
         saver.restore(checkpoint)
+    FirstUpdate(model.module, optimizer, say=console.note)
     workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
     train, validation = _loaders(recipe, ground, world, workers=workers)
     proofs = _check_first_batch(recipe, model.module, train, world)
@@ -131,9 +135,9 @@ def _sharded_model(
 ) -> ShardedModel:
     module = recipe.model.build(processor=ground.processor)
     if recipe.sharding.sync_batchnorm:
-        module = _sync_batchnorm(module, world, console)
-    _check_model(recipe, module)
-    plan = _shard_plan(recipe, module, world, precision)
+        module = sync_batchnorm(module, world, say=console.note)
+    check_model(recipe, module)
+    plan = shard_plan(recipe, module, world, precision)
     kernels = recipe.model.choose_kernels(
         module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
     )
@@ -163,51 +167,6 @@ def _resolved(
             "data": recipe.data.model_copy(update={"encode": ground.data.encoder, "workers": workers}),
             "topology": recipe.topology.model_copy(update=topology),
         }
-    )
-
-
-def _sync_batchnorm(module: nn.Module, world: World, console: Console) -> nn.Module:
-    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
-        console.note("sharding.sync_batchnorm has no effect: the model has no batch norm.")
-        return module
-    if world.device.type != "cuda" and world.size > 1:
-        raise RecipeError(
-            "sharding.sync_batchnorm = true needs GPUs: torch shares batch-norm statistics only there. Set it to false."
-        )
-    return nn.SyncBatchNorm.convert_sync_batchnorm(module) if world.size > 1 else module
-
-
-def _check_model(recipe: Recipe, module: nn.Module) -> None:
-    if not any(p.requires_grad for p in module.parameters()):
-        raise RecipeError("The model has no trainable parameter: model.freeze or model.lora leaves nothing to train.")
-    longest = recipe.model.longest(module)
-    if longest is not None and recipe.data.sequence_length > longest:
-        raise RecipeError(
-            f"data.sequence_length = {recipe.data.sequence_length}, and the model has {longest} positions. Shorten it, "
-            f"or give the model more: model.overrides.max_position_embeddings={recipe.data.sequence_length}."
-        )
-
-
-def _shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: ResolvedPrecision) -> ShardPlan:
-    sharding, asked = recipe.sharding, recipe.sharding.wrap
-    wrap = find_blocks(
-        module,
-        classes=asked.classes if asked else None,
-        min_params=asked.min_params if asked else None,
-        whole=asked.whole if asked else False,
-        hints=recipe.model.blocks(module),
-    )
-    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in module.parameters()) - trainable
-    layout = choose_layout(sharding.strategy, world, state_bytes=16 * trainable + 4 * frozen)
-    return ShardPlan(
-        wrap=wrap,
-        layout=layout,
-        compute=precision.compute,
-        activation_checkpointing=sharding.activation_checkpointing,
-        compile=world.device.type == "cuda" if sharding.compile is None else sharding.compile,
-        cpu_offload=sharding.cpu_offload,
-        forward_prefetch=sharding.forward_prefetch,
     )
 
 

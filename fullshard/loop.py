@@ -186,7 +186,7 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
             grad_norm=grad_norm,
             memory_bytes=memory,
             **averages,
-            **({"loss_scale": parts.scaler.get_scale()} if parts.scaler else {}),
+            **_scaling(parts),
         )
         parts.write(record)
         bar.advance(loss)
@@ -194,6 +194,12 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
         if parts.rank == 0 and (advice := parts.meters.advice(workers=parts.workers)):
             parts.console.warn(advice)
     _require_finite(parts, loss)
+
+
+def _scaling(parts: Parts) -> dict[str, float]:
+    """Under fp16 the loss scale, and how many steps an overflow has cost so far."""
+    skipped = parts.progress.step - parts.progress.schedule_step
+    return {"loss_scale": parts.scaler.get_scale(), "skipped_steps": skipped} if parts.scaler else {}
 
 
 def _require_finite(parts: Parts, loss: float) -> None:
@@ -305,4 +311,8 @@ def _at_end(parts: Parts, seconds: float) -> None:
     value = parts.progress.best
     best = f"{value:.6f} at step {parts.progress.best_step}" if value is not None else "none"
     rows = [("best", best), ("model", exported), ("run folder", str(parts.folder))]
+    if skipped := _scaling(parts).get("skipped_steps"):
+        rows.insert(
+            1, ("skipped", f"{skipped:,} of {parts.progress.step:,} steps overflowed in fp16, and moved no weight")
+        )
     parts.console.finished(seconds, rows)

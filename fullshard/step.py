@@ -15,8 +15,11 @@ import torch
 from torch import nn
 
 from fullshard.dist import reduce
+from fullshard.dist.gradients import not_finite
 from fullshard.dist.shard import one_by_one
+from fullshard.errors import NumericalError
 from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.precision import SMALLEST_SCALE
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ def train_step(
         scaler.unscale_(optimizer)
     grad_norm = reduce.clip_global_norm(parameters, ceiling=clip)
     skipped = _update(optimizer, scaler, lr=lr)
+    if scaler and skipped and scaler.get_scale() < SMALLEST_SCALE:
+        raise _overflow(model, scaler.get_scale())
     optimizer.zero_grad(set_to_none=True)
     return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, stop_wishes)
 
@@ -82,6 +87,17 @@ def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | Non
     scaler.step(optimizer)
     scaler.update()
     return scaler.get_scale() < before
+
+
+def _overflow(model: nn.Module, scale: float) -> NumericalError:
+    """Every rank comes here in the same step: the scale follows from an overflow that they agreed on."""
+    names = not_finite(model)
+    return NumericalError(
+        f"The loss scale fell to {scale:g}, overflow upon overflow (allowed: at least {SMALLEST_SCALE:g}): in fp16 the "
+        f"gradients of {len(names)} parameters are not finite even without scaling, first {', '.join(names[:3])}. "
+        "Use precision: bf16 where the GPU has it, or fp32; else lower optimizer.lr or lengthen schedule.warmup. The "
+        "last checkpoint is from before."
+    )
 
 
 def sum_terms(terms: Sequence[Terms], count: int, device: torch.device) -> dict[str, torch.Tensor]:

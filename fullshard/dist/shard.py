@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from fullshard.dist import outputs, recompute, values
+from fullshard.dist import exact, outputs, recompute, values
 from fullshard.dist.mesh import Layout
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.models.base import Family, Weights
@@ -38,6 +38,8 @@ class ShardPlan:
     wrap: WrapPlan
     layout: Layout
     compute: torch.dtype
+    storage: torch.dtype = torch.float32
+    """What trained parameters are kept in; those of units that compute in fp32 are kept in fp32 as well."""
     activation_checkpointing: str = "none"
     compile: bool = False
     cpu_offload: bool = False
@@ -73,8 +75,9 @@ def shard(
 ) -> list[Unit]:
     """Turns a module with meta parameters into a sharded one with values, in place; returns its units."""
     ties = tied_groups(module)
-    _store(module, family)
-    units = unit_parameters(module, plan.wrap)
+    storage = store(module, plan, family)
+    # Fresh values are drawn per block: what is drawn must not depend on what computes in fp32.
+    drawn = unit_parameters(module, WrapPlan(plan.wrap.blocks, plan.wrap.separate))
     template = copy.deepcopy(module)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     blocks = [module.get_submodule(name) for name in plan.wrap.blocks]
@@ -86,40 +89,44 @@ def shard(
     _fully_shard(module, plan, mesh, device=device, methods=family.forward_methods)
     resident = torch.device("cpu") if plan.cpu_offload else device
     values.materialise(module, ties, parameters_on=resident, buffers_on=device)
-    values.fill(module, template, units, ties, family=family, weights=weights, draw_on=device, seed=seed)
-    values.prove(module, trainable)
-    return _describe(module, units, plan, ties)
+    values.fill(module, template, drawn, ties, family=family, weights=weights, draw_on=device, seed=seed)
+    values.prove(module, trainable, storage)
+    return describe(module, plan, ties)
 
 
-def _store(module: nn.Module, family: Family) -> None:
-    """Gives every meta parameter the dtype it is kept in; a tied parameter stays one object. FSDP cannot slice a
-    scalar: it becomes a vector of one."""
+def store(module: nn.Module, plan: ShardPlan, family: Family) -> dict[str, torch.dtype]:
+    """Gives every meta parameter the dtype it is kept in, and says which; a tied parameter stays one object. FSDP
+    cannot slice a scalar: it becomes a vector of one."""
+    storage: dict[str, torch.dtype] = {}
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):
-        dtype = family.storage_dtype(name, parameter)
-        data = parameter.data.to(dtype)
+        in_fp32 = any(name.startswith(f"{unit}.") for unit in plan.wrap.exact)
+        trained = torch.float32 if in_fp32 else plan.storage
+        storage[name] = trained if parameter.requires_grad else family.storage_dtype(name, parameter)
+        data = parameter.data.to(storage[name])
         replaced[parameter] = nn.Parameter(data.reshape(data.shape or (1,)), requires_grad=parameter.requires_grad)
     for submodule in module.modules():
         for key, parameter_or_none in submodule._parameters.items():
             if parameter_or_none is not None:
                 submodule._parameters[key] = replaced[parameter_or_none]
+    return storage
 
 
 def _fully_shard(
     module: nn.Module, plan: ShardPlan, mesh: DeviceMesh, *, device: torch.device, methods: Sequence[str]
 ) -> None:
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        # Also for fp32: a frozen base that is kept in bf16 would else compute in bf16, whatever the header says.
-        "mp_policy": MixedPrecisionPolicy(param_dtype=plan.compute, reduce_dtype=torch.float32),
-        "offload_policy": offload,
-    }
     reshard = plan.layout.reshard_after_forward
-    for name in [*plan.wrap.blocks, *plan.wrap.separate]:
-        fully_shard(module.get_submodule(name), reshard_after_forward=reshard, **settings)
-    # The root holds the head: gathered for the loss, needed again at once in the backward pass.
-    fully_shard(module, reshard_after_forward=False, **settings)
+    # The innermost first: a unit takes the parameters below it that no other has taken. The root holds the head:
+    # gathered for the loss, needed again at once in the backward pass.
+    for name in [*sorted(plan.wrap.units, key=lambda name: -name.count(".")), ""]:
+        part = module.get_submodule(name)
+        policy = _policy(plan, name, part)
+        if not policy.cast_forward_inputs:
+            exact.cast_inputs(part, plan.compute)
+        fully_shard(
+            part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard and name != ""
+        )
     for method in methods:
         register_fsdp_forward_method(module, method)
     for unit in fsdp_modules(module):
@@ -131,6 +138,14 @@ def _fully_shard(
         blocks = [cast(FSDPModule, module.get_submodule(name)) for name in plan.wrap.blocks]
         for block, following in zip(blocks, blocks[1:], strict=False):
             block.set_modules_to_forward_prefetch([following])
+
+
+def _policy(plan: ShardPlan, name: str, unit: nn.Module) -> MixedPrecisionPolicy:
+    """The one place where dtypes meet; there is no autocast on top."""
+    if name in plan.wrap.exact:
+        return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=plan.compute)
+    # The dtype also for fp32: a frozen base that is kept in bf16 would else compute in bf16, whatever the header says.
+    return MixedPrecisionPolicy(plan.compute, torch.float32, cast_forward_inputs=not exact.exact_inputs(unit))
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
@@ -154,10 +169,11 @@ def one_by_one(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
         yield batch
 
 
-def _describe(module: nn.Module, units: dict[str, list[str]], plan: ShardPlan, ties: list[list[str]]) -> list[Unit]:
+def describe(module: nn.Module, plan: ShardPlan, ties: list[list[str]]) -> list[Unit]:
+    """The units of a module, sharded or still on meta with its storage dtypes."""
     parameters = dict(module.named_parameters())
     described = []
-    for name, members in units.items():
+    for name, members in unit_parameters(module, plan.wrap).items():
         held = [parameters[member] for member in members]
         if held:
             described.append(
@@ -167,7 +183,7 @@ def _describe(module: nn.Module, units: dict[str, list[str]], plan: ShardPlan, t
                     parameters=sum(p.numel() for p in held),
                     trainable=sum(p.numel() for p in held if p.requires_grad),
                     storage=sorted({str(p.dtype).removeprefix("torch.") for p in held}),
-                    compute=str(plan.compute).removeprefix("torch."),
+                    compute="float32" if name in plan.wrap.exact else str(plan.compute).removeprefix("torch."),
                     reduce="float32",
                     tied=[group for group in ties if set(group) & set(members)],
                 )

@@ -112,8 +112,8 @@ def _sharded(parameter: nn.Parameter) -> DTensor:
 
 
 @torch.no_grad()
-def prove(module: nn.Module, trainable: set[str]) -> None:
-    """Every value was set, and exactly the parameters that were trainable before still are."""
+def prove(module: nn.Module, trainable: set[str], storage: dict[str, torch.dtype]) -> None:
+    """Every value was set, every dtype is the planned one, and what was trainable before still is, nothing else."""
     mine = [n for n, p in module.named_parameters() if torch.isnan(_sharded(p).to_local()).any()]
     # From every rank: a small parameter lies on one of them, and all must stop.
     unset = sorted({name for names in reduce.gather_objects(mine) for name in names})
@@ -122,5 +122,12 @@ def prove(module: nn.Module, trainable: set[str]) -> None:
             f"{len(unset)} parameters have no value or NaN after loading, first {unset[0]}. "
             "The stored weights are damaged, or the model leaves these parameters uninitialised."
         )
+    prove_storage(module, storage)
     now = {name for name, p in module.named_parameters() if p.requires_grad}
     assert now == trainable, f"sharding changed what is trainable: {sorted(now ^ trainable)[:3]}"
+
+
+def prove_storage(module: nn.Module, storage: dict[str, torch.dtype]) -> None:
+    """Every parameter is kept in the dtype that the plan says."""
+    for name, parameter in module.named_parameters():
+        assert parameter.dtype == storage[name], f"{name} is kept in {parameter.dtype}, planned was {storage[name]}"

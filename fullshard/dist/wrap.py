@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from fullshard.dist.exact import exact_modules, timed_modules
 from fullshard.errors import RecipeError
 from fullshard.part import did_you_mean
 
@@ -26,8 +27,19 @@ class WrapPlan:
     """Repeated blocks: sharded, recomputed and compiled one by one."""
     separate: list[str] = field(default_factory=list)
     """Large input embeddings that no other parameter is tied to."""
+    timed: list[str] = field(default_factory=list)
+    """What a timestep runs through outside the blocks."""
+    exact: list[str] = field(default_factory=list)
+    """Modules that compute in fp32 whatever the precision is."""
+    inexact: list[str] = field(default_factory=list)
+    """Single parameters that the model would keep in fp32, and that are cast with the module they lie in."""
     reason: str = ""
     """How the blocks were found, for the run's header."""
+
+    @property
+    def units(self) -> list[str]:
+        """Every unit but the root's."""
+        return [*self.blocks, *self.separate, *self.timed, *self.exact]
 
 
 def find_blocks(
@@ -43,8 +55,10 @@ def find_blocks(
     `hints` are class names that the model asks not to be split, or the names of the blocks themselves; null collects
     class names from the module tree.
     """
+    exact, inexact = exact_modules(module)
+    exact, _ = _without_shared(module, exact)
     if whole:
-        return WrapPlan([], reason="one unit for the whole model, as asked for")
+        return WrapPlan([], exact=exact, inexact=inexact, reason="one unit for the whole model, as asked for")
     if classes is not None:
         blocks, reason = _by_class(module, classes), f"by class: {', '.join(classes)}"
     elif min_params is not None:
@@ -56,7 +70,10 @@ def find_blocks(
     blocks, dropped = _without_shared(module, blocks)
     if dropped:
         reason += f"; {len(dropped)} left in the root because they share parameters with it: {', '.join(dropped[:3])}"
-    return WrapPlan(blocks, _separate(module, blocks), reason)
+    blocks = [name for name in blocks if not _within(name, exact)]
+    timed, _ = _without_shared(module, timed_modules(module, [*blocks, *exact]))
+    separate = [name for name in _separate(module, [*blocks, *exact]) if not _within(name, timed)]
+    return WrapPlan(blocks, separate, timed, exact, inexact, reason)
 
 
 def tied_groups(module: nn.Module) -> list[list[str]]:
@@ -69,7 +86,7 @@ def tied_groups(module: nn.Module) -> list[list[str]]:
 
 def unit_parameters(module: nn.Module, plan: WrapPlan) -> dict[str, list[str]]:
     """The parameter names of each unit, the root's under ""; a tied parameter appears once."""
-    units: dict[str, list[str]] = {name: [] for name in (*plan.blocks, *plan.separate, "")}
+    units: dict[str, list[str]] = {name: [] for name in (*plan.units, "")}
     for name, _ in module.named_parameters():
         owners = [unit for unit in units if unit and name.startswith(unit + ".")]
         # Units may nest when they are named by class or size: the innermost one owns the parameter.
@@ -175,8 +192,12 @@ def _separate(module: nn.Module, blocks: list[str]) -> list[str]:
         and name
         and part.weight.numel() >= SEPARATE_PARAMS
         and f"{name}.weight" not in tied
-        and not any(name == block or name.startswith(block + ".") for block in blocks)
+        and not _within(name, blocks)
     ]
+
+
+def _within(name: str, units: Collection[str]) -> bool:
+    return any(name == unit or name.startswith(f"{unit}.") for unit in units)
 
 
 def _has_parameters(part: nn.Module) -> bool:

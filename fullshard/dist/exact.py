@@ -1,0 +1,108 @@
+"""What must not lose digits to a half precision: routers, what a model itself keeps in fp32, and timesteps.
+
+FSDP casts a unit's parameters together and its inputs at its boundary. So what computes in fp32 is a unit of its own,
+and an input that must stay exact is left out of the cast. Must not know any model class, ranks or losses.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+EXACT_INPUTS = ("timestep", "timesteps", "t", "sigma", "sigmas")
+"""Arguments of a forward that are never cast: bf16 has only 507 values for the integers 0 to 999."""
+
+
+def exact_modules(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the outermost modules that compute in fp32 whatever the precision is, and of single parameters that the
+    model lists too but that lie beside others in their module, and so are cast with them."""
+    listed = _listed(module)
+    found: list[str] = []
+    for name, part in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if name and not inside and _can_be_unit(part) and (_is_router(module, name, part) or _all(name, part, listed)):
+            found.append(name)
+    alone = [name for name in listed if not any(name.startswith(f"{unit}.") for unit in found)]
+    return found, sorted(alone)
+
+
+def timed_modules(module: nn.Module, blocks: Collection[str]) -> list[str]:
+    """Outside the blocks, what follows an exact input: each part of a module whose forward takes one. As units of their
+    own they cast what reaches them, so a sinusoid that was computed in fp32 meets weights of the compute dtype."""
+    found: list[str] = []
+    for name, part in module.named_modules():
+        in_block = any(name == block or name.startswith(f"{block}.") for block in blocks)
+        if in_block or any(name == unit or name.startswith(f"{unit}.") for unit in found) or not exact_inputs(part):
+            continue
+        for key, child in part.named_children():
+            path = f"{name}.{key}" if name else key
+            holds_block = any(block == path or block.startswith(f"{path}.") for block in blocks)
+            if _can_be_unit(child) and not holds_block and not exact_inputs(child):
+                found.append(path)
+    return found
+
+
+def exact_inputs(part: nn.Module) -> list[str]:
+    """The exact inputs that a module's forward takes, by the names of its arguments."""
+    return [name for name in inspect.signature(part.forward).parameters if name in EXACT_INPUTS]
+
+
+def cast_inputs(unit: nn.Module, compute: torch.dtype) -> None:
+    """Casts the floating inputs of a unit as FSDP would, but for the exact ones."""
+    names = list(inspect.signature(unit.forward).parameters)
+
+    def cast(name: str, value: Any) -> Any:
+        return value if name in EXACT_INPUTS else _cast_floating(value, compute)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        placed = names[: len(args)] + [""] * (len(args) - len(names))
+        return (
+            tuple(cast(name, value) for name, value in zip(placed, args, strict=True)),
+            {name: cast(name, value) for name, value in kwargs.items()},
+        )
+
+    unit.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    def one(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return torch.utils._pytree.tree_map(one, value)
+
+
+def _listed(module: nn.Module) -> set[str]:
+    """Parameters that the model, or a model inside it, names in its keep-in-fp32 lists."""
+    found: set[str] = set()
+    for prefix, part in module.named_modules():
+        names: Sequence[str] = [
+            name
+            for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+            for name in getattr(part, attribute, None) or ()
+        ]
+        for name in names:
+            pattern = re.compile(rf"(^|\.){re.escape(name)}($|\.)")
+            own = (key for key, _ in part.named_parameters(prefix=prefix))
+            found.update(key for key in own if pattern.search(key.removeprefix(f"{prefix}.")))
+    return found
+
+
+def _all(name: str, part: nn.Module, listed: set[str]) -> bool:
+    return bool(listed) and {key for key, _ in part.named_parameters(prefix=name)} <= listed
+
+
+def _is_router(module: nn.Module, name: str, part: nn.Module) -> bool:
+    """By its class, or by its place: a gate beside experts."""
+    parent, _, key = name.rpartition(".")
+    beside_experts = key in ("gate", "router") and hasattr(module.get_submodule(parent), "experts")
+    return beside_experts or re.search("Router|Gating", type(part).__name__) is not None
+
+
+def _can_be_unit(part: nn.Module) -> bool:
+    """It has parameters, and a forward that gathers them."""
+    return not isinstance(part, (nn.ModuleList, nn.ModuleDict)) and next(part.parameters(), None) is not None
