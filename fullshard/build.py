@@ -27,7 +27,7 @@ from fullshard.log.console import Console
 from fullshard.log.meters import Meters
 from fullshard.log.peaks import peak_flops
 from fullshard.loop import Parts
-from fullshard.placement import check_model, shard_plan, sync_batchnorm
+from fullshard.placement import shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
 from fullshard.rules import BestRule, Due
@@ -53,6 +53,7 @@ class Built:
     parts: Parts
     model: ShardedModel
     precision: ResolvedPrecision
+    saver: Saver
     proofs: list[str]
     resolved: Recipe
 
@@ -127,16 +128,16 @@ def build(
         workers=workers,
         folder=recipe.folder,
     )
-    return Built(parts, model, precision, proofs, _resolved(recipe, ground, world, model.plan, precision, workers))
+    resolved = _resolved(recipe, ground, world, model.plan, precision, workers)
+    return Built(parts, model, precision, saver, proofs, resolved)
 
 
 def _sharded_model(
     recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, console: Console
 ) -> ShardedModel:
-    module = recipe.model.build(processor=ground.processor)
+    module = ground.module
     if recipe.sharding.sync_batchnorm:
         module = sync_batchnorm(module, world, say=console.note)
-    check_model(recipe, module)
     plan = shard_plan(recipe, module, world, precision)
     kernels = recipe.model.choose_kernels(
         module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from importlib import metadata
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fullshard import builtin
+from fullshard import shelf
 from fullshard.errors import FullshardError, RecipeError, SetupError
 
 if TYPE_CHECKING:
     from fullshard.dist.env import Launch
     from fullshard.launch.base import Ranks
+    from fullshard.read import Reading
     from fullshard.recipe import Topology
 
 
@@ -46,10 +48,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
     help="Train models with PyTorch FSDP: one recipe, one command, from a laptop to many nodes.",
 )
-recipes = typer.Typer(invoke_without_command=True, rich_markup_mode=None, help="List, show and copy what is built in.")
-app.add_typer(recipes, name="recipes")
 
-OPTIONS = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--resume", "--output", "--dry-run")
+_SHARED = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--output")
+OPTIONS = {"train": (*_SHARED, "--resume", "--dry-run"), "check": (*_SHARED, "--quick", "--units", "--json")}
 
 
 def main() -> None:
@@ -81,19 +82,6 @@ def tell(error: FullshardError) -> None:
         typer.echo(f"Error: {where}{error}", err=True)
 
 
-def _complete_recipe(incomplete: str) -> list[tuple[str, str]]:
-    files = [(str(path), "") for path in sorted(Path().glob(f"{incomplete}*")) if path.suffix in (".yaml", ".yml")]
-    return [*_described(builtin.recipes(), incomplete), *files]
-
-
-def _complete_preset(incomplete: str) -> list[tuple[str, str]]:
-    return _described(builtin.presets(), incomplete)
-
-
-def _described(known: dict[str, Path], incomplete: str) -> list[tuple[str, str]]:
-    return [(name, builtin.sentence(path)) for name, path in known.items() if name.startswith(incomplete)]
-
-
 def _version(asked: bool) -> None:
     if asked:
         versions = []
@@ -115,44 +103,53 @@ def _whole(
     pass
 
 
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=shelf.complete_recipe
+    ),
+]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        "--num-processes",
+        metavar="N|0,1|auto",
+        help="Ranks on this node: a number, GPU ids, or auto for every GPU.",
+    ),
+]
+Gpus = Annotated[str | None, typer.Option(metavar="0,1", help="GPU ids, also a single one.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", "--num-nodes", min=1, metavar="N", help="How many machines take part.")
+]
+NodeRank = Annotated[int | None, typer.Option(metavar="N", help="Which of them this one is, from 0.")]
+Master = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Settings under those of the recipe.", autocompletion=shelf.complete_preset),
+]
+Output = Annotated[Path | None, typer.Option(metavar="DIR", help="The folder that holds run folders.")]
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=_complete_recipe
-        ),
-    ],
-    settings: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe.")
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(
-            "--devices",
-            "--num-processes",
-            metavar="N|0,1|auto",
-            help="Ranks on this node: a number, GPU ids, or auto for every GPU.",
-        ),
-    ] = None,
-    gpus: Annotated[str | None, typer.Option(metavar="0,1", help="GPU ids, also a single one.")] = None,
-    nodes: Annotated[
-        int | None, typer.Option("--nodes", "--num-nodes", min=1, metavar="N", help="How many machines take part.")
-    ] = None,
-    node_rank: Annotated[int | None, typer.Option(metavar="N", help="Which of them this one is, from 0.")] = None,
-    master: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Settings under those of the recipe.", autocompletion=_complete_preset),
-    ] = None,
+    recipe: RecipeName,
+    settings: Settings = None,
+    devices: Devices = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    master: Master = None,
+    preset: Preset = None,
     resume: Annotated[
         str,
         typer.Option(metavar="auto|never|PATH", help="Go on from the last checkpoint, start over, or go on from PATH."),
     ] = "auto",
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The folder that holds run folders.")] = None,
+    output: Output = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every value in force and the step arithmetic; start nothing.")
     ] = False,
@@ -168,15 +165,7 @@ def train(
     Exit codes: 0 done; 2 a mistake in the recipe, the data or the set-up; 3 stopped by a numerical guard; 75 preempted
     after a save, run the same command again to go on.
     """
-    from fullshard.read import read
-
-    chosen = {
-        "--devices": ("topology.devices", devices),
-        "--gpus": ("topology.devices", _ids(gpus)),
-        "--nodes": ("topology.nodes", nodes),
-        "--output": ("output", output),
-    }
-    reading = read(recipe, *_overrides(recipe, settings or [], chosen), preset=preset)
+    reading = _read("train", recipe, settings, devices=devices, gpus=gpus, nodes=nodes, output=output, preset=preset)
     launch = _launch(node_rank=node_rank, master=master)
     from fullshard import run
 
@@ -189,19 +178,97 @@ def train(
         typer.echo(run.describe(reading, ranks=ranks))
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def check(
+    recipe: RecipeName,
+    settings: Settings = None,
+    devices: Devices = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    node_rank: NodeRank = None,
+    master: Master = None,
+    preset: Preset = None,
+    output: Output = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Look only; start no ranks and leave the trial of the model out.")
+    ] = False,
+    units: Annotated[bool, typer.Option("--units", help="Print every FSDP unit with its dtypes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+    trial_in: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Check everything that RECIPE needs before it costs GPU time.
+
+    Looks at the environment, the recipe, the model and the data; then starts the ranks, takes the longest batch
+    forward and backward on each, and writes and reads a checkpoint in the real place. Everything is cleaned up.
+    Takes the settings and options of `fullshard train`, and ends with the exact command to run.
+
+    Exit codes: 0 the setup is correct; 2 it is not, and every problem is listed.
+    """
+    from fullshard.check import command
+
+    wish = command.Wish(quick, units, as_json, _as_training(sys.argv))
+    try:
+        reading = _read(
+            "check", recipe, settings, devices=devices, gpus=gpus, nodes=nodes, output=output, preset=preset
+        )
+        launch = _launch(node_rank=node_rank, master=master)
+        if trial_in is not None:
+            raise typer.Exit(command.trial_rank(reading, trial_in))
+    except FullshardError as mistake:
+        raise typer.Exit(command.refused(mistake, wish)) from None
+    ranks: Ranks | SetupError
+    try:
+        ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank or 0, master=master)
+    except SetupError as mistake:
+        ranks = mistake
+    if launch.launcher != "none" and not isinstance(ranks, SetupError):
+        raise typer.Exit(command.check_as_rank(reading, ranks, wish, rank=launch.rank))
+    raise typer.Exit(command.check(reading, ranks, wish))
+
+
+def _as_training(words: list[str]) -> str:
+    """The command line of a check as that of the training it is about."""
+    own = ("--quick", "--units", "--json")
+    return shlex.join(["fullshard", "train", *(word for word in words[words.index("check") + 1 :] if word not in own)])
+
+
+def _read(
+    command: str,
+    recipe: str,
+    settings: list[str] | None,
+    *,
+    devices: str | None,
+    gpus: str | None,
+    nodes: int | None,
+    output: Path | None,
+    preset: str | None,
+) -> Reading:
+    from fullshard.read import read
+
+    chosen = {
+        "--devices": ("topology.devices", devices),
+        "--gpus": ("topology.devices", _ids(gpus)),
+        "--nodes": ("topology.nodes", nodes),
+        "--output": ("output", output),
+    }
+    return read(recipe, *_overrides(command, recipe, settings or [], chosen), preset=preset)
+
+
 def _ids(gpus: str | None) -> str | None:
     return None if gpus is None else f"[{gpus.strip('[]')}]"
 
 
-def _overrides(recipe: str, words: list[str], chosen: dict[str, tuple[str, Any]]) -> list[str]:
+def _overrides(command: str, recipe: str, words: list[str], chosen: dict[str, tuple[str, Any]]) -> list[str]:
     """The options and the settings of the command line as one list; the same key twice is an error."""
     from fullshard.recipe import Recipe
     from fullshard.words import key_of, to_overrides
 
     if recipe.startswith("-"):
-        raise RecipeError(f"{recipe} stands where the recipe is expected. Write: fullshard train RECIPE {recipe} ...")
+        raise RecipeError(
+            f"{recipe} stands where the recipe is expected. Write: fullshard {command} RECIPE {recipe} ..."
+        )
     given = {option: (key, value) for option, (key, value) in chosen.items() if value is not None}
-    settings = to_overrides(words, sections=list(Recipe.model_fields), options=OPTIONS)
+    settings = to_overrides(words, sections=list(Recipe.model_fields), options=OPTIONS[command])
     said: dict[str, str] = {}
     for key, text in [(k, f"{option} {v}") for option, (k, v) in given.items()] + [(key_of(s), s) for s in settings]:
         if said.setdefault(key, text) != text:
@@ -242,80 +309,5 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | 
     return ranks_of(topology, node_rank=node_rank, master=master)
 
 
-@recipes.callback()
-def _recipes(ctx: typer.Context) -> None:
-    if ctx.invoked_subcommand is None:
-        list_recipes()
-
-
-@recipes.command("list")
-def list_recipes() -> None:
-    """List the built-in recipes."""
-    _list(builtin.recipes())
-    typer.echo("\nTrain one:    fullshard train NAME\nRead one:     fullshard recipes show NAME")
-    typer.echo("Change one:   fullshard recipes copy NAME")
-
-
-@recipes.command("show")
-def show_recipe(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The name of a built-in recipe.", autocompletion=_complete_recipe)
-    ],
-) -> None:
-    """Print a built-in recipe."""
-    typer.echo(_built_in(name).read_text(encoding="utf-8"), nl=False)
-
-
-@recipes.command("copy")
-def copy_recipe(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The name of a built-in recipe.", autocompletion=_complete_recipe)
-    ],
-    to: Annotated[
-        Path | None, typer.Argument(metavar="TO", help="A file or folder; ./NAME.yaml when left out.")
-    ] = None,
-) -> None:
-    """Copy a built-in recipe to a file of your own. An existing file is never written over."""
-    source = _built_in(name)
-    target = to or Path(f"{name}.yaml")
-    target = target / f"{name}.yaml" if target.is_dir() else target
-    try:
-        with target.open("x", encoding="utf-8") as file:
-            file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise RecipeError(f"{target} exists and is not written over. Name another file.") from None
-    except OSError as error:
-        raise RecipeError(f"{target} cannot be written: {error.strerror}. Name another file.") from None
-    typer.echo(f"Copied to {target}. Train it with: fullshard train {target}")
-
-
-@recipes.command("schema")
-def recipe_schema() -> None:
-    """Print the JSON schema of recipes, for completion and checks in an editor."""
-    from fullshard.schema import schema
-
-    typer.echo(json.dumps(schema(), indent=2))
-
-
-@app.command()
-def presets() -> None:
-    """List the built-in presets."""
-    _list(builtin.presets())
-    typer.echo("\nUse one:   fullshard train RECIPE --preset NAME")
-
-
-def _built_in(name: str) -> Path:
-    known = builtin.recipes()
-    if name not in known:
-        from fullshard.part import did_you_mean
-
-        raise RecipeError(
-            f"{name!r} is not a built-in recipe{did_you_mean(name, list(known))}. Built in: {', '.join(known)}."
-        )
-    return known[name]
-
-
-def _list(known: dict[str, Path]) -> None:
-    width = max(map(len, known), default=0)
-    for name, path in known.items():
-        typer.echo(f"{name:<{width}}  {builtin.sentence(path)}")
+app.add_typer(shelf.recipes, name="recipes")
+app.command()(shelf.presets)

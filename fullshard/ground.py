@@ -1,4 +1,4 @@
-"""What a run stands on before its ranks meet: downloads, tokenised data, the step arithmetic.
+"""What a run stands on before its ranks meet: downloads, the empty model, tokenised data, the step arithmetic.
 
 Every rank lays the same ground by itself; no collective is open while a tokenizer works for an hour.
 Must not know sharding, optimizers or losses.
@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fullshard.arithmetic import StepPlan, plan_steps
 from fullshard.checkpoint import folder as files
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.errors import CheckpointError, RecipeError
 from fullshard.log.console import Console
 from fullshard.part import did_you_mean
+from fullshard.placement import check_model
 from fullshard.recipe import Recipe
 from fullshard.state import Progress
 
@@ -26,6 +29,8 @@ class Ground:
     """What a run stands on before its ranks meet."""
 
     processor: Any
+    module: nn.Module
+    """The model with its edits, parameters on meta; sharding turns this very object into the trained one."""
     data: Prepared
     plan: StepPlan
     validation_per_device: int
@@ -36,10 +41,29 @@ class Ground:
 def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
     """Fetches, tokenises and counts. Every rank does it by itself; locked caches let the work happen once a node."""
     check_best(recipe)
-    cache = recipe.data.cache or Path(os.environ.get("FULLSHARD_CACHE", Path.home() / ".cache" / "fullshard"))
+    processor = find_processor(recipe)
+    # Before the data: a model that cannot be is found in seconds, encoding may take an hour.
+    module = build_module(recipe, processor)
+    return lay_data(recipe, processor, module, world_size=world_size, console=console)
+
+
+def find_processor(recipe: Recipe) -> Any:
+    """Fetches the model, or trains its tokenizer; gives the tokenizer or processor, None without one."""
+    cache = cache_folder(recipe)
     fingerprint = recipe.data.train.open().fingerprint()
     recipe.model.prepare(texts(recipe.data.train, recipe.data.encode), cache=cache, fingerprint=fingerprint)
-    processor = recipe.model.processor(cache=cache, fingerprint=fingerprint)
+    return recipe.model.processor(cache=cache, fingerprint=fingerprint)
+
+
+def build_module(recipe: Recipe, processor: Any) -> nn.Module:
+    """The empty model, with its edits."""
+    module = recipe.model.build(processor=processor)
+    check_model(recipe, module)
+    return module
+
+
+def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: int, console: Console) -> Ground:
+    """Encoded data and the arithmetic of its steps, on top of the model."""
     data = prepare(
         train=recipe.data.train,
         validation=recipe.data.validation,
@@ -49,7 +73,7 @@ def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
         pack=recipe.data.pack,
         holdout=recipe.data.holdout,
         seed=recipe.seed,
-        cache=cache,
+        cache=cache_folder(recipe),
         say=console.note,
     )
     # After encoding: the cache knows the processor by what it was before.
@@ -63,7 +87,7 @@ def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
         epochs=recipe.duration.epochs,
         steps=recipe.duration.steps,
     )
-    for line in _without_effect(recipe, data, plan):
+    for line in without_effect(recipe, data, plan):
         console.warn(line)
     identity = {
         "seed": recipe.seed,
@@ -73,10 +97,15 @@ def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
         "packed": recipe.data.pack,
         "shuffled": recipe.data.shuffle,
     }
-    return Ground(processor, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
+    return Ground(processor, module, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
 
 
-def _without_effect(recipe: Recipe, data: Prepared, plan: StepPlan) -> list[str]:
+def cache_folder(recipe: Recipe) -> Path:
+    """Where tokenised data and trained tokenizers are kept."""
+    return recipe.data.cache or Path(os.environ.get("FULLSHARD_CACHE", Path.home() / ".cache" / "fullshard"))
+
+
+def without_effect(recipe: Recipe, data: Prepared, plan: StepPlan) -> list[str]:
     """Settings that cannot act in this run."""
     lines = []
     if data.validation is None and recipe.evaluate.patience is not None:

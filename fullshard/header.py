@@ -21,6 +21,7 @@ def header_rows(
         ("sharding", built.model.plan.layout.describe()),
         ("units", _units(built)),
         ("precision", built.precision.describe()),
+        *_kept_in_fp32(built),
         ("attention", built.model.kernels),
         ("compile", "each block" if built.model.plan.compile else "off"),
         ("recompute", f"activation checkpointing {sharding.activation_checkpointing}"),
@@ -44,6 +45,20 @@ def _units(built: Built) -> str:
     return (
         ", ".join(f"{count} x {name}" for name, count in classes.items()) + f" ({built.model.plan.wrap.reason}{tied})"
     )
+
+
+def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
+    """What a half precision leaves alone, and what it could not."""
+    wrap, word = built.model.plan.wrap, built.precision.word
+    lines = []
+    if wrap.exact and word != "fp32":
+        lines.append(f"{len(wrap.exact)} units (routers, the model's own list): {', '.join(wrap.exact[:2])} ...")
+    if wrap.inexact and word != "fp32":
+        lines.append(
+            f"not {len(wrap.inexact)} single parameters of the model's own list, which compute in {word} with the "
+            f"module around them: {', '.join(wrap.inexact[:2])} ..."
+        )
+    return [("in fp32", line) for line in lines]
 
 
 def _optimizer(recipe: Recipe) -> str:

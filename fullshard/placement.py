@@ -33,7 +33,11 @@ def sync_batchnorm(module: nn.Module, world: World, *, say: Callable[[str], None
 def check_model(recipe: Recipe, module: nn.Module) -> None:
     """There is something to train, and positions for the longest sample."""
     if not any(p.requires_grad for p in module.parameters()):
-        raise RecipeError("The model has no trainable parameter: model.freeze or model.lora leaves nothing to train.")
+        names = [name for name, _ in module.named_parameters()]
+        raise RecipeError(
+            f"The model has no trainable parameter: model.freeze leaves none of its {len(names)} parameters to train. "
+            f"Freeze less; names look like: {', '.join(names[:3])} ... {names[-1] if names else ''}."
+        )
     longest = recipe.model.longest(module)
     if longest is not None and recipe.data.sequence_length > longest:
         raise RecipeError(

@@ -90,8 +90,19 @@ def join(reading: Reading, *, resume: str) -> int:
 
 def execute(reading: Reading, *, resume: str) -> Result:
     """One rank of the run, from the environment check to the last line."""
+    with as_rank(reading) as (ground, world, console), _claimed(reading.recipe, world, console=console):
+        return _run(reading, ground, world, resume=resume, console=console)
+
+
+@contextlib.contextmanager
+def as_rank(
+    reading: Reading, *, silent: bool = False, checked: bool = False
+) -> Iterator[tuple[Ground, World, Console]]:
+    """This process as one rank: environment checked, ground laid, the cheap part of the preflight done unless it is
+    `checked` already, and only then the other ranks met. Left again at the end."""
     import torch
 
+    from fullshard.check.preflight import before_ranks_meet
     from fullshard.dist import world as worlds
     from fullshard.ground import lay_ground
     from fullshard.log import libraries
@@ -113,17 +124,16 @@ def execute(reading: Reading, *, resume: str) -> Result:
     env.export(launch)
     if gpus == 0:
         avoid_broken_amx()
-    console = Console(silent=launch.rank != 0)
+    console = Console(silent=silent or launch.rank != 0)
     try:
         with libraries.route(console):
             for line in [*reading.overridden, *recipe.sharding.notes()]:
                 console.note(line)
             ground = lay_ground(recipe, world_size=launch.world, console=console)
-            world = worlds.join(
-                device=recipe.topology.device, backend=recipe.topology.backend, timeout_s=recipe.topology.timeout_s
-            )
-            with _claimed(recipe, world, console=console):
-                return _run(reading, ground, world, resume=resume, console=console)
+            if not checked and launch.local_rank == 0:
+                before_ranks_meet(recipe, ground, Ranks(launch.local_world, launch.num_nodes), warn=console.warn)
+            world = worlds.join(device=topology.device, backend=topology.backend, timeout_s=topology.timeout_s)
+            yield ground, world, console
     finally:
         console.close()
         worlds.leave()
@@ -285,9 +295,12 @@ def read_result(folder: Path) -> Result:
 def describe(reading: Reading, *, ranks: Ranks) -> str:
     """What a run would do: every value in force, and the step arithmetic. Starts nothing."""
     from fullshard.ground import lay_ground
+    from fullshard.log import libraries
     from fullshard.log.console import Console
 
-    recipe = reading.recipe
-    ground = lay_ground(recipe, world_size=ranks.per_node * ranks.nodes, console=Console(silent=True))
+    recipe, console = reading.recipe, Console(silent=True)
+    with libraries.route(console):
+        ground = lay_ground(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
     lines = [*reading.overridden, *recipe.sharding.notes(), *ground.data.report, *ground.plan.describe()]
     return render(plain(recipe)) + "\n" + "\n".join(f"# {line}" for line in lines) + "\n"
+

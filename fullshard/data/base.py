@@ -50,6 +50,11 @@ class Samples(Protocol):
         """The one length that every row is padded to; None when rows are padded to the longest of their micro-batch."""
         ...
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Real tokens of each sample."""
+        ...
+
     def tokens_in(self, indices: np.ndarray) -> int:
         """Real tokens of some samples."""
         ...

@@ -112,7 +112,11 @@ class Loader:
 
     def first_batch(self) -> Batch:
         """This rank's first micro-batch, made here and now."""
-        batch = self._batches[next(self.places(0))]
+        return self.batch_of(next(self.places(0)))
+
+    def batch_of(self, places: np.ndarray) -> Batch:
+        """The micro-batch of these samples, made here and now."""
+        batch = self._batches[places]
         if isinstance(batch, FullshardError):
             raise batch
         return batch

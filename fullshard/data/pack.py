@@ -27,6 +27,10 @@ class Plain:
     def __len__(self) -> int:
         return len(self._chosen)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.asarray(self._store.lengths[self._chosen])
+
     def tokens_in(self, indices: np.ndarray) -> int:
         return int(self._store.lengths[self._chosen[indices]].sum())
 
@@ -51,6 +55,12 @@ class Wrapped:
 
     def __len__(self) -> int:
         return -(-self.num_tokens // self.fixed_length)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        lengths = np.full(len(self), self.fixed_length)
+        lengths[-1] -= len(self) * self.fixed_length - self.num_tokens
+        return lengths
 
     def tokens_in(self, indices: np.ndarray) -> int:
         short = len(self) * self.fixed_length - self.num_tokens
@@ -85,14 +95,14 @@ class Fitted:
         order = np.argsort(rows, kind="stable")
         self._members = chosen[order]
         self._starts = np.searchsorted(rows[order], np.arange(int(rows.max()) + 2))
-        self._row_tokens = np.bincount(rows, weights=lengths).astype(np.int64)
+        self.lengths = np.bincount(rows, weights=lengths).astype(np.int64)
         self.num_tokens = int(lengths.sum())
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def tokens_in(self, indices: np.ndarray) -> int:
-        return int(self._row_tokens[indices].sum())
+        return int(self.lengths[indices].sum())
 
     def __getitem__(self, index: int) -> Features:
         if not 0 <= index < len(self):

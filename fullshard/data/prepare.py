@@ -26,6 +26,15 @@ _WHOLE = 2**31 - 1
 
 
 @dataclass(frozen=True)
+class Stored:
+    """What samples were made from: some entries of a store, and the records behind them."""
+
+    records: Records
+    store: Store
+    chosen: np.ndarray
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What a run learns from and is validated on."""
 
@@ -34,6 +43,8 @@ class Prepared:
     encoder: Encoder
     report: list[str]
     """What was done, a line each."""
+    train_from: Stored
+    validation_from: Stored | None
 
 
 def choose_encoder(record: Record) -> Encoder:
@@ -85,24 +96,34 @@ def prepare(
     _check_any("data.train", store)
     chosen = np.arange(len(store))
     held: Samples | None = None
+    held_from: Stored | None = None
     if validation is not None:
         other = validation.open()
         other_store = encoded(other, encoder, processor, length=stored, cache=cache, say=say)
         report += _account("validation data", other, other_store)
         _check_any("data.validation", other_store)
-        held = _samples("validation", other_store, np.arange(len(other_store)), encoder, length, pack, report)
+        held_from = Stored(other, other_store, np.arange(len(other_store)))
+        held = _samples("validation", other_store, held_from.chosen, encoder, length, pack, report)
     elif holdout > 0:
         kept, chosen = _split(records, store, share=holdout, seed=seed)
         if not len(kept) or not len(chosen):
             raise DataError(
                 f"data.holdout = {holdout:g} leaves no sample for {'training' if len(kept) else 'validation'}: the "
                 f"{counted(store.counts.records, 'record')} of data.train gave only "
-                f"{counted(store.counts.samples, 'sample')}; {_reasons(store.counts)}. Give more data, or "
+                f"{counted(store.counts.samples, 'sample')}; {reasons(store.counts)}. Give more data, or "
                 "data.validation, or set data.holdout to 0 to train without validation."
             )
+        held_from = Stored(records, store, kept)
         held = _samples("validation", store, kept, encoder, length, pack, report)
     trained = _samples("train", store, chosen, encoder, length, pack, report)
-    return Prepared(train=trained, validation=held, encoder=encoder, report=report)
+    return Prepared(
+        train=trained,
+        validation=held,
+        encoder=encoder,
+        report=report,
+        train_from=Stored(records, store, chosen),
+        validation_from=held_from,
+    )
 
 
 def _choose(records: Records) -> Encoder:
@@ -163,7 +184,7 @@ def _account(name: str, records: Records, store: Store) -> list[str]:
     if counts.truncated:
         lines.append(f"{name}: {_were(counts.truncated)} cut at the sequence length")
     if counts.dropped:
-        lines.append(f"{name}: {_were(counts.dropped)} dropped, nothing to learn; {_reasons(counts)}")
+        lines.append(f"{name}: {_were(counts.dropped)} dropped, nothing to learn; {reasons(counts)}")
     return lines
 
 
@@ -171,7 +192,7 @@ def _were(number: int) -> str:
     return f"{counted(number, 'sample')} {'was' if number == 1 else 'were'}"
 
 
-def _reasons(counts: Counts) -> str:
+def reasons(counts: Counts) -> str:
     """Why samples were dropped, with how many for each reason."""
     reasons = [
         (counts.empty, "with no text"),
@@ -193,5 +214,5 @@ def _check_any(key: str, store: Store) -> None:
     remedy = "; ".join(words for number, words in remedies if number)
     raise DataError(
         f"{key}: no sample is left of {counted(counts.records, 'record')}, nothing in them can be learned: "
-        f"{_reasons(counts)}. To mend it: {remedy}."
+        f"{reasons(counts)}. To mend it: {remedy}."
     )

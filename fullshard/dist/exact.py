@@ -35,16 +35,30 @@ def timed_modules(module: nn.Module, blocks: Collection[str]) -> list[str]:
     """Outside the blocks, what follows an exact input: each part of a module whose forward takes one. As units of their
     own they cast what reaches them, so a sinusoid that was computed in fp32 meets weights of the compute dtype."""
     found: list[str] = []
-    for name, part in module.named_modules():
-        in_block = any(name == block or name.startswith(f"{block}.") for block in blocks)
-        if in_block or any(name == unit or name.startswith(f"{unit}.") for unit in found) or not exact_inputs(part):
-            continue
-        for key, child in part.named_children():
-            path = f"{name}.{key}" if name else key
-            holds_block = any(block == path or block.startswith(f"{path}.") for block in blocks)
-            if _can_be_unit(child) and not holds_block and not exact_inputs(child):
-                found.append(path)
+    for name in _behind_exact(module):
+        holds_block = any(block.startswith(f"{name}.") for block in blocks)
+        if not holds_block and not _within(name, [*blocks, *found]):
+            found.append(name)
     return found
+
+
+def timed_in_blocks(module: nn.Module, blocks: Collection[str], units: Collection[str]) -> list[str]:
+    """The same within the blocks: parts that are no units, as the block has gathered their parameters already."""
+    return [name for name in _behind_exact(module) if name not in units and _within(name, blocks)]
+
+
+def _behind_exact(module: nn.Module) -> list[str]:
+    """Each part of a module whose forward takes an exact input, unless it takes one itself."""
+    found = []
+    for name, part in module.named_modules():
+        if exact_inputs(part):
+            parts = ((f"{name}.{key}" if name else key, child) for key, child in part.named_children())
+            found += [path for path, child in parts if _can_be_unit(child) and not exact_inputs(child)]
+    return found
+
+
+def _within(name: str, units: Collection[str]) -> bool:
+    return any(name == unit or name.startswith(f"{unit}.") for unit in units)
 
 
 def exact_inputs(part: nn.Module) -> list[str]:
@@ -100,7 +114,7 @@ def _is_router(module: nn.Module, name: str, part: nn.Module) -> bool:
     """By its class, or by its place: a gate beside experts."""
     parent, _, key = name.rpartition(".")
     beside_experts = key in ("gate", "router") and hasattr(module.get_submodule(parent), "experts")
-    return beside_experts or re.search("Router|Gating", type(part).__name__) is not None
+    return beside_experts or re.search("Router|Gating$", type(part).__name__) is not None
 
 
 def _can_be_unit(part: nn.Module) -> bool:

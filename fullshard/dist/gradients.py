@@ -40,7 +40,7 @@ class FirstUpdate:
         if (overflow is not None and float(overflow) > 0) or not any(float(g["lr"]) for g in optimizer.param_groups):
             return
         self._found = torch.stack([_look(p.grad) for _, p in self._trained]).cpu()
-        self._sums = _checksums([p for _, p in self._trained])
+        self._sums = checksums([p for _, p in self._trained])
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -48,7 +48,7 @@ class FirstUpdate:
             return
         for hook in self._hooks:
             hook.remove()
-        changed = (_checksums([p for _, p in self._trained]) != self._sums)[:, None]
+        changed = (checksums([p for _, p in self._trained]) != self._sums)[:, None]
         # A small parameter lies on one rank only, so what is true of a part of it is true of the whole.
         everywhere = torch.stack(reduce.gather_objects(torch.cat([self._found, changed], dim=1))).any(dim=0)
         missing, broken, moving, moved = everywhere.unbind(dim=1)
@@ -108,7 +108,7 @@ def _look(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.stack([torch.zeros_like(broken), broken, moving]).cpu()
 
 
-def _checksums(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def checksums(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """The sum of each parameter's bits as integers: changes when a bit does, and needs no copy of the weights."""
     sums = []
     for parameter in parameters:

@@ -79,7 +79,8 @@ def clip_global_norm(parameters: Iterable[torch.nn.Parameter], *, ceiling: float
         squares.append(square)
     norm = torch.stack(squares).sum().sqrt()
     if ceiling is not None:
-        factor = (ceiling / (norm + 1e-6)).clamp(max=1.0)
+        # A norm that is not a number leaves gradients as they are, so that it can be said whose it was.
+        factor = (ceiling / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
         for grads in by_mesh.values():
             torch._foreach_mul_(grads, factor)
     return norm

@@ -81,17 +81,25 @@ def shard(
     template = copy.deepcopy(module)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     blocks = [module.get_submodule(name) for name in plan.wrap.blocks]
-    recompute.apply(blocks, plan.activation_checkpointing)
+    for name, block in zip(plan.wrap.blocks, blocks, strict=True):
+        recompute.apply([block], recomputed(plan, name))
     if plan.compile:
         for block in blocks:
             block.compile()
-    outputs.make_own(blocks)
+    outputs.make_own([module, *map(module.get_submodule, plan.wrap.units)])
     _fully_shard(module, plan, mesh, device=device, methods=family.forward_methods)
     resident = torch.device("cpu") if plan.cpu_offload else device
     values.materialise(module, ties, parameters_on=resident, buffers_on=device)
     values.fill(module, template, drawn, ties, family=family, weights=weights, draw_on=device, seed=seed)
     values.prove(module, trainable, storage)
     return describe(module, plan, ties)
+
+
+def recomputed(plan: ShardPlan, block: str) -> str:
+    """How much of a block is computed again. A block with units of its own cannot be `selective`: torch counts what is
+    run in the block, and FSDP gathers in the backward pass by other operations than in the forward pass."""
+    holds_units = any(unit.startswith(f"{block}.") for unit in plan.wrap.units)
+    return "full" if plan.activation_checkpointing == "selective" and holds_units else plan.activation_checkpointing
 
 
 def store(module: nn.Module, plan: ShardPlan, family: Family) -> dict[str, torch.dtype]:
@@ -117,6 +125,8 @@ def _fully_shard(
 ) -> None:
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reshard = plan.layout.reshard_after_forward
+    for name in exact.timed_in_blocks(module, plan.wrap.blocks, plan.wrap.units):
+        exact.cast_inputs(module.get_submodule(name), plan.compute)
     # The innermost first: a unit takes the parameters below it that no other has taken. The root holds the head:
     # gathered for the loss, needed again at once in the backward pass.
     for name in [*sorted(plan.wrap.units, key=lambda name: -name.count(".")), ""]:

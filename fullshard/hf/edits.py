@@ -30,6 +30,10 @@ def add_lora(
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
+    for target in targets if isinstance(targets, list) else []:
+        # peft adapts what it finds and says nothing about the rest.
+        if not any(name == target or name.endswith(f".{target}") for name, _ in module.named_modules()):
+            raise _no_target(module, targets, f"no module is called {target!r}", name=target)
     config = LoraConfig(
         r=r,
         lora_alpha=alpha,
@@ -46,15 +50,22 @@ def add_lora(
             warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
             inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     except ValueError as error:
-        layers = sorted({name.rpartition(".")[2] for name, m in module.named_modules() if isinstance(m, nn.Linear)})
-        near = did_you_mean(targets if isinstance(targets, str) else targets[0], layers)
-        raise RecipeError(
-            f"model.lora.targets = {targets!r} does not fit {type(module).__name__}{near}: "
-            f"{str(error).splitlines()[0].rstrip('.')}. "
-            f"Use all-linear, or names from: {', '.join(layers)}."
-        ) from error
+        raise _no_target(module, targets, str(error).splitlines()[0].rstrip(".")) from error
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("lora_" in name)
+
+
+def _no_target(module: nn.Module, targets: str | list[str], reason: str, *, name: str | None = None) -> RecipeError:
+    from transformers.pytorch_utils import Conv1D
+
+    layers = sorted(
+        {found.rpartition(".")[2] for found, m in module.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    )
+    near = did_you_mean(name or (targets if isinstance(targets, str) else targets[0]), layers)
+    return RecipeError(
+        f"model.lora.targets = {targets!r} does not fit {type(module).__name__}{near}: {reason}. "
+        f"Use all-linear, or names from: {', '.join(layers)}."
+    )
 
 
 def has_adapters(module: nn.Module) -> bool:

@@ -77,7 +77,7 @@ class Stored(Mapping[str, Entry]):
 def open_folder(folder: Path) -> Stored:
     """Opens `model.safetensors`, or the files of `model.safetensors.index.json`, and reads their headers."""
     entries: dict[str, Entry] = {}
-    for file in _files(folder):
+    for file in files_of(folder):
         handle = _open(file)
         for name in list(handle.keys()):
             part = handle.get_slice(name)
@@ -91,7 +91,8 @@ def open_folder(folder: Path) -> Stored:
     return Stored(entries)
 
 
-def _files(folder: Path) -> list[Path]:
+def files_of(folder: Path) -> list[Path]:
+    """`model.safetensors`, or the files that `model.safetensors.index.json` names; all of them are there."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:

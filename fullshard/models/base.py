@@ -58,6 +58,10 @@ class Family(Part):
         """Where stored values come from; None when the model starts from scratch."""
         return None
 
+    def stored_in(self) -> Path | None:
+        """The folder of safetensors files that stored values come from; None from scratch, or for another format."""
+        return None
+
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
         """Gives the real parameters under one module of the tree below `root` fresh values; skips those on meta."""
         raise NotImplementedError

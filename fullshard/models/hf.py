@@ -68,6 +68,8 @@ class Lora(Section):
 class Tokenizer(Section):
     """The tokenizer, when it is not the one beside the model."""
 
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("path", "train"),)
+
     path: str | None = None
     """A folder or hub name."""
     train: TokenizerTraining | None = None
@@ -207,11 +209,14 @@ class Hf(Family):
         from fullshard.ops.varlen_attention import register
 
         model: Any = module
-        able = device == "cuda" and compute in (torch.bfloat16, torch.float16) and model._supports_attention_backend
+        # torch's flash kernels: half precision, and Ampere or newer.
+        flash = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        able = flash and compute in (torch.bfloat16, torch.float16) and model._supports_attention_backend
         if self.attention == "varlen" and not able:
             raise RecipeError(
-                "model.attention = 'varlen' needs a GPU, bf16 or fp16, and a model whose attention can be replaced, "
-                f"not {device}, {str(compute).removeprefix('torch.')}, {type(module).__name__}. Use attention: auto."
+                "model.attention = 'varlen' needs a GPU of compute capability 8.0, bf16 or fp16, and a model whose "
+                f"attention can be replaced, not {device}, {str(compute).removeprefix('torch.')}, "
+                f"{type(module).__name__}. Use attention: auto."
             )
         if able and (self.attention == "varlen" or (self.attention == "auto" and packed)):
             model.set_attn_implementation(register())
@@ -232,6 +237,10 @@ class Hf(Family):
         rows = model.config.get_text_config(decoder=True).vocab_size
         resized = rows != self._config().get_text_config(decoder=True).vocab_size
         return SafetensorsWeights(self._folder(), module, resized=resized)
+
+    def stored_in(self) -> Path | None:
+        """The folder of the weights to start from; None from scratch."""
+        return self._folder() if self.path is not None else None
 
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
         from fullshard.hf.init import initialise_subtree

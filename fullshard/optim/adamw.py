@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -10,11 +11,13 @@ from torch import nn
 
 from fullshard.optim.base import Optimizer
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay; states in fp32."""
+    """Adam with decoupled weight decay; states in the dtype that parameters are kept in, fp32 unless asked for."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""

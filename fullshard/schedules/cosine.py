@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
+from pydantic import Field
+
 from fullshard.schedules.base import Schedule
 
 
 class Cosine(Schedule):
     """From the base rate to `floor` of it at the end of the run."""
 
-    floor: float = 0.0
+    floor: float = Field(0.0, ge=0, le=1)
     """The factor at the end."""
 
     def after_warmup(self, step: int, total: int) -> float:

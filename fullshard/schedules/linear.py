@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from fullshard.schedules.base import Schedule
 
 
 class Linear(Schedule):
     """From the base rate to `floor` of it at the end of the run."""
 
-    floor: float = 0.0
+    floor: float = Field(0.0, ge=0, le=1)
     """The factor at the end."""
 
     def after_warmup(self, step: int, total: int) -> float:

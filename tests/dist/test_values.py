@@ -15,16 +15,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from fullshard.build import _sync_batchnorm
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.world import World, join
 from fullshard.dist.wrap import find_blocks
 from fullshard.errors import FullshardError, RecipeError
 from fullshard.hf.sizes import make_config
-from fullshard.log.console import Console
 from fullshard.models.base import Family, Weights
 from fullshard.part import decode
+from fullshard.placement import sync_batchnorm
 from tests.ranks import RankPool
 from tests.small import model_folder, recipe, token_file, train
 
@@ -377,6 +376,6 @@ def test_a_cut_off_weight_file_is_named_on_every_rank(ranks: RankPool, folder: P
 def test_shared_batch_norm_is_refused_on_a_cpu() -> None:
     world = World(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"), backend="gloo")
     with pytest.raises(RecipeError, match="sharding.sync_batchnorm = true needs GPUs.*Set it to false"):
-        _sync_batchnorm(odd_model(), world, Console(silent=True))
+        sync_batchnorm(odd_model(), world, say=print)
     plain = nn.Sequential(nn.Linear(2, 2))
-    assert _sync_batchnorm(plain, world, Console(silent=True)) is plain
+    assert sync_batchnorm(plain, world, say=print) is plain

@@ -156,7 +156,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_settings_in_every_spelling(words: list[str], overrides: list[str]) -> None:
     sections = ["seed", "optimizer", "batch", "sharding", "schedule", "log", "precision"]
-    assert to_overrides(words, sections=sections, options=OPTIONS) == overrides
+    assert to_overrides(words, sections=sections, options=OPTIONS["train"]) == overrides
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_settings_before_the_recipe_are_explained(calls: Any) -> None:
 
 def test_no_setting_is_taken_for_a_key() -> None:
     with pytest.raises(RecipeError, match="neither an option nor a key"):
-        to_overrides(["--nothing"], sections=["seed"], options=OPTIONS)
+        to_overrides(["--nothing"], sections=["seed"], options=OPTIONS["train"])
 
 
 # Listing
@@ -262,7 +262,10 @@ def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
 
 def test_help_names_every_option_and_exit_code() -> None:
     text = call("train", "--help").stdout
-    for word in (*OPTIONS, "--fp16", "RECIPE", "KEY=VALUE", "75"):
+    for word in (*OPTIONS["train"], "--fp16", "RECIPE", "KEY=VALUE", "75"):
+        assert word in text
+    text = call("check", "--help").stdout
+    for word in (*OPTIONS["check"], "RECIPE", "KEY=VALUE", "Exit codes"):
         assert word in text
 
 

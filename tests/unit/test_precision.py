@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.errors import RecipeError
-from fullshard.precision import avoid_broken_amx, check_word, resolve_precision
+from fullshard.errors import RecipeError, SetupError
+from fullshard.precision import avoid_broken_amx, check_word, resolve_for, resolve_precision
 from fullshard.read import read
 
 CPU = torch.device("cpu")
@@ -33,7 +33,11 @@ CPU = torch.device("cpu")
         ("fp32", "fp32"),
         (32, "fp32"),
         ("32-true", "fp32"),
+        ("none", "fp32"),
         ("no", "fp32"),
+        ("bf16-pure", "bf16-pure"),
+        ("bf16-true", "bf16-pure"),
+        ("pure_bf16", "bf16-pure"),
         (False, "fp32"),
         (None, "fp32"),
     ],
@@ -45,6 +49,12 @@ def test_every_spelling_of_the_field(spelled: Any, word: str) -> None:
 def test_an_unknown_word_is_refused_with_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"precision = 'bf61'.*did you mean 'bf16'.*allowed: auto, bf16"):
         read({"model": "m", "data": {"train": "t"}, "precision": "bf61"})
+
+
+@pytest.mark.parametrize("spelled", ["fp16-pure", "16-true", "pure_fp16", "fp16-true"])
+def test_fp16_weights_are_refused_with_the_reason(spelled: str) -> None:
+    with pytest.raises(RecipeError, match=r"fp16 weights cannot be trained: updates vanish.*keeps fp32 weights"):
+        read({"model": "m", "data": {"train": "t"}, "precision": spelled})
 
 
 @pytest.mark.parametrize(
@@ -63,6 +73,49 @@ def test_auto_decides_and_says_why() -> None:
     found = resolve_precision("auto", CPU)
     assert found.word == "bf16"
     assert found.describe().endswith("no scaler; auto: this device computes in bf16)")
+
+
+def test_auto_takes_fp16_with_a_scaler_where_bf16_is_missing_and_says_so() -> None:
+    for capability in ((6, 0), (7, 0), (7, 5)):
+        found = resolve_for("auto", capability=capability, name="Tesla T4")
+        assert (found.word, found.storage, found.compute, found.scaler) == ("fp16", torch.float32, torch.float16, True)
+        assert found.describe().endswith("with loss scaling; auto: bf16 needs compute capability 8.0)")
+        assert found.warning() == "precision = auto became fp16 with a loss scaler: bf16 needs compute capability 8.0."
+    for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
+        found = resolve_for("auto", capability=capability)
+        assert (found.word, found.scaler, found.warning()) == ("bf16", False, None)
+
+
+@pytest.mark.parametrize("word", ["bf16", "bf16-pure"])
+def test_what_a_device_cannot_do_is_an_error_and_no_silent_switch(word: str) -> None:
+    said = (
+        rf"precision = {word}: Tesla T4 has compute capability 7\.5, and bf16 needs 8\.0\. Use precision: fp16 or auto"
+    )
+    with pytest.raises(SetupError, match=said):
+        resolve_for(word, capability=(7, 5), name="Tesla T4")
+
+
+@pytest.mark.parametrize("word", ["fp16", "fp32"])
+def test_what_every_device_can_do_is_left_as_asked_for(word: str) -> None:
+    found = [resolve_for(word, capability=capability) for capability in (None, (7, 5), (9, 0))]
+    assert found[0] == found[1] == found[2]
+    assert (found[0].word, found[0].reason, found[0].warning()) == (word, "as asked for", None)
+
+
+def test_bf16_pure_keeps_bf16_and_warns() -> None:
+    found = resolve_precision("bf16-pure", CPU)
+    assert (found.storage, found.compute, found.scaler) == (torch.bfloat16, torch.bfloat16, False)
+    assert found.describe() == (
+        "bf16-pure (storage bfloat16, compute bfloat16, reduce float32, no scaler; as asked for)"
+    )
+    assert "Adam state in bf16" in str(found.warning())
+
+
+def test_what_the_warning_says_of_bf16_is_true() -> None:
+    """An update smaller than 1/256 of a weight is lost, and one of 1/128 is not."""
+    one = torch.ones(1, dtype=torch.bfloat16)
+    assert torch.equal(one + 1 / 257, one)
+    assert not torch.equal(one + 1 / 128, one)
 
 
 TRY_AMX = """

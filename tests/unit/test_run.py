@@ -76,7 +76,7 @@ def test_the_folder_is_free_again_after_a_run_and_after_an_error(settings: dict[
 
 def test_an_output_that_cannot_be_written_is_named(settings: dict[str, Any], folder: Path) -> None:
     settings["output"] = str(folder / "train.jsonl")
-    with pytest.raises(CheckpointError, match=r"output = '.*train.jsonl': .*\(File exists\)\. Choose a folder"):
+    with pytest.raises(SetupError, match=r"output = '.*train.jsonl': .*\(Not a directory\)\. Choose a folder"):
         small.train(settings)
     (folder / "other").mkdir()
     (folder / "other" / "run").write_text("a file where the run folder should be")

@@ -1,0 +1,258 @@
+"""What only the ranks together can find out: one clock, one file system, one recipe, one set of versions.
+
+Every rank runs the same collectives whatever it finds, and all return the same findings.
+Must not know models or data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.dist import reduce
+from fullshard.dist.world import World
+from fullshard.part import plain
+from fullshard.recipe import Recipe
+
+SKEW_WARNING_S = 1.0
+"""Logs of two nodes can no longer be laid side by side, and files seem to come from the future."""
+SKEW_ERROR_S = 60.0
+"""Locks and caches that go by file times fail."""
+_ROUNDS = 3
+_OWN = ("topology", "data.cache", "data.workers")
+"""Settings that may differ from node to node."""
+
+
+def among_ranks(
+    recipe: Recipe,
+    world: World,
+    *,
+    clock: Callable[[], float] = time.time,
+    folder: Path | None = None,
+    patience_s: float = 10.0,
+) -> list[Finding]:
+    """Called on every rank after they met. `folder` stands for `output`; a network file system gets `patience_s` to
+    show a file."""
+    hosts: list[str] = reduce.gather_objects(socket.gethostname())
+    num_hosts = len(set(hosts))
+    where = f"{world.size} rank{'' if world.size == 1 else 's'} on {num_hosts} host{'' if num_hosts == 1 else 's'}"
+    shown = list(dict.fromkeys(hosts))
+    found = [ok("hosts", f"{where}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")]
+    found += _versions(hosts, world)
+    found += _recipes(recipe, hosts)
+    found += _clocks(clock, hosts)
+    found += _files(folder or recipe.output, hosts, world, patience_s=patience_s)
+    # Only rank 0 words them: paths may be spelled another way elsewhere.
+    agreed: list[Finding] = reduce.from_main(found)
+    return agreed
+
+
+def _versions(hosts: list[str], world: World) -> Iterator[Finding]:
+    own = {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "fullshard": _own_version(),
+    }
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    every: list[tuple[dict[str, str], str]] = reduce.gather_objects((own, device))
+    differing = [name for name in own if len({versions[name] for versions, _ in every}) > 1]
+    for name in differing:
+        yield error(
+            "versions",
+            f"the ranks run different versions of {name}: {_spread([v[name] for v, _ in every], hosts)}.",
+            f"Install the same {name} on every node, or use one shared environment.",
+        )
+    if not differing:
+        yield ok("versions", f"{', '.join(f'{name} {value}' for name, value in own.items())} on every rank")
+    devices = [name for _, name in every]
+    if len(set(devices)) > 1:
+        yield warning(
+            "devices",
+            f"the ranks have different devices: {_spread(devices, hosts)}.",
+            "All ranks wait for the slowest, and the smallest memory decides the batch. Use nodes of one kind.",
+        )
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("fullshard")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a source folder"
+
+
+def _recipes(recipe: Recipe, hosts: list[str]) -> Iterator[Finding]:
+    every: list[dict[str, str]] = reduce.gather_objects(dict(_flat(plain(recipe))))
+    keys = sorted(set().union(*every))
+    differing = [key for key in keys if len({settings.get(key, "not set") for settings in every}) > 1]
+    if not differing:
+        yield ok("recipe", "the same on every rank" if len(every) > 1 else "one rank")
+        return
+    shown = "; ".join(
+        f"{key} is {_spread([settings.get(key, 'not set') for settings in every], hosts)}" for key in differing[:3]
+    )
+    more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+    yield error(
+        "recipe",
+        f"the ranks do not have the same recipe: {shown}{more}.",
+        "Give every node the same recipe file and the same command.",
+    )
+
+
+def _flat(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    if any(where == own or where.startswith(f"{own}.") for own in _OWN):
+        return
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{where}.{key}" if where else str(key))
+    else:
+        yield where, str(value)
+
+
+def _clocks(clock: Callable[[], float], hosts: list[str]) -> Iterator[Finding]:
+    """Clocks read right after a collective; the least difference of several rounds, as a busy rank reads late."""
+    rounds = []
+    for _ in range(_ROUNDS):
+        reduce.gather_objects(None)
+        rounds.append(reduce.gather_objects(clock()))
+    skews = [min((times[rank] - times[0] for times in rounds), key=abs) for rank in range(len(hosts))]
+    worst = max(range(len(hosts)), key=lambda rank: abs(skews[rank]))
+    if abs(skews[worst]) <= SKEW_WARNING_S:
+        yield ok("clocks", f"less than {SKEW_WARNING_S:g} s apart" if len(hosts) > 1 else "one rank")
+        return
+    late = "ahead of" if skews[worst] > 0 else "behind"
+    level = error if abs(skews[worst]) > SKEW_ERROR_S else warning
+    yield level(
+        "clocks",
+        f"the clock of rank {worst} ({hosts[worst]}) is {abs(skews[worst]):,.1f} s {late} that of rank 0 ({hosts[0]}); "
+        f"at most {SKEW_WARNING_S:g} s is allowed.",
+        "Let every node take its time from the network: chronyd or systemd-timesyncd.",
+    )
+
+
+def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -> Iterator[Finding]:
+    """Rank 0 writes a file that all must see, and all write one that rank 0 must see."""
+    token = reduce.from_main(secrets.token_hex(8))
+    made: list[Path] = []
+    own = folder / f".fullshard-check-{token}-{world.rank}"
+    try:
+        problem: str | None = None
+        if world.is_main:
+            problem = _attempt(lambda: made.extend(_make(folder)))
+        # The others make no folder: one that rank 0 has made and they do not see is not shared.
+        absent = reduce.from_main(problem) or _attempt(lambda: _note_absent(folder, patience_s))
+        written = absent or _attempt(lambda: _write(own, token))
+        problems: list[str | None] = reduce.gather_objects(written)
+        peers = range(world.size) if world.is_main else [0]
+        unseen = [
+            rank
+            for rank in peers
+            if problems[rank] is None
+            and not _seen(folder / f".fullshard-check-{token}-{rank}", token, patience_s=patience_s)
+        ]
+        every: list[list[int]] = reduce.gather_objects(unseen)
+    finally:
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
+    reduce.gather_objects(None)  # only when all files are gone is a folder that was made for them empty
+    for path in reversed(made):
+        with contextlib.suppress(OSError):
+            path.rmdir()
+    yield from _judged_files(folder, problems, every, hosts)
+
+
+def _judged_files(
+    folder: Path, problems: list[str | None], unseen: list[list[int]], hosts: list[str]
+) -> Iterator[Finding]:
+    failed = [rank for rank, problem in enumerate(problems) if problem]
+    blind = {rank for rank, missing in enumerate(unseen) if 0 in missing} | {rank for rank in unseen[0] if rank}
+    share = f"Put output on a file system that all nodes share, at one path: output=/shared/runs (now {folder})."
+    if failed:
+        reasons = "; ".join(dict.fromkeys(str(problems[rank]) for rank in failed))
+        yield error(
+            "shared files",
+            f"output = {folder}: {_ranks(failed, hosts)} cannot write there ({reasons}).",
+            f"{share} Check permissions and space."
+            if len(failed) < len(hosts)
+            else "Choose a folder that you may write to: output=DIR, or --output DIR.",
+        )
+    elif blind:
+        yield error(
+            "shared files",
+            f"output = {folder}: {_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's files.",
+            share,
+        )
+    else:
+        what = "a file of each rank is seen by rank 0, and its own by all" if len(hosts) > 1 else "written and read"
+        yield ok("shared files", f"{folder}: {what}")
+
+
+def _make(folder: Path) -> list[Path]:
+    """Makes the folder; gives those that were not there, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+def _note_absent(folder: Path, patience_s: float) -> None:
+    if not _wait(folder.is_dir, patience_s=patience_s):
+        raise FileNotFoundError(2, "there is no such folder", str(folder))
+
+
+def _write(path: Path, token: str) -> None:
+    path.write_text(token)
+
+
+def _attempt(act: Callable[[], object]) -> str | None:
+    """What the system said against it."""
+    try:
+        act()
+    except OSError as problem:
+        return problem.strerror or str(problem)
+    return None
+
+
+def _seen(path: Path, token: str, *, patience_s: float) -> bool:
+    def there() -> bool:
+        with contextlib.suppress(OSError):
+            list(path.parent.iterdir())  # makes a network file system ask its server again
+            return path.read_text() == token
+        return False
+
+    return _wait(there, patience_s=patience_s)
+
+
+def _wait(there: Callable[[], bool], *, patience_s: float) -> bool:
+    end = time.monotonic() + patience_s
+    while not there():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _spread(values: list[str], hosts: list[str]) -> str:
+    """`2.11 on rank 0 (a), 2.12 on ranks 1, 2 (b)`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {_ranks(group, hosts)}" for value, group in ranks.items())
+
+
+def _ranks(ranks: Iterable[int], hosts: list[str]) -> str:
+    ranks = list(ranks)
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    names = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+    return f"rank{'' if len(ranks) == 1 else 's'} {numbers} ({names})"
+
+
+__all__ = ["among_ranks"]

@@ -1,0 +1,281 @@
+"""Section 4 of a check: what the run will learn from, and what in it looks like a mistake.
+
+Lengths and counts are exact; contents are read up to a stated number of samples, so that any data set is checked in a
+moment. Must not know models or ranks beyond their number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.data.base import IGNORE, Samples
+from fullshard.data.loader import Batch, Loader
+from fullshard.data.order import FILLER, permutation
+from fullshard.data.prepare import Prepared, Stored, reasons
+from fullshard.data.records import counted, origins
+from fullshard.data.store import Store
+from fullshard.ground import Ground
+from fullshard.recipe import Recipe
+
+MOST_MASKED = 0.95
+"""Share of positions without a loss term above which a warning is due."""
+MOST_CUT = 0.1
+"""Share of samples cut at the sequence length."""
+MOST_DROPPED = 0.01
+"""Share of samples from which nothing can be learned."""
+MOST_LEAKED = 0.001
+"""Share of validation samples that are trained on too."""
+MOST_REPEATED = 0.05
+"""Share of training samples that repeat another one."""
+MOST_READ = 20_000
+"""Samples of each side whose content is read, evenly spread over the data."""
+MOST_TOKENS = 20_000_000
+"""Tokens of each side that are read."""
+
+
+def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
+    """The findings about the data of a run, in the parent process."""
+    data = ground.data
+    yield from _encoder(data)
+    yield _counts("train", data.train, data.train_from)
+    yield from _losses("data.train", data.train_from.store)
+    yield from _validation(ground)
+    yield from _batches(recipe, ground)
+    read = _read(data.train_from)
+    yield from _masked(data.train_from, read)
+    yield from _repeated(data.train_from, read)
+    if data.validation_from is not None:
+        yield from _leaked(data.train_from, data.validation_from, read)
+
+
+def longest_batch(data: Prepared, *, per_device: int) -> Batch:
+    """The largest micro-batch that a rank can meet in training: the longest samples together, on the CPU."""
+    longest = np.argsort(-data.train.lengths, kind="stable")[:per_device]
+    places = np.full(per_device, FILLER, dtype=np.int64)
+    places[: len(longest)] = longest
+    return Loader(data.train, data.encoder, per_device=per_device).batch_of(places)
+
+
+def _encoder(data: Prepared) -> Iterator[Finding]:
+    """What was decided before any record was counted: the encoder and its layout, and notes of the source."""
+    for line in takewhile(lambda line: not line.startswith("data: "), data.report):
+        name, _, rest = line.partition(": ")
+        yield ok(name, rest) if name in ("encoder", "chat template") else ok("source", line)
+
+
+def _counts(name: str, samples: Samples, stored: Stored) -> Finding:
+    records = len(np.unique(stored.store.records[stored.chosen]))
+    counts = [(records, "record"), (len(stored.chosen), "sample"), (samples.num_tokens, "token")]
+    text = ", ".join(counted(*pair) for pair in counts)
+    if samples.fixed_length is not None:
+        filled = samples.num_tokens / (len(samples) * samples.fixed_length)
+        text += f", in {counted(len(samples), 'row')} of {samples.fixed_length:,} ({filled:.1%} filled)"
+    return ok(name, text)
+
+
+def _losses(key: str, store: Store) -> Iterator[Finding]:
+    """What was cut and what was left out."""
+    counts = store.counts
+    all_samples = counts.samples + counts.dropped
+    cut, dropped = counts.truncated / max(all_samples, 1), counts.dropped / max(all_samples, 1)
+    text = f"{counts.truncated:,} of {counted(all_samples, 'sample')} ({cut:.1%}) of {key} were longer than allowed"
+    if cut > MOST_CUT:
+        yield warning(
+            "truncated",
+            f"{text} and lose their end; more than {MOST_CUT:.0%} is worth a look.",
+            "Raise data.sequence_length, or split the records.",
+        )
+    elif counts.truncated:
+        yield ok("truncated", f"{text} and lose their end")
+    if dropped > MOST_DROPPED:
+        remedies = [
+            (counts.empty, "put text into the records or take them out"),
+            (counts.masked, "give conversations an answer that is not blank"),
+            (counts.beyond, "raise data.sequence_length"),
+        ]
+        mend = "; ".join(words for number, words in remedies if number)
+        yield warning(
+            "dropped",
+            f"{counts.dropped:,} of {counted(all_samples, 'sample')} ({dropped:.1%}) of {key} are left out, nothing in "
+            f"them can be learned: {reasons(counts)}.",
+            f"{mend[:1].upper()}{mend[1:]}.",
+        )
+    elif counts.dropped:
+        yield ok("dropped", f"{counts.dropped:,} of {counted(all_samples, 'sample')} of {key}: {reasons(counts)}")
+    elif not counts.truncated:
+        yield ok("truncated", f"no sample of {key} was cut, none was left out")
+
+
+def _validation(ground: Ground) -> Iterator[Finding]:
+    data = ground.data
+    if data.validation is None or data.validation_from is None:
+        yield ok("validation", "none: no data.validation, and data.holdout = 0")
+        return
+    found = _counts("validation", data.validation, data.validation_from)
+    batch = ground.validation_per_device * ground.plan.world
+    small = f"; less than one batch of {batch:,}" if len(data.validation) < batch else ""
+    yield ok("validation", f"{found.text}{small}")
+    if data.validation_from.store is not data.train_from.store:
+        yield from _losses("data.validation", data.validation_from.store)
+
+
+def _batches(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
+    """The first and the longest batch, through encoder and collator."""
+    data, plan = ground.data, ground.plan
+    loader = Loader(
+        data.train,
+        data.encoder,
+        per_device=plan.per_device,
+        global_size=plan.global_size,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        world=plan.world,
+    )
+    first = loader.first_batch()
+    if missing := [key for key in recipe.objective.needs if key not in first]:
+        yield error(
+            "first batch",
+            f"objective.kind = {recipe.objective.kind()} needs {', '.join(missing)} in a batch, and the encoder gives "
+            f"{', '.join(first)}.",
+            "Choose another data.encode.",
+        )
+    else:
+        yield ok("first batch", _shapes(first))
+    longest = longest_batch(data, per_device=plan.per_device)
+    top = int(data.train.lengths.max())
+    yield ok("longest batch", f"{_shapes(longest)}; the longest sample has {counted(top, 'token')}")
+    if data.train.fixed_length is None and plan.per_device > 1:
+        padding = _padding(recipe, data.train, per_device=plan.per_device)
+        packable = not recipe.data.pack and set(data.train_from.store.names) == {"input_ids", "labels"}
+        hint = "; data.pack=true would fill the rows" if packable and padding > 0.1 else ""
+        yield ok("padding", f"about {padding:.0%} of a batch{hint}")
+
+
+def _shapes(batch: Batch) -> str:
+    sizes = {name: " x ".join(map(str, value.shape)) for name, value in batch.items() if hasattr(value, "shape")}
+    shown = {name: shape for name, shape in sizes.items() if name not in ("sample_ids", "bounds")}
+    groups: dict[str, list[str]] = {}
+    for name, shape in shown.items():
+        groups.setdefault(shape, []).append(name)
+    return "; ".join(f"{', '.join(names)} {shape}" for shape, names in groups.items())
+
+
+def _padding(recipe: Recipe, samples: Samples, *, per_device: int) -> float:
+    """Share of padding when rows are as long as the longest of their micro-batch, in the order of the first epoch."""
+    order = permutation(len(samples), seed=recipe.seed, epoch=0, shuffle=recipe.data.shuffle)
+    lengths = samples.lengths[order][: len(samples) // per_device * per_device].reshape(-1, per_device)
+    full = int(lengths.max(axis=1).sum()) * per_device if len(lengths) else 0
+    return 1 - int(lengths.sum()) / full if full else 0.0
+
+
+class _Read:
+    """What was found in some samples: their hashes, and their positions with and without a loss term."""
+
+    def __init__(self, stored: Stored, indices: np.ndarray) -> None:
+        self.indices = indices
+        """Places in the store."""
+        self.hashes: list[bytes] = []
+        self.positions = self.masked = 0
+        for index in indices:
+            features = stored.store[int(index)]
+            labels: Any = features.pop("labels", None)
+            digest = hashlib.blake2b(digest_size=16)
+            for values in features.values():
+                digest.update(values.tobytes())
+            self.hashes.append(digest.digest())
+            if labels is not None:
+                self.positions += labels.size
+                self.masked += int((labels == IGNORE).sum())
+
+
+def _read(stored: Stored) -> _Read:
+    """Every sample, or as many as the limits allow, evenly spread; a record that a mixture repeats is read once."""
+    indices = _once(stored)
+    tokens = int(stored.store.lengths[indices].sum())
+    number = min(len(indices), MOST_READ, max(len(indices) * MOST_TOKENS // max(tokens, 1), 1))
+    return _Read(stored, indices[np.linspace(0, len(indices) - 1, number).round().astype(np.int64)])
+
+
+def _once(stored: Stored) -> np.ndarray:
+    _, first = np.unique(origins(stored.records), return_index=True)
+    is_first = np.zeros(len(stored.records), dtype=bool)
+    is_first[first] = True
+    once: np.ndarray = stored.chosen[is_first[stored.store.records[stored.chosen]]]
+    return once
+
+
+def _compared(read: _Read, stored: Stored) -> str:
+    """How many samples were looked at."""
+    number, whole = len(read.indices), len(_once(stored))
+    return counted(number, "sample") + ("" if number == whole else f" drawn evenly from {whole:,}")
+
+
+def _masked(stored: Stored, read: _Read) -> Iterator[Finding]:
+    if not read.positions:
+        return
+    share = read.masked / read.positions
+    text = f"{share:.1%} of positions have no loss term ({_compared(read, stored)})"
+    if share > MOST_MASKED:
+        yield warning(
+            "masked labels",
+            f"data.train: {text}; above {MOST_MASKED:.0%} nearly all of the computation teaches nothing.",
+            "Shorten the questions, or learn every token with data.encode={kind: chat, train_on: all}.",
+        )
+    else:
+        yield ok("masked labels", text)
+
+
+def _repeated(stored: Stored, read: _Read) -> Iterator[Finding]:
+    first: dict[bytes, int] = {}
+    again: list[tuple[int, int]] = []
+    for index, digest in zip(read.indices, read.hashes, strict=True):
+        if digest in first:
+            again.append((int(index), first[digest]))
+        else:
+            first[digest] = int(index)
+    share = len(again) / len(read.indices)
+    text = f"{len(again):,} ({share:.1%}) of {_compared(read, stored)} repeat another one"
+    if share > MOST_REPEATED:
+        yield warning(
+            "duplicates",
+            f"data.train: {text}, such as {_examples(stored, stored, again)}.",
+            "Take repeated records out; to weight data on purpose use a mixture: data.train={kind: mixture, ...}.",
+        )
+    else:
+        yield ok("duplicates", text if again else f"none among {_compared(read, stored)} of train")
+
+
+def _leaked(train: Stored, validation: Stored, read: _Read) -> Iterator[Finding]:
+    held = _read(validation)
+    trained = dict(zip(reversed(read.hashes), reversed(read.indices), strict=True))
+    both = [(int(i), int(trained[h])) for i, h in zip(held.indices, held.hashes, strict=True) if h in trained]
+    share = len(both) / len(held.indices)
+    text = (
+        f"{len(both):,} ({share:.1%}) of {_compared(held, validation)} of validation are among "
+        f"{_compared(read, train)} of train"
+    )
+    if share > MOST_LEAKED:
+        yield warning(
+            "leakage",
+            f"{text}, such as {_examples(validation, train, both)}: the validation loss is too good.",
+            "Take them out of data.train or data.validation; without data.validation, remove repeated records.",
+        )
+    else:
+        yield ok("leakage", text)
+
+
+def _examples(one: Stored, other: Stored, pairs: Sequence[tuple[int, int]]) -> str:
+    named = [
+        f"{one.records.where(int(one.store.records[a]))} = {other.records.where(int(other.store.records[b]))}"
+        for a, b in pairs[:3]
+    ]
+    return ", ".join(named)
+
+
+__all__ = ["longest_batch", "look"]

@@ -1,0 +1,334 @@
+"""Section 1 of a check: does this machine have what the recipe asks for, and what will be used of it.
+
+Facts come in as a Machine, so that any hardware can be judged anywhere; nothing is started and no GPU is touched.
+Must not know how parts work, nor data.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from packaging.version import Version
+
+from fullshard.check.agreement import among_ranks
+from fullshard.check.findings import Finding, error, of, ok, warning
+from fullshard.check.kernels import attention, compiler
+from fullshard.check.machine import Gpu, Machine, inspect
+from fullshard.check.room import disk, memory, standing
+from fullshard.dist.ranks import count, ranks_for
+from fullshard.errors import FullshardError, SetupError, missing_package
+from fullshard.ground import cache_folder
+from fullshard.launch.base import Ranks
+from fullshard.log.words import size
+from fullshard.precision import ResolvedPrecision, resolve_for
+from fullshard.recipe import Recipe, Topology
+
+OLDEST_PYTHON = (3, 11)
+TORCH = (Version("2.11"), Version("2.16"))
+"""From here up to, but not including, there; as in the package's own requirements."""
+FEW_FILES = 1024
+"""Loader processes and checkpoints hold files open; below this they may run out."""
+SMALL_CACHE = 2**28
+"""Bytes free for tokenised data below which a warning is due."""
+
+SLOWING = {
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before it, which is for debugging"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor asks the driver for memory"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked over all ranks"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs of one machine do not reach each other directly, not even over NVLink"),
+    "NCCL_IB_DISABLE": ("1", "nodes talk over plain sockets and not over InfiniBand"),
+    "TORCHDYNAMO_DISABLE": ("1", "nothing is compiled, whatever sharding.compile says"),
+}
+"""Variables with the value that costs speed, and why."""
+
+
+def look(
+    recipe: Recipe, ranks: Ranks | None, *, machine: Machine | None = None, environ: Mapping[str, str] = os.environ
+) -> Iterator[Finding]:
+    """The findings about this machine, before the ranks meet. `ranks` is None where whoever starts them has refused
+    the devices that the recipe asks for: here that is a finding."""
+    machine = machine or inspect()
+    topology = recipe.topology
+    on_gpu = bool(machine.gpus) and topology.device != "cpu"
+    yield from _software(machine)
+    if ranks is None:
+        # Only here: a rank that is running sees the GPUs that it was given, and they are numbered from 0 again.
+        try:
+            ranks = _ranks_for(topology, num_gpus=len(machine.gpus))
+        except SetupError as mistake:
+            yield error("devices", str(mistake), _about_visible(environ))
+            ranks = Ranks(per_node=max(len(machine.gpus), 1))
+    gpus = machine.used(ranks) if on_gpu else []
+    if on_gpu:
+        yield from _gpus(machine, gpus, ranks, backend=topology.backend)
+    elif topology.device != "cuda":
+        yield from _cpu(machine, ranks, topology.device, environ)
+    if gpus or not on_gpu and topology.device != "cuda":
+        yield from _computing(recipe, machine, gpus)
+    yield from _packages(recipe, machine)
+    yield from _variables(environ, gpus=len(gpus), nodes=ranks.nodes, compiled=recipe.sharding.compile)
+    yield from _hub(recipe, environ)
+    yield from _folders(recipe)
+    yield from _limits(recipe, machine, ranks, on_gpu=on_gpu)
+
+
+def _ranks_for(topology: Topology, *, num_gpus: int) -> Ranks:
+    return ranks_for(
+        device=topology.device,
+        devices=topology.devices,
+        nodes=1,
+        num_gpus=num_gpus,
+        timeout_s=topology.timeout_s,
+        backend=topology.backend,
+    )
+
+
+def _computing(recipe: Recipe, machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:
+    """In which precision, with which kernels."""
+    precision = None
+    for found in _precisions(recipe.precision, gpus):
+        if isinstance(found, Finding):
+            yield found
+        else:
+            precision = found
+    kernel: str | None = getattr(recipe.model, "attention", None)
+    if precision is not None and kernel is not None:
+        yield from attention(kernel, packed=recipe.data.pack, gpus=gpus, precision=precision, machine=machine)
+    yield from compiler(recipe, machine, on_gpu=bool(gpus))
+
+
+def _software(machine: Machine) -> Iterator[Finding]:
+    found = ".".join(map(str, machine.python))
+    if machine.python < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        yield error("Python", f"Python {found}; {wanted} or newer is needed.", f"Make an environment with {wanted}.")
+    else:
+        yield ok("Python", found)
+    release = Version(Version(machine.torch).base_version)
+    if not TORCH[0] <= release < TORCH[1]:
+        yield warning(
+            "torch",
+            f"torch {machine.torch}; fullshard is tested with {TORCH[0]} up to, but not including, {TORCH[1]}.",
+            f"Install a tested one: pip install 'torch>={TORCH[0]},<{TORCH[1]}'",
+        )
+    else:
+        yield ok("torch", machine.torch)
+
+
+def _about_visible(environ: Mapping[str, str]) -> str:
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        return "See the GPUs of this machine with nvidia-smi."
+    return f"CUDA_VISIBLE_DEVICES={visible or repr('')} decides which GPUs torch sees: change or unset it."
+
+
+def _cpu(machine: Machine, ranks: Ranks, device: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+    if machine.gpus:
+        idle = count(len(machine.gpus), "GPU")
+        yield ok("devices", f"training on CPU, gloo, as topology.device says; {idle} not used")
+    elif machine.driver and device == "auto":
+        if machine.cuda is None:
+            why, remedy = "this torch is a build without CUDA", "Install a CUDA build of torch: https://pytorch.org"
+        elif "CUDA_VISIBLE_DEVICES" in environ:
+            why, remedy = "they may be hidden", _about_visible(environ)
+        else:
+            why = f"the driver may be too old for CUDA {machine.cuda}, or the GPUs not given to this container"
+            remedy = "Check with nvidia-smi, and update the driver."
+        yield warning(
+            "devices",
+            f"the NVIDIA driver {machine.driver} is installed, but torch sees no GPU ({why}): training on CPU, gloo.",
+            f"{remedy} To train on the CPU all the same, set topology.device=cpu.",
+        )
+    else:
+        yield ok("devices", "no GPU: training on CPU, gloo")
+    if ranks.per_node > machine.cores:
+        yield warning(
+            "cores",
+            f"{count(ranks.per_node, 'rank')} on {count(machine.cores, 'core')}: they wait for each other.",
+            f"Use --devices {machine.cores} at most; batch.global keeps the step the same.",
+        )
+    else:
+        yield ok("cores", f"{count(machine.cores, 'core')} for {count(ranks.per_node, 'rank')}")
+
+
+def _gpus(machine: Machine, gpus: list[Gpu], ranks: Ranks, *, backend: str) -> Iterator[Finding]:
+    nccl = f", NCCL {machine.nccl or 'unknown'}" if backend != "gloo" else ", gloo"
+    yield ok("CUDA", f"CUDA {machine.cuda or 'unknown'}, driver {machine.driver or 'unknown'}{nccl}")
+    kinds = {gpu.describe(): gpu for gpu in gpus}
+    if len({(gpu.name, gpu.capability) for gpu in gpus}) > 1:
+        yield warning(
+            "GPUs",
+            f"the GPUs are not of one kind: {'; '.join(kinds)}.",
+            "All ranks wait for the slowest, and the smallest memory decides the batch. Choose GPUs of one kind with "
+            "--gpus, such as --gpus 0,1.",
+        )
+    else:
+        shared = f", shared by {ranks.per_node} ranks" if backend == "gloo" and ranks.per_node > len(gpus) else ""
+        yield ok("GPUs", f"{len(gpus)} of {len(machine.gpus)}: {next(iter(kinds))}{shared}")
+    if len(gpus) > 1:
+        yield _links(machine, ranks.device_ids or range(len(gpus)))
+
+
+def _links(machine: Machine, numbers: range | tuple[int, ...]) -> Finding:
+    pairs = [(min(a, b), max(a, b)) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
+    found = [machine.links.get(pair) if machine.links else None for pair in pairs]
+    if None in found:
+        return ok("GPU links", "not known: nvidia-smi does not say how the GPUs are joined")
+    kinds = ", ".join(sorted({str(link) for link in found}))
+    joined = sum(str(link).startswith("NV") for link in found)
+    if joined == len(pairs):
+        return ok("GPU links", f"NVLink between all GPUs ({kinds})")
+    if joined == 0:
+        return ok("GPU links", f"no NVLink: the GPUs talk over PCIe ({kinds})")
+    return ok("GPU links", f"NVLink between {joined} of {len(pairs)} pairs, the others over PCIe ({kinds})")
+
+
+def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecision]:
+    """The finding, and what the word means where it means one thing."""
+    resolved: dict[str, tuple[ResolvedPrecision, str]] = {}
+    places: list[tuple[tuple[int, int] | None, str]] = [(gpu.capability, gpu.name) for gpu in gpus]
+    for capability, name in places or [(None, "the CPU")]:
+        try:
+            found = resolve_for(word, capability=capability, name=name)
+        except SetupError as mistake:
+            yield of("precision", mistake)
+            return
+        resolved.setdefault(found.word, (found, name))
+    if len(resolved) > 1:
+        became = ", ".join(f"{became} on {name}" for became, (_, name) in resolved.items())
+        yield error(
+            "precision",
+            f"precision = {word} means different things on these GPUs: {became}. All ranks must compute alike.",
+            "Set precision: fp16 or fp32, or choose GPUs of one kind with --gpus.",
+        )
+        return
+    precision, _ = next(iter(resolved.values()))
+    if precision.word == "bf16-pure":
+        yield warning("precision", str(precision.warning()), "Use precision: bf16 unless memory is too short.")
+    else:
+        yield ok("precision", precision.describe())
+    yield precision
+
+
+def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
+    for misfit in machine.misfits:
+        yield error("packages", f"{misfit}.", "Install what fullshard needs: pip install --upgrade fullshard")
+    needed = []
+    if recipe.optimizer.kind() == "adamw_8bit":
+        needed.append(("torchao", "optim", "optimizer.kind = adamw_8bit"))
+    for sink in recipe.log.sinks:
+        if sink.kind() == "wandb" and getattr(sink, "mode", "") != "disabled":
+            needed.append(("wandb", "wandb", "log.sinks: wandb"))
+    missing = [wanted for wanted in needed if wanted[0] not in machine.packages]
+    for package, extra, part in missing:
+        yield of("packages", missing_package(package, extra=extra, needed_by=part))
+    if any(sink.kind() == "tensorboard" for sink in recipe.log.sinks) and "tensorboard" not in machine.packages:
+        yield error(
+            "packages",
+            "log.sinks: tensorboard needs the package tensorboard, which is not installed.",
+            "Install it with: pip install tensorboard; or leave it out: log.sinks=[]",
+        )
+    elif not missing and not machine.misfits:
+        optional = "".join(f", {package} for {part}" for package, _, part in needed)
+        yield ok("packages", f"all that the recipe needs{optional}")
+
+
+def _variables(environ: Mapping[str, str], *, gpus: int, nodes: int, compiled: bool | None) -> Iterator[Finding]:
+    matters = {
+        "CUDA_LAUNCH_BLOCKING": gpus > 0,
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": gpus > 0,
+        "NCCL_P2P_DISABLE": gpus > 1,
+        "NCCL_IB_DISABLE": gpus > 0 and nodes > 1,
+        "TORCHDYNAMO_DISABLE": gpus > 0 if compiled is None else compiled,
+    }
+    slowing = [
+        (name, value, why)
+        for name, (value, why) in SLOWING.items()
+        if environ.get(name, "").upper() == value and matters.get(name, True)
+    ]
+    for name, value, why in slowing:
+        yield warning("variables", f"{name}={value}: {why}.", f"Unset {name} unless it is meant: unset {name}")
+    if not slowing:
+        yield ok("variables", "none that slows the run")
+
+
+def _hub(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Without network a hub name must lie in the hub's cache."""
+    from fullshard.hf.hub import local_folder
+
+    switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    offline = [name for name in switches if environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
+    tokenizer = getattr(recipe.model, "tokenizer", None)
+    names = {
+        "model.path": (getattr(recipe.model, "path", None), getattr(recipe.model, "revision", None)),
+        "model.tokenizer": (getattr(tokenizer, "path", None), None),
+    }
+    for where, (name, revision) in names.items():
+        if not offline or not name or Path(name).expanduser().is_dir():
+            continue
+        try:
+            local_folder(name, revision=revision, where=where)
+        except SetupError as mistake:
+            yield error("hub", f"{offline[0]} is set, and {mistake}", f"Or let it be fetched here: unset {offline[0]}")
+        except FullshardError as mistake:
+            yield of("hub", mistake)
+        else:
+            yield ok("hub", f"{name} lies in the hub's cache")
+
+
+def _folders(recipe: Recipe) -> Iterator[Finding]:
+    """`output` and the data cache can be written, as far as they exist already."""
+    for check, key, folder in (
+        ("output", f"output = {str(recipe.output)!r}", recipe.output),
+        ("data cache", f"data.cache = {str(cache_folder(recipe))!r}", cache_folder(recipe)),
+    ):
+        existing = standing(folder)
+        try:
+            with tempfile.TemporaryFile(dir=existing) as file:
+                file.write(b"fullshard")
+                file.flush()
+        except OSError as problem:
+            yield error(
+                check,
+                f"{key}: nothing can be written in {existing} ({problem.strerror or problem}).",
+                f"Choose a folder that you may write to: {'output' if check == 'output' else 'data.cache'}=DIR.",
+            )
+            continue
+        free = shutil.disk_usage(existing).free
+        if check == "data cache" and free < SMALL_CACHE:
+            yield warning(
+                check,
+                f"{key}: {size(free)} free, and tokenised data takes about twice the size of its text.",
+                "Make room, or set data.cache to a folder on another disk.",
+            )
+        else:
+            yield ok(check, f"{folder} can be written, {size(free)} free")
+
+
+def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> Iterator[Finding]:
+    workers = recipe.data.workers if recipe.data.workers is not None else (2 if on_gpu else 0)
+    if workers and machine.shm_bytes is not None:
+        # A worker holds two batches ready, and a batch has at least three arrays of 8-byte numbers.
+        batch = 3 * 8 * recipe.batch.per_device * recipe.data.sequence_length
+        needed = ranks.per_node * workers * 2 * batch
+        text = f"{size(machine.shm_bytes)} free in /dev/shm, {size(needed)} needed for the batches of {workers} workers"
+        if needed > machine.shm_bytes:
+            yield error(
+                "shared memory",
+                f"{text} of {count(ranks.per_node, 'rank')}.",
+                "Start the container with more (--shm-size=8g or --ipc=host), or set data.workers=0.",
+            )
+        else:
+            yield ok("shared memory", text)
+    if machine.open_files < FEW_FILES:
+        yield warning(
+            "open files",
+            f"a process may hold {machine.open_files} files open; at least {FEW_FILES} are advised.",
+            "Raise it before starting: ulimit -n 65536",
+        )
+
+
+__all__ = ["among_ranks", "disk", "look", "memory"]

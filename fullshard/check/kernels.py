@@ -1,0 +1,90 @@
+"""Which attention kernel a run will use, which others there are, and what compiled blocks need.
+
+Must not know models beyond the name of the kernel they ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fullshard.check.findings import Finding, error, ok
+from fullshard.check.machine import Gpu, Machine
+from fullshard.precision import ResolvedPrecision
+from fullshard.recipe import Recipe
+
+FLASH = (8, 0)
+"""Flash kernels, torch's own and those of flash-attn, need this compute capability: Ampere, not Turing or Volta."""
+_ERAS = {(7, 5): "Turing", (7, 0): "Volta", (6, 0): "Pascal", (6, 1): "Pascal"}
+
+
+def attention(
+    asked: str, *, packed: bool, gpus: Sequence[Gpu], precision: ResolvedPrecision, machine: Machine
+) -> Iterator[Finding]:
+    """Whether the kernel that is asked for can run, and which one will."""
+    no_flash = _no_flash(gpus, precision)
+    installed = bool(machine.packages & {"flash_attn", "kernels"})
+    if asked in ("flash_attention_2", "varlen") and no_flash:
+        yield error("attention", f"model.attention = {asked}: {no_flash}.", "Use model.attention=sdpa, or auto.")
+    elif asked == "flash_attention_2" and not installed:
+        yield error(
+            "attention",
+            "model.attention = flash_attention_2 needs the package flash_attn, which is not installed.",
+            "Install it with: pip install flash-attn --no-build-isolation; or use model.attention=auto, which runs "
+            "torch's own flash kernels on packed rows.",
+        )
+    elif asked == "flex_attention" and not gpus:
+        yield error(
+            "attention",
+            "model.attention = flex_attention: on a CPU torch has no backward for it, and a GPU is needed.",
+            "Use model.attention=sdpa, or auto.",
+        )
+    else:
+        chosen = asked
+        if asked == "auto":
+            chosen = "varlen for packed rows" if packed and not no_flash else "sdpa"
+        others = ["sdpa", "eager"]
+        others += ["flex_attention"] if gpus else []
+        others += [] if no_flash else ["varlen"]
+        others += ["flash_attention_2"] if installed and not no_flash else []
+        left = [name for name in others if name != chosen.split()[0]]
+        lacking = f"; no flash kernels: {no_flash}" if no_flash and gpus else ""
+        why = " where the model has it" if asked == "auto" else ", as asked for"
+        yield ok("attention", f"{chosen}{why}; also here: {', '.join(left)}{lacking}")
+
+
+def _no_flash(gpus: Sequence[Gpu], precision: ResolvedPrecision) -> str | None:
+    """Why flash kernels cannot run."""
+    if not gpus:
+        return "flash kernels need a GPU, and this run is on the CPU"
+    old = [gpu for gpu in gpus if gpu.capability < FLASH]
+    if old:
+        era = _ERAS.get(old[0].capability, "")
+        found = ".".join(map(str, old[0].capability))
+        return f"{old[0].name}{f' ({era})' if era else ''} has compute capability {found}, and flash kernels need 8.0"
+    if precision.compute.itemsize > 2:
+        return f"flash kernels compute in bf16 or fp16, and precision is {precision.word}"
+    return None
+
+
+def compiler(recipe: Recipe, machine: Machine, *, on_gpu: bool) -> Iterator[Finding]:
+    """Compiled code is made with a compiler of the machine, and on a GPU with Triton."""
+    compiled = recipe.sharding.compile if recipe.sharding.compile is not None else on_gpu
+    eight_bit = recipe.optimizer.kind() == "adamw_8bit"
+    if not compiled and not eight_bit:
+        return
+    who = "sharding.compile" if compiled else "optimizer.kind = adamw_8bit"
+    off = "sharding.compile=false" if compiled and not eight_bit else "optimizer.kind=adamw"
+    if compiled and eight_bit:
+        off = "sharding.compile=false with optimizer.kind=adamw"
+    missing = []
+    if machine.compiler is None:
+        missing.append(("a C++ compiler", "Install one: apt install g++, or conda install gxx"))
+    if on_gpu and "triton" not in machine.packages:
+        missing.append(("the package triton", "Install it with: pip install triton"))
+    for what, remedy in missing:
+        yield error("compiler", f"{who} needs {what}, and there is none here.", f"{remedy}; or do without: {off}.")
+    if not missing:
+        yield ok("compiler", f"{machine.compiler}{' and Triton' if on_gpu else ''}, for {who}")
+
+
+__all__ = ["attention", "compiler"]

@@ -1,0 +1,265 @@
+"""The model, looked at on meta before a rank exists: what is trained, how it is wrapped and kept, where it starts.
+
+Nothing is loaded: stored weights are sampled, norms are tried one of a kind. Must not know the data beyond a few texts,
+nor how ranks are started.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fullshard.check import stored, tokenizer
+from fullshard.check.findings import Finding, error, guarded, ok, warning
+from fullshard.check.norms import LowNorm, low_precision_norms
+from fullshard.check.settings import device_of
+from fullshard.check.units import units_table
+from fullshard.dist.shard import Unit, describe, store
+from fullshard.dist.world import World
+from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
+from fullshard.errors import SetupError
+from fullshard.ground import Ground
+from fullshard.hf.stored import open_folder
+from fullshard.launch.base import Ranks
+from fullshard.log.words import short
+from fullshard.models.hf import Hf
+from fullshard.placement import shard_plan
+from fullshard.precision import ResolvedPrecision, resolve_for, resolve_precision
+from fullshard.recipe import Recipe
+
+LARGE = 100_000_000
+"""Below so many parameters it does not matter how they are divided into units."""
+_TEXTS, _CHARACTERS = 64, 5_000
+
+
+def look(recipe: Recipe, ground: Ground | None, *, module: nn.Module, ranks: Ranks | None = None) -> Iterator[Finding]:
+    """Section 3 of a check. Without `ground` the tokenizer is left out; without `ranks` there is one."""
+    yield from parameters(module, adapters=getattr(recipe.model, "lora", None) is not None)
+    yield from guarded("units", lambda: _units(recipe, module, ranks or Ranks(1)))
+    yield from _batch_norm(recipe, module, ranks or Ranks(1))
+    yield from guarded("norms", lambda: _norms(recipe, module))
+    yield from weights(recipe, module)
+    yield from shape(recipe, module)
+    if ground is not None:
+        yield from guarded("tokenizer", lambda: _tokenizer(recipe, ground, module))
+
+
+def parameters(module: nn.Module, *, adapters: bool) -> Iterator[Finding]:
+    """What is trained of how many."""
+    total = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    names = [name for name, _ in module.named_parameters()]
+    if not trained:
+        yield error(
+            "parameters",
+            f"{type(module).__name__}: none of its {len(names)} parameters is trained; model.freeze or model.lora "
+            "leaves nothing to train.",
+            f"Freeze less. Names look like: {', '.join(names[:3])} ... {names[-1] if names else ''}.",
+        )
+    elif adapters and 2 * trained > total:
+        yield warning(
+            "parameters",
+            f"model.lora: {trained:,} of {total:,} parameters are trained ({trained / total:.0%}); adapters are meant "
+            "to be a few per cent, at most half.",
+            "Lower model.lora.r, name fewer model.lora.targets, or train the model itself without model.lora.",
+        )
+    elif trained == total:
+        yield ok("parameters", f"{total:,} ({short(total)}), all of them trained")
+    else:
+        yield ok("parameters", f"{total:,} ({short(total)}), {trained:,} of them trained ({trained / total:.2%})")
+
+
+def planned_units(recipe: Recipe, module: nn.Module, ranks: Ranks) -> list[Unit]:
+    """The units that the model will have on these ranks; the module itself stays as it is."""
+    plan = shard_plan(recipe, module, _world(recipe, ranks), _resolved(recipe))
+    module = copy.deepcopy(module)
+    store(module, plan, recipe.model)
+    return describe(module, plan, tied_groups(module))
+
+
+def _units(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Finding]:
+    # Any precision will do: it does not decide what becomes a unit.
+    world = _world(recipe, ranks)
+    plan = shard_plan(recipe, module, world, resolve_for("fp32", capability=None))
+    yield from unit_sizes(module, plan.wrap)
+    yield from ties(module, plan.wrap)
+    if recipe.sharding.strategy == "auto" and world.device.type == "cuda" and world.size > 1:
+        yield ok("mesh", plan.layout.describe())
+
+
+def _world(recipe: Recipe, ranks: Ranks) -> World:
+    """The ranks as they will be; on a CPU where the GPUs that are asked for are missing."""
+    device = torch.device("cuda", 0) if device_of(recipe) == "cuda" and torch.cuda.is_available() else "cpu"
+    size = ranks.per_node * ranks.nodes
+    return World(0, size, 0, ranks.per_node, torch.device(device), recipe.topology.backend)
+
+
+def unit_sizes(module: nn.Module, plan: WrapPlan) -> Iterator[Finding]:
+    """How many units, and whether one of them is most of the model: it is whole in memory while it computes."""
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    vocabulary = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
+    # An embedding that a head is tied to cannot be divided any further.
+    given = {name for name, p in module.named_parameters() if id(p) in vocabulary}
+    units = {unit: members for unit, members in unit_parameters(module, plan).items() if members}
+    weighed = {unit: sum(sizes[name] for name in members if name not in given) for unit, members in units.items()}
+    largest, total = max(weighed, key=weighed.__getitem__, default=""), sum(sizes.values())
+    if total >= LARGE and 2 * weighed.get(largest, 0) > total:
+        yield warning(
+            "units",
+            f"sharding.wrap: {largest or 'the root'} holds {weighed[largest]:,} of {total:,} parameters in one unit "
+            f"({plan.reason}): every rank gathers it whole.",
+            "Leave sharding.wrap out, or name the classes of the repeated blocks in sharding.wrap.classes.",
+        )
+    else:
+        yield ok("units", f"{len(units)}: {plan.reason}")
+
+
+def ties(module: nn.Module, plan: WrapPlan) -> Iterator[Finding]:
+    """Tied parameters; FSDP needs both ends in one unit."""
+    groups = tied_groups(module)
+    for group in groups:
+        owners = {max((u for u in plan.units if name.startswith(f"{u}.")), key=len, default="") for name in group}
+        if len(owners) > 1:
+            yield error(
+                "tied parameters",
+                f"{' and '.join(group)} are one parameter, and lie in different units: "
+                f"{', '.join(sorted(owner or 'the root' for owner in owners))}.",
+                "Leave sharding.wrap out, or name classes that hold both ends or neither.",
+            )
+            return
+    yield ok("tied parameters", "; ".join(" = ".join(group) for group in groups) or "none")
+
+
+def _batch_norm(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Finding]:
+    if not recipe.sharding.sync_batchnorm:
+        return
+    if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
+        yield ok("batch norm", "the model has none, so sharding.sync_batchnorm has nothing to do")
+    elif ranks.per_node * ranks.nodes > 1 and device_of(recipe) == "cpu":
+        yield error(
+            "batch norm",
+            "sharding.sync_batchnorm = true on a CPU: torch shares batch-norm statistics between GPUs only.",
+            "Set sharding.sync_batchnorm to false.",
+        )
+
+
+def _resolved(recipe: Recipe) -> ResolvedPrecision:
+    try:
+        return resolve_precision(recipe.precision, _world(recipe, Ranks(1)).device)
+    except SetupError:
+        # What this device cannot do is the environment's finding; here it is enough to know what was meant.
+        return resolve_for(recipe.precision, capability=None)
+
+
+def _norms(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
+    compute = _resolved(recipe).compute
+    for low in low_precision_norms(module, compute=compute):
+        yield _low_norm(low, _word(compute))
+
+
+def _low_norm(low: LowNorm, compute: str) -> Finding:
+    return warning(
+        "norms",
+        f"{low.where}: {low.class_name} works out its statistics in {compute}: whole rows are {low.apart:.1e} off, and "
+        f"with statistics in float32 at most {low.allowed:.1e}.",
+        "In its forward use x.float() for mean and variance, and cast the result back; or use precision: fp32.",
+    )
+
+
+def weights(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
+    """What the model starts from: whole files, numbers in them, the names and shapes of this model, their dtype."""
+    folder = recipe.model.stored_in()
+    if folder is not None:
+        found = list(guarded("weight files", lambda: stored.look(folder)))
+        yield from found
+        if any(finding.level == "error" and finding.check == "weight files" for finding in found):
+            return
+    yield from guarded("weights", lambda: _fitting(recipe, module, folder))
+
+
+def _fitting(recipe: Recipe, module: nn.Module, folder: Path | None) -> Iterator[Finding]:
+    found = recipe.model.weights(module)
+    if found is None:
+        yield ok("weights", "from scratch")
+    else:
+        yield ok("weights", f"{len(found.names())} tensors fit the model: none missing, none left over")
+    precision = _resolved(recipe)
+    trained = _word(precision.storage)
+    frozen = {
+        _word(recipe.model.storage_dtype(name, p)) for name, p in module.named_parameters() if not p.requires_grad
+    }
+    kept = [f"trained parameters are kept in {trained}"] if any(p.requires_grad for p in module.parameters()) else []
+    kept += [f"frozen ones in {' and '.join(sorted(frozen))}"] if frozen else []
+    begin = f"stored {_word(open_folder(folder).dtype())}, " if folder is not None else ""
+    yield ok("dtypes", f"{begin}{', '.join(kept)}; compute {_word(precision.compute)}, reduce float32")
+
+
+def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
+    """What Transformers itself finds out only in the first forward pass."""
+    length, longest = recipe.data.sequence_length, recipe.model.longest(module)
+    if longest is not None and length > longest:
+        yield error(
+            "positions",
+            f"data.sequence_length = {length:,}, and the model has {longest:,} positions.",
+            f"Shorten it, or give the model more: model.overrides.max_position_embeddings={length}.",
+        )
+    else:
+        has = "any length" if longest is None else f"{longest:,} positions"
+        yield ok("positions", f"data.sequence_length = {length:,}, the model has {has}")
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
+    heads, groups = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        yield error(
+            "config",
+            f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}, so heads "
+            "cannot share keys evenly.",
+            "Correct config.json, or model.overrides.",
+        )
+
+
+def _tokenizer(recipe: Recipe, ground: Ground, module: nn.Module) -> Iterator[Finding]:
+    model: Any = module
+    embedding = model.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+    rows = getattr(embedding, "num_embeddings", None)
+    if rows is None:
+        return
+    if ground.processor is None:
+        yield from tokenizer.token_ids(ground.data.train, rows=rows)
+        return
+    found = getattr(ground.processor, "tokenizer", ground.processor)
+    foreign = isinstance(recipe.model, Hf) and recipe.model.path is not None and recipe.model.tokenizer is not None
+    config = getattr(module, "config", None)
+    yield from tokenizer.look(found, rows=rows, texts=_texts(recipe, ground), foreign=foreign, config=config)
+    yield from tokenizer.chat_template(found, ground.data.encoder)
+
+
+def _texts(recipe: Recipe, ground: Ground) -> list[str]:
+    """Some texts of the training data, from its beginning to its end."""
+    records = recipe.data.train.open()
+    chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _TEXTS)).astype(int))
+    found = [text for index in chosen for text in ground.data.encoder.texts(records[int(index)])]
+    return [text[:_CHARACTERS] for text in found if text.strip()]
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+__all__ = [
+    "look",
+    "low_precision_norms",
+    "parameters",
+    "planned_units",
+    "shape",
+    "ties",
+    "unit_sizes",
+    "units_table",
+    "weights",
+]

@@ -1,0 +1,102 @@
+"""Shows findings: section by section as they come, for people; or as one JSON object, for machines.
+
+Must not know what is checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from rich.text import Text
+
+from fullshard.check.findings import Finding, Level
+from fullshard.log.console import FILE_WIDTH
+from fullshard.log.screen import is_terminal, open_screen
+
+_MARKS: dict[Level, tuple[str, str, str]] = {
+    "ok": ("✓", "ok", "green"),
+    "warning": ("!", "!!", "yellow"),
+    "error": ("✗", "XX", "red"),
+}
+_LABEL = 16
+
+
+class Report:
+    """What was found so far."""
+
+    def __init__(self, *, as_json: bool, silent: bool = False) -> None:
+        self.found: list[tuple[str, Finding]] = []
+        self._quiet = as_json or silent
+        self._as_json, self._silent = as_json, silent
+        self._on_terminal = is_terminal(sys.stdout)
+        self._screen = open_screen(None, on_terminal=self._on_terminal, stderr=False)
+        columns = shutil.get_terminal_size().columns if self._on_terminal else FILE_WIDTH
+        self._width = max(min(columns, 120), 50)
+        self._plain = not (sys.stdout.encoding or "").lower().startswith("utf")
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.level == "error" for _, finding in self.found)
+
+    def section(self, title: str, findings: Iterable[Finding]) -> None:
+        """Shows a section; each line appears when it is found."""
+        self._show(Text(f"\n{title}", style="bold"))
+        for finding in findings:
+            if any(finding.level == "error" and finding.text == other.text for _, other in self.found):
+                continue  # two looks may meet the same mistake
+            self.found.append((title.lower(), finding))
+            self._line(finding)
+
+    def text(self, text: str) -> None:
+        self._show(Text(text))
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Says what takes long while it does."""
+        if self._quiet or not self._on_terminal:
+            yield
+            return
+        with self._screen.status(what):
+            yield
+
+    def end(self, command: str, *, tried: bool, extra: dict[str, Any]) -> None:
+        """The verdict, and the exact command to run."""
+        count = {level: sum(f.level == level for _, f in self.found) for level in _MARKS}
+        if self._as_json and not self._silent:
+            found = [{"section": section, **finding.as_dict()} for section, finding in self.found]
+            told = {"correct": not self.failed, "tried": tried, "command": command, "findings": found, **extra}
+            sys.stdout.write(json.dumps(told, indent=1) + "\n")
+            return
+        warnings = f", {_many(count['warning'], 'warning')}" if count["warning"] else ""
+        if self.failed:
+            problems = _many(count["error"], "problem")
+            self._show(Text(f"\n{problems}{warnings}. Nothing was trained, nothing was left behind.", style="bold red"))
+            return
+        untried = "" if tried else "; the model was not tried, leave --quick out for that"
+        self._show(Text(f"\nSetup is CORRECT{warnings}{untried}", style="bold green"))
+        self._show(Text(f"  {command}"))
+
+    def _line(self, finding: Finding) -> None:
+        mark, ascii_mark, colour = _MARKS[finding.level]
+        indent = " " * (4 + _LABEL)
+        lines = textwrap.wrap(finding.text, self._width - len(indent), break_on_hyphens=False) or [""]
+        label = f"{finding.check:<{_LABEL}}"
+        self._show(Text.assemble("  ", (ascii_mark if self._plain else mark, colour), f" {label}", lines[0]))
+        for line in lines[1:]:
+            self._show(Text(indent + line))
+        for line in textwrap.wrap(finding.remedy, self._width - len(indent), break_on_hyphens=False):
+            self._show(Text(indent + line, style="dim"))
+
+    def _show(self, text: Text) -> None:
+        if not self._quiet:
+            self._screen.print(text, soft_wrap=True)
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,227 @@
+"""The recipe, looked at before a rank exists: where it came from, what it comes to, what in it cannot act.
+
+What a recipe alone makes impossible is refused when it is read; here the ranks and the data are known as well.
+Must not know how the model is built. torch is imported only to ask which device there is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from fullshard.arithmetic import StepPlan, plan_steps
+from fullshard.check import idle
+from fullshard.check.findings import Finding, error, guarded, ok, warning
+from fullshard.dist.ranks import count
+from fullshard.launch.base import Ranks
+from fullshard.read import Reading
+
+if TYPE_CHECKING:
+    from fullshard.dist.mesh import Layout
+    from fullshard.ground import Ground
+    from fullshard.recipe import Recipe
+
+LARGEST_LR = 0.1
+"""AdamW moves every weight by about the learning rate at each step, and weights are mostly below 0.1."""
+SMALLEST_LR = 1e-9
+"""Less does not move a weight of 0.02 in fp32."""
+_MOST_LINES = 12
+
+
+def look(reading: Reading, ranks: Ranks, ground: Ground | None) -> Iterator[Finding]:
+    """Section 2 of a check. Without `ground` (its data could not be laid) what depends on the data is left out."""
+    recipe = reading.recipe
+    layout = _layout(recipe, ranks)
+    yield from _origin(reading)
+    yield from guarded("batch", lambda: arithmetic(recipe, ranks, ground))
+    yield from mesh(recipe, ranks, layout)
+    found = [
+        *conflicts(recipe, ranks, ground),
+        *learning_rate(recipe),
+        *course(recipe, ground),
+        *idle.of_sharding(recipe, ranks, device=device_of(recipe), shards=layout.shards if layout else None),
+        *idle.of_evaluation(recipe, ground),
+        *idle.of_intervals(recipe, ground),
+    ]
+    yield from found or [ok("settings", "none contradicts another, all of them have an effect")]
+
+
+def _origin(reading: Reading) -> Iterator[Finding]:
+    preset = f", preset {reading.preset}" if reading.preset else ""
+    yield ok("recipe", f"{reading.source}{preset}: every key is known, every value allowed")
+    lines = reading.overridden
+    for line in lines[:_MOST_LINES]:
+        yield ok("recipe", line)
+    if len(lines) > _MOST_LINES:
+        yield ok("recipe", f"and {len(lines) - _MOST_LINES} more settings from the command line or the preset")
+
+
+def arithmetic(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[Finding]:
+    """What makes a step, an epoch and the run."""
+    plan = ground.plan if ground else _plan_without_data(recipe, ranks)
+    lines = [line.partition(": ") for line in plan.describe()]
+    for label, _, text in lines if ground else lines[:1]:
+        yield ok(label, text)
+    if ground and plan.num_samples < plan.global_size:
+        yield warning(
+            "batch",
+            f"batch: {plan.global_size:,} samples per step are asked for, and the training data has "
+            f"{plan.num_samples:,}: no step is ever full, and each passes over all the data.",
+            f"Use batch.global = {plan.num_samples // plan.world * plan.world or plan.world:,} or less, shorten "
+            "data.sequence_length, or give more data.",
+        )
+
+
+def _plan_without_data(recipe: Recipe, ranks: Ranks) -> StepPlan:
+    """The batch alone; how many samples there are is not known."""
+    batch, duration = recipe.batch, recipe.duration
+    return plan_steps(
+        num_samples=1,
+        per_device=batch.per_device,
+        accumulate=batch.accumulate,
+        global_size=batch.global_size,
+        world=ranks.per_node * ranks.nodes,
+        epochs=duration.epochs,
+        steps=duration.steps,
+    )
+
+
+def mesh(recipe: Recipe, ranks: Ranks, layout: Layout | None) -> Iterator[Finding]:
+    """What the strategy becomes on these ranks; `auto` on several GPUs waits for the size of the model."""
+    size = ranks.per_node * ranks.nodes
+    nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""
+    where = f"{count(size, 'rank')}{nodes} ({device_of(recipe).upper()})"
+    if layout is None:
+        yield ok("mesh", f"{where}; strategy auto is decided by the size of the model")
+    elif size == 1:
+        yield ok(
+            "mesh", f"{where}; {layout.strategy}: nothing to divide, and its checkpoints load on any number of ranks"
+        )
+    else:
+        yield ok("mesh", f"{where}; {layout.describe()}")
+
+
+def _layout(recipe: Recipe, ranks: Ranks) -> Layout | None:
+    """The layout, as far as it does not depend on the model."""
+    import torch
+
+    from fullshard.dist.mesh import choose_layout
+    from fullshard.dist.world import World
+
+    size, device = ranks.per_node * ranks.nodes, device_of(recipe)
+    if recipe.sharding.strategy == "auto" and device == "cuda" and size > 1:
+        return None
+    world = World(0, size, 0, ranks.per_node, torch.device(device), recipe.topology.backend)
+    return choose_layout(recipe.sharding.strategy, world, state_bytes=0)
+
+
+def device_of(recipe: Recipe) -> str:
+    """`cuda` or `cpu`; a wish for CUDA stays one where there is none, which is the environment's finding."""
+    if recipe.topology.device != "auto":
+        return recipe.topology.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[Finding]:
+    """Settings that contradict each other, or this machine."""
+    topology, checkpoint = recipe.topology, recipe.checkpoint
+    device = device_of(recipe)
+    if topology.backend == "nccl" and device == "cpu":
+        yield error(
+            "conflict",
+            "topology.backend = nccl, and the run is on the CPU: NCCL connects GPUs only.",
+            "Leave topology.backend out, or use gloo.",
+        )
+    if topology.backend == "gloo" and device == "cuda" and ranks.per_node > 1:
+        import torch
+
+        if ranks.per_node <= torch.cuda.device_count():
+            yield warning(
+                "conflict",
+                "topology.backend = gloo with a GPU for every rank: all traffic goes through the hosts' memory.",
+                "Leave topology.backend out: NCCL is many times faster. gloo is for ranks that share a GPU.",
+            )
+    if checkpoint.export == "best" and (checkpoint.best is None or not idle.gives_numbers(recipe, ground)):
+        why = "checkpoint.best = null" if checkpoint.best is None else "nothing is validated"
+        yield error(
+            "conflict",
+            f"checkpoint.export = best, and {why}: no checkpoint is ever the best one.",
+            "Use checkpoint.export: last, or give data.validation (or data.holdout) and checkpoint.best.",
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = (recipe.data.workers or 0) * ranks.per_node
+    if workers > 2 * cores:
+        yield warning(
+            "workers",
+            f"data.workers = {recipe.data.workers} x {count(ranks.per_node, 'rank')} makes {workers} processes on "
+            f"{count(cores, 'core')}.",
+            f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.",
+        )
+
+
+def learning_rate(recipe: Recipe) -> Iterator[Finding]:
+    """The learning rate, and what goes with it."""
+    optimizer = recipe.optimizer
+    adam = optimizer.kind().startswith("adamw")
+    if optimizer.lr > (LARGEST_LR if adam else 1.0):
+        yield warning(
+            "learning rate",
+            f"optimizer.lr = {optimizer.lr:g}: {optimizer.kind()} would move every weight by about that much in each "
+            f"step; up to {LARGEST_LR if adam else 1:g} is usual.",
+            "Use 3e-4 for training from scratch, 2e-5 for fine-tuning, 2e-4 for LoRA; is a minus sign missing?",
+        )
+    elif optimizer.lr < SMALLEST_LR:
+        yield warning(
+            "learning rate",
+            f"optimizer.lr = {optimizer.lr:g}: below {SMALLEST_LR:g} an update no longer changes a weight in fp32.",
+            "Use 2e-5 or more.",
+        )
+    elif optimizer.lr * optimizer.weight_decay >= 0.1:
+        yield warning(
+            "weight decay",
+            f"optimizer.lr x optimizer.weight_decay = {optimizer.lr * optimizer.weight_decay:g}: every step takes that "
+            "share of every matrix away; 0.001 is much already.",
+            "Use optimizer.weight_decay = 0.1 or less.",
+        )
+
+
+def course(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+    """How the learning rate moves over the run."""
+    schedule = recipe.schedule
+    total = ground.plan.total_steps if ground else recipe.duration.steps or 1000
+    factors = [schedule.factor(step, total) for step in _some_steps(total)]
+    if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
+        yield error(
+            "schedule",
+            f"schedule.kind = {schedule.kind()}: its factor of the learning rate falls to {min(factors):g}, and below "
+            "0 training goes backwards.",
+            "Use a schedule.floor from 0 to 1.",
+        )
+    elif max(factors) == 0:
+        yield error(
+            "schedule",
+            f"schedule.kind = {schedule.kind()}: the learning rate is 0 throughout.",
+            "Use another schedule.",
+        )
+    floor = getattr(schedule, "floor", None)
+    if floor == 1:
+        yield warning(
+            "schedule",
+            "schedule.floor = 1: the learning rate never falls.",
+            "Use a share of optimizer.lr below 1, such as 0.1, or schedule: constant.",
+        )
+    step_size = getattr(schedule, "step_size", None)
+    if schedule.kind() == "step" and ground and step_size is not None and step_size >= total:
+        yield warning(
+            "schedule",
+            f"schedule.step_size = {step_size:,}, and the run has {total:,} steps: the learning rate never falls.",
+            f"Use schedule.step_size = {max(total // 3, 1):,}, or schedule: constant.",
+        )
+
+
+def _some_steps(total: int) -> list[int]:
+    return sorted({min(total - 1, round(index * (total - 1) / 50)) for index in range(51)})

@@ -1,0 +1,175 @@
+"""The tokenizer against the model and the data: ids, special tokens, and whether text comes back as it was.
+
+Must not know how tokenizers are loaded, files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.data.base import Encoder, Samples
+from fullshard.data.encode.chat import PLAIN, Chat
+
+SCRIPTS = "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂 x = 3.14"
+"""One line in many scripts, the same in every Unicode normal form that tokenizers use but for the full-width marks."""
+MOST_UNKNOWN = 0.01
+_MOST_ROWS = 20_000
+
+
+def look(tokenizer: Any, *, rows: int, texts: Sequence[str], foreign: bool, config: Any) -> Iterator[Finding]:
+    """`rows` has the embedding, `texts` are some of the data; a `foreign` tokenizer is not that of the weights."""
+    yield from vocabulary(tokenizer, rows=rows, foreign=foreign)
+    yield from special_tokens(tokenizer, rows=rows, config=config)
+    yield from round_trip(tokenizer, texts)
+    yield from unknown_tokens(tokenizer, texts)
+
+
+def vocabulary(tokenizer: Any, *, rows: int, foreign: bool) -> Iterator[Finding]:
+    """Every id must have a row of the embedding."""
+    ids = tokenizer.get_vocab().values()
+    highest, tokens = max(ids, default=-1), len(tokenizer)
+    if highest >= rows:
+        yield error(
+            "vocabulary",
+            f"model.tokenizer gives ids up to {highest:,}, and the embedding has {rows:,} rows: the first text with "
+            "such a token would end the run.",
+            "Use the model's own tokenizer, or one whose ids have no gaps.",
+        )
+    elif foreign and 2 * tokens < rows:
+        yield warning(
+            "vocabulary",
+            f"model.tokenizer has {tokens:,} tokens, and the stored embedding has {rows:,} rows: these weights were "
+            "trained with another tokenizer, so its ids mean other words to them.",
+            "Leave model.tokenizer out to use the one beside the weights.",
+        )
+    else:
+        left = f" ({rows - tokens:,} rows are not used)" if rows > tokens else ""
+        yield ok("vocabulary", f"{tokens:,} tokens, {rows:,} rows of the embedding{left}")
+
+
+def special_tokens(tokenizer: Any, *, rows: int, config: Any) -> Iterator[Finding]:
+    """The end token must be there; padding needs none."""
+    ids = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
+    beyond = {name: value for name, value in ids.items() if value is not None and value >= rows}
+    if beyond:
+        yield error(
+            "special tokens",
+            f"model.tokenizer: {_named(beyond)} outside the embedding of {rows:,} rows.",
+            "Use the model's own tokenizer, or one whose ids have no gaps.",
+        )
+    if ids["eos"] is None:
+        yield warning(
+            "special tokens",
+            "model.tokenizer has no end token (eos_token): documents run into each other, and the model never learns "
+            "to stop.",
+            'Set "eos_token" in its tokenizer_config.json.',
+        )
+    strange = {}
+    for name in ("bos", "eos", "pad"):
+        value = getattr(config, f"{name}_token_id", None)
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, int) and one >= rows:
+                strange[name] = one
+    if strange:
+        yield warning(
+            "special tokens",
+            f"config.json: {_named(strange)} outside the embedding of {rows:,} rows; generation would not end there.",
+            "Correct the ids in config.json, or set them: model.overrides.eos_token_id=...",
+        )
+    if not beyond and not strange and ids["eos"] is not None:
+        yield ok("special tokens", _described(tokenizer, ids))
+
+
+def _described(tokenizer: Any, ids: dict[str, int | None]) -> str:
+    text = f"ends with {tokenizer.eos_token} ({ids['eos']})"
+    if ids["pad"] is None:
+        return f"{text}; no padding token, and none is needed"
+    if ids["pad"] == ids["eos"]:
+        return f"{text}, which is its padding token too: padding is left out by place, so the end is still learned"
+    return text
+
+
+def _named(ids: dict[str, int]) -> str:
+    found = [f"{name}_token_id = {value:,}" for name, value in ids.items()]
+    return f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'}"
+
+
+def round_trip(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
+    """What is encoded and decoded must be the text again, but for white space around it."""
+    lost = [(text, back) for text in texts if (back := _there_and_back(tokenizer, text)).strip() != text.strip()]
+    if lost:
+        before, after = _difference(*lost[0])
+        yield warning(
+            "round trip",
+            f"model.tokenizer changes {len(lost)} of {len(texts)} sample texts: {before!r} comes back as {after!r}. "
+            "What it loses cannot be learned.",
+            "Use the model's own tokenizer, or train a byte-level one: model.tokenizer={train: {vocab_size: 8192}}.",
+        )
+        return
+    given = f"{len(texts)} sample texts come back exactly" if texts else "no text in the data"
+    if _there_and_back(tokenizer, SCRIPTS).strip() == SCRIPTS:
+        yield ok("round trip", f"{given}, as do other scripts")
+    else:
+        before, after = _difference(SCRIPTS, _there_and_back(tokenizer, SCRIPTS))
+        yield ok("round trip", f"{given}; other scripts do not ({before!r} becomes {after!r})")
+
+
+def _there_and_back(tokenizer: Any, text: str) -> str:
+    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _difference(before: str, after: str, *, width: int = 24) -> tuple[str, str]:
+    """Both texts around the first place where they differ."""
+    before, after = before.strip(), after.strip()
+    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    start = max(at - width // 3, 0)
+    return before[start : start + width], after[start : start + width]
+
+
+def unknown_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
+    """How much of the data the tokenizer has no word for."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or not texts:
+        return
+    total, found, example = 0, 0, ""
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        total, here = total + len(ids), ids.count(unknown)
+        found, example = found + here, example or (text.strip()[:40] if here else "")
+    if total and found / total > MOST_UNKNOWN:
+        yield warning(
+            "unknown tokens",
+            f"model.tokenizer has no token for {found / total:.1%} of the sample texts (such as {example!r}), allowed "
+            f"{MOST_UNKNOWN:.0%}: they all become {tokenizer.unk_token}.",
+            "Use the model's own tokenizer, or train a byte-level one: model.tokenizer={train: {vocab_size: 8192}}.",
+        )
+
+
+def chat_template(tokenizer: Any, encoder: Encoder) -> Iterator[Finding]:
+    """How conversations are laid out."""
+    if not isinstance(encoder, Chat):
+        return
+    plain = encoder.template == "plain" or tokenizer.chat_template in (None, "", PLAIN)
+    yield ok("chat template", "plain (User: ... / Assistant: ...)" if plain else "the tokenizer's own")
+
+
+def token_ids(samples: Samples, *, rows: int) -> Iterator[Finding]:
+    """Tokens that were made elsewhere must have a row of the embedding too."""
+    chosen = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _MOST_ROWS)).astype(int))
+    found = [samples[int(index)].get("input_ids") for index in chosen]
+    highest = max((int(ids.max()) for ids in found if ids is not None and len(ids)), default=None)
+    if highest is None:
+        return
+    if highest >= rows:
+        yield error(
+            "vocabulary",
+            f"data.train holds the token {highest:,}, and the embedding has {rows:,} rows, for 0 to {rows - 1:,}.",
+            f"Tokenise with the model's own tokenizer; from scratch, set model.overrides.vocab_size={highest + 1}.",
+        )
+    else:
+        yield ok("vocabulary", f"tokens up to {highest:,} in {len(chosen):,} samples, {rows:,} rows of the embedding")

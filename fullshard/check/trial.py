@@ -1,0 +1,199 @@
+"""Section 5 of a check, on every rank: the real model takes the longest batch, then a checkpoint goes out and back.
+
+Everything is as in training, but for the run folder: a hidden one beside it, removed at the end.
+Every rank runs the same collectives. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from fullshard import build, run
+from fullshard.check.agreement import among_ranks
+from fullshard.check.data import longest_batch
+from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.dist import reduce
+from fullshard.dist.bandwidth import all_gather_speed
+from fullshard.dist.gradients import checksums
+from fullshard.dist.world import World, peak_memory
+from fullshard.errors import NumericalError
+from fullshard.ground import Ground
+from fullshard.log.words import duration, size
+from fullshard.objectives.base import Batch
+from fullshard.read import Reading
+from fullshard.recipe import Recipe
+from fullshard.state import Progress
+from fullshard.step import seed_everything, train_step
+
+MOST_OVERFLOWS = 20
+"""fp16 starts with a scale of 65,536: more halvings than this go below the floor."""
+FULL = 0.92
+"""A warning is due when a trial needs more than this share of a GPU: the allocator needs some to move."""
+PROBE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
+
+
+def folder_of(recipe: Recipe) -> Path:
+    """The run folder of the trial: on the disk of the real one."""
+    return recipe.output / f".check-{recipe.name}"
+
+
+def run_trial(reading: Reading) -> list[Finding]:
+    """The findings of all ranks together; the same list on every rank."""
+    with run.as_rank(reading, silent=True, checked=True) as (ground, world, console):
+        found = among_ranks(reading.recipe, world)
+        if any(finding.level == "error" for finding in found):
+            return found
+        with _hidden_folder(reading.recipe, world) as recipe:
+            begun = time.perf_counter()
+            built = build.build(
+                recipe, ground, world, checkpoint=None, progress=Progress(), console=console, write=lambda record: None
+            )
+            found.append(ok("model in place", f"built, sharded and filled in {time.perf_counter() - begun:.1f} s"))
+            found += [ok("proven", proof) for proof in built.proofs]
+            seconds, step = _step(recipe, ground, world, built)
+            found += step
+            found += _memory(world)
+            found += _exchange(world, built, seconds)
+            found += _round_trip(world, built)
+        agreed: list[Finding] = reduce.from_main(found)
+        return agreed
+
+
+@contextlib.contextmanager
+def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
+    folder = folder_of(recipe)
+    made = [path for path in (recipe.output, *recipe.output.parents) if not path.exists()] if world.is_main else []
+    if world.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+    reduce.barrier(world.device)
+    try:
+        yield recipe.model_copy(update={"name": folder.name})
+    finally:
+        if world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+def _step(recipe: Recipe, ground: Ground, world: World, built: build.Built) -> tuple[float, list[Finding]]:
+    """Two whole steps on the longest batch: the first one proves, the second one is timed."""
+    parts, batch = built.parts, longest_batch(ground.data, per_device=ground.plan.per_device)
+    results: list[tuple[float, float]] = []
+    overflows, seconds = 0, 0.0
+    while len(results) < 2:
+        seed_everything(recipe.seed, len(results), world.rank)
+        begun = time.perf_counter()
+        result = train_step(
+            parts.model,
+            [batch],
+            objective=parts.objective,
+            aux=parts.aux,
+            optimizer=parts.optimizer,
+            scaler=parts.scaler,
+            clip=parts.clip,
+            lr=parts.base_lr * parts.schedule.factor(0, parts.total_steps),
+            stop=False,
+            device=world.device,
+        )
+        norm, loss = float(result.grad_norm), float(result.sums["loss"][0] / result.sums["loss"][1].clamp(min=1))
+        seconds = time.perf_counter() - begun
+        if result.skipped and (overflows := overflows + 1) <= MOST_OVERFLOWS:
+            continue
+        if not torch.isfinite(torch.tensor([norm, loss])).all():
+            raise NumericalError(
+                f"On the longest batch of data.train the loss is {loss} and the gradient norm {norm}; both must be "
+                "finite. Look at the longest records, lower optimizer.lr, or try precision: fp32."
+            )
+        results.append((loss, norm))
+    text = f"{_shape(batch)} forward, backward and update on every rank: loss {results[0][0]:.4f}"
+    text += f", gradient norm {results[0][1]:.3g}; every trained parameter has a finite gradient, weights moved"
+    found = [ok("longest batch", text)]
+    if parts.scaler is not None:
+        found.append(ok("loss scale", f"{parts.scaler.get_scale():g} after {overflows} overflows"))
+    whole = seconds * ground.plan.accumulate * ground.plan.total_steps
+    per_step = f"{seconds * ground.plan.accumulate:.2f} s a step at most"
+    found.append(ok("time", f"{per_step}, so {duration(whole)} at most for {ground.plan.total_steps:,} steps"))
+    return seconds, found
+
+
+def _shape(batch: Batch) -> str:
+    if "input_ids" in batch:
+        return f"{' x '.join(map(str, batch['input_ids'].shape))} tokens"
+    return f"{len(batch['sample_ids'])} samples"
+
+
+def _memory(world: World) -> list[Finding]:
+    peaks = reduce.gather_objects(peak_memory(world.device))
+    highest = max(range(len(peaks)), key=peaks.__getitem__)
+    text = f"peak {size(peaks[highest])} on rank {highest}" if len(peaks) > 1 else f"peak {size(peaks[0])}"
+    if world.device.type != "cuda":
+        return [ok("memory", f"{text}, of the process")]
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    text += f" of {size(total)}"
+    if peaks[highest] <= FULL * total:
+        return [ok("memory", text)]
+    advice = "Lower batch.per_device and raise batch.accumulate, or set sharding.activation_checkpointing: full."
+    return [warning("memory", f"{text}: more than {FULL:.0%}, a longer run may not fit.", advice)]
+
+
+def _exchange(world: World, built: build.Built, seconds: float) -> list[Finding]:
+    """The speed of an all-gather, and what it means for a step."""
+    if world.size == 1:
+        return [ok("exchange", "one rank: nothing to exchange")]
+    speed = all_gather_speed(world.device, num_bytes=PROBE_BYTES[world.device.type])
+    layout, units = built.model.plan.layout, built.model.units
+    low = torch.finfo(built.precision.compute).bits // 8
+    # Parameters come in the compute dtype once for each pass that gathers them; gradients go out in fp32.
+    gathers = (2 if layout.reshard_after_forward else 1) * low * sum(unit.parameters for unit in units)
+    share = (layout.shards - 1) / layout.shards if layout.shards > 1 else 1.0
+    sent = share * (gathers * (layout.shards > 1) + 4 * sum(unit.trainable for unit in units))
+    text = (
+        f"{size(int(speed))}/s per rank ({world.backend}); a micro-batch moves {size(int(sent))}, about "
+        f"{sent / speed:.2f} s of its {seconds:.2f} s"
+    )
+    if world.device.type == "cuda" and sent / speed > seconds:
+        return [
+            warning(
+                "exchange",
+                f"{text}: the network decides the speed.",
+                "Use sharding.strategy: hybrid (several nodes) or grad_op, a larger batch.per_device, or check the "
+                "links between GPUs and nodes.",
+            )
+        ]
+    return [ok("exchange", text)]
+
+
+def _round_trip(world: World, built: build.Built) -> list[Finding]:
+    """Saves, wipes, loads, compares."""
+    saver, parameters = built.saver, list(built.parts.model.parameters())
+    before = checksums(parameters)
+    begun = time.perf_counter()
+    saver.save(Progress(step=1), best=False)
+    written = time.perf_counter() - begun
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.zero_()
+    begun = time.perf_counter()
+    saver.restore(saver.folder / "last")
+    read = time.perf_counter() - begun
+    equal = all(reduce.gather_objects(bool((checksums(parameters) == before).all())))
+    num_bytes = sum(file.stat().st_size for file in (saver.folder / "last").iterdir()) if world.is_main else 0
+    where = saver.folder.parent
+    if not equal:
+        return [
+            error(
+                "checkpoint",
+                f"A checkpoint written to {where} came back with other values.",
+                "The storage loses data: check it, or choose another folder with output=DIR.",
+            )
+        ]
+    text = f"{size(num_bytes)} written to {where} in {written:.1f} s, read back in {read:.1f} s, every value equal"
+    return [ok("checkpoint", text)]
