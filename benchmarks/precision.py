@@ -9,17 +9,20 @@ band.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 BAND = 0.02
 """The largest distance from fp32 that a run may have at any step, relative."""
 STEPS, WINDOW = 50, 5
+LONGEST_S = 120
 RECIPE: dict[str, Any] = {
     "model": {
         "architecture": "qwen3",
@@ -46,30 +49,38 @@ RECIPE: dict[str, Any] = {
 }
 KINDS: dict[str, list[str]] = {
     "full": [],
+    "LoRA": ["model.lora=16"],
     "activation checkpointing": ["sharding.activation_checkpointing=full"],
-    "selective, compiled": ["sharding.activation_checkpointing=selective", "sharding.compile=true"],
     "compile": ["sharding.compile=true"],
     "CPU offload": ["sharding.cpu_offload=true"],
     "two ranks, one GPU": ["topology.devices=2", "topology.backend=gloo"],
-    "LoRA": ["model.lora=16"],
     "LoRA, two ranks": ["model.lora=16", "topology.devices=2", "topology.backend=gloo"],
+    "LoRA, recompute": ["model.lora=16", "sharding.activation_checkpointing=full"],
+    "LoRA, CPU offload": ["model.lora=16", "sharding.cpu_offload=true"],
+    "selective, compiled": ["sharding.activation_checkpointing=selective", "sharding.compile=true"],
     "LoRA, compiled": ["model.lora=16", "sharding.compile=true"],
 }
 
 
 def run(folder: Path, name: str, settings: list[str], model: Path | None) -> tuple[list[float], dict[str, Any]]:
-    """The loss of every step, and the last record."""
+    """The loss of every step, and the last record. One rank runs in this process, several start their own."""
     recipe = {**RECIPE, "name": name, "output": str(folder / "runs")}
     recipe["data"] = {**RECIPE["data"], "cache": str(folder / "cache")}
     if model is not None:
         recipe["model"] = {"path": str(model)}
-    file = folder / f"{name}.yaml"
-    file.write_text(json.dumps(recipe))  # JSON is YAML
-    command = [sys.executable, "-m", "fullshard", "train", str(file), "--resume", "never", *settings]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(done.stdout[-1500:], done.stderr[-3000:])
-        raise RuntimeError(f"{name} ended with exit code {done.returncode}")
+    if "topology.devices=2" in settings:
+        file = folder / f"{name}.yaml"
+        file.write_text(json.dumps(recipe))  # JSON is YAML
+        command = [sys.executable, "-m", "fullshard", "train", str(file), *settings]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_S)
+        if done.returncode:
+            raise RuntimeError(f"{done.stdout[-500:]}{done.stderr[-1500:]}")
+    else:
+        from fullshard.read import read
+        from fullshard.run import execute
+
+        with (folder / "console.txt").open("a") as console, contextlib.redirect_stdout(console):
+            execute(read(recipe, *settings), resume="never")
     lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     return [record["loss"] for record in records], records[-1]
@@ -80,35 +91,34 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def main() -> None:
-    rows, failed = [], False
+    failed = False
+    print(f"| run | precision | last loss | most apart (band {BAND:g}) | last apart | skipped | seconds |")
+    print("|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         full, _ = run(folder, "full-fp32", ["precision=fp32"], None)
         model = folder / "runs" / "full-fp32" / "model"
         lora, _ = run(folder, "lora-fp32", ["precision=fp32", "model.lora=16"], model)
         references = {"full": smooth(full), "LoRA": smooth(lora)}
-        rows += [f"| {kind} | fp32 | {reference[-1]:.4f} | | | |" for kind, reference in references.items()]
+        for label, reference in references.items():
+            print(f"| {label} | fp32 | {reference[-1]:.4f} | | | | |", flush=True)
         for number, (label, settings) in enumerate(KINDS.items()):
-            reference = references["LoRA" if label.startswith("LoRA") else "full"]
+            reference, start = (references["LoRA"], model) if label.startswith("LoRA") else (references["full"], None)
             for precision in ("bf16", "fp16"):
-                begun, start = time.monotonic(), model if label.startswith("LoRA") else None
+                begun, name = time.monotonic(), f"{number}-{precision}"
                 try:
-                    losses, last = run(folder, f"{number}-{precision}", [f"precision={precision}", *settings], start)
-                except RuntimeError as error:
-                    rows.append(f"| {label} | {precision} | {error} | | | |")
+                    losses, last = run(folder, name, [f"precision={precision}", *settings], start)
+                except Exception:
+                    traceback.print_exc()
+                    print(f"| {label} | {precision} | failed | | | | |", flush=True)
                     failed = True
                     continue
                 apart = [abs(ours / theirs - 1) for ours, theirs in zip(smooth(losses), reference, strict=True)]
                 failed |= max(apart) > BAND
-                skipped = last.get("skipped_steps", "")
-                rows.append(
-                    f"| {label} | {precision} | {smooth(losses)[-1]:.4f} | {max(apart):.1e}"
-                    f"{'' if max(apart) <= BAND else ' TOO FAR'} | {apart[-1]:.1e} | {skipped} |"
-                    f" {time.monotonic() - begun:.0f} |"
-                )
-                print(rows[-1], flush=True)
-    print(f"\n| run | precision | last loss | most apart (band {BAND:g}) | last apart | skipped | seconds |")
-    print("|---|---|---|---|---|---|---|\n" + "\n".join(rows))
+                far = "" if max(apart) <= BAND else " TOO FAR"
+                facts = [label, precision, f"{smooth(losses)[-1]:.4f}", f"{max(apart):.1e}{far}", f"{apart[-1]:.1e}"]
+                facts += [str(last.get("skipped_steps", "")), f"{time.monotonic() - begun:.0f}"]
+                print(f"| {' | '.join(facts)} |", flush=True)
     sys.exit(failed)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint import dcp
 from fullshard.checkpoint import folder as files
 from fullshard.dist.shard import reshard
+from fullshard.dist.values import whole
 from fullshard.dist.world import World
 from fullshard.log.console import Console
 from fullshard.models.base import Family
@@ -100,8 +101,8 @@ class Saver:
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
             assert isinstance(parameter, DTensor)
-            whole = parameter.full_tensor().detach()
-            yield name, whole.cpu() if self.world.is_main else whole
+            tensor = whole(parameter)
+            yield name, tensor.cpu() if self.world.is_main else tensor
 
 
 def _exhaust(tensors: Iterator[Any]) -> None:

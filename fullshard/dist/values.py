@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -48,6 +49,19 @@ def rows_of(parameter: DTensor) -> tuple[int, int]:
     shards, index = mesh["dp_shard"].size(), mesh.get_local_rank("dp_shard")
     chunk = -(-parameter.shape[0] // shards)
     return min(index * chunk, parameter.shape[0]), min((index + 1) * chunk, parameter.shape[0])
+
+
+@torch.no_grad()
+def whole(parameter: DTensor) -> torch.Tensor:
+    """The whole tensor on every rank. Not DTensor's `full_tensor`: over gloo its collective crashes on a GPU."""
+    mesh = parameter.device_mesh
+    shards, local = mesh["dp_shard"].size(), parameter.to_local()
+    chunk = -(-parameter.shape[0] // shards)
+    mine = local.new_zeros((chunk, *parameter.shape[1:]))
+    mine[: local.shape[0]] = local
+    gathered = local.new_empty((chunk * shards, *parameter.shape[1:]))
+    dist.all_gather_into_tensor(gathered, mine, group=mesh.get_group("dp_shard"))
+    return gathered[: parameter.shape[0]]
 
 
 @torch.no_grad()
