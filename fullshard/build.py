@@ -70,8 +70,6 @@ def build(
 ) -> Built:
     """Makes the sharded model, its optimizer and everything around them; loads the checkpoint to go on from."""
     precision = resolve_precision(recipe.precision, world.device)
-    if caution := precision.warning():
-        console.warn(caution)
     model = _sharded_model(recipe, ground, world, precision, console)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
@@ -93,7 +91,7 @@ def build(
     FirstUpdate(model.module, optimizer, say=console.note)
     workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
     train, validation = _loaders(recipe, ground, world, workers=workers)
-    proofs = _check_first_batch(recipe, model.module, train, world)
+    proofs = _check_first_batch(recipe, model, train, world)
     parts = Parts(
         model=model.module,
         objective=recipe.objective,
@@ -193,7 +191,7 @@ def _loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> t
     return train, loader(ground.data.validation, each, each * world.size, False)
 
 
-def _check_first_batch(recipe: Recipe, module: nn.Module, train: Loader, world: World) -> list[str]:
+def _check_first_batch(recipe: Recipe, model: ShardedModel, train: Loader, world: World) -> list[str]:
     """The batch has what the objective reads, and the objective's own proofs hold."""
     batch = train.first_batch()
     missing = [key for key in recipe.objective.needs if key not in batch]
@@ -202,8 +200,9 @@ def _check_first_batch(recipe: Recipe, module: nn.Module, train: Loader, world: 
             f"objective.kind = {recipe.objective.kind()} needs {', '.join(missing)} in a batch, and the encoder gives "
             f"{', '.join(batch)}. Choose another data.encode."
         )
-    proofs = recipe.objective.check(module, to_device(batch, world.device), packed=recipe.data.pack)
-    reshard(module)
+    batch = to_device(batch, world.device)
+    proofs = recipe.objective.check(model.module, batch, packed=recipe.data.pack, compute=model.plan.compute)
+    reshard(model.module)
     return proofs
 
 

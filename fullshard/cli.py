@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 
 from fullshard import shelf
 from fullshard.errors import FullshardError, RecipeError, SetupError
+from fullshard.explain.command import explain
 
 if TYPE_CHECKING:
     from fullshard.dist.env import Launch
@@ -79,7 +80,7 @@ def tell(error: FullshardError) -> None:
         Path(handover).write_text(json.dumps({"message": note}), encoding="utf-8")
     if rank == "0" or not handover:
         where = f"rank {rank}: " if rank != "0" else ""
-        typer.echo(f"Error: {where}{error}", err=True)
+        typer.echo("\n".join([f"Error: {where}{error}", *getattr(error, "__notes__", [])]), err=True)
 
 
 def _version(asked: bool) -> None:
@@ -208,9 +209,10 @@ def check(
 
     wish = command.Wish(quick, units, as_json, _as_training(sys.argv))
     try:
-        reading = _read(
-            "check", recipe, settings, devices=devices, gpus=gpus, nodes=nodes, output=output, preset=preset
-        )
+        with command.aside(wish):
+            reading = _read(
+                "check", recipe, settings, devices=devices, gpus=gpus, nodes=nodes, output=output, preset=preset
+            )
         launch = _launch(node_rank=node_rank, master=master)
         if trial_in is not None:
             raise typer.Exit(command.trial_rank(reading, trial_in))
@@ -309,5 +311,6 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | 
     return ranks_of(topology, node_rank=node_rank, master=master)
 
 
+app.command("explain", context_settings={"ignore_unknown_options": True})(explain)
 app.add_typer(shelf.recipes, name="recipes")
 app.command()(shelf.presets)

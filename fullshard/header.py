@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from fullshard.build import Built
+from fullshard.dist.shard import recomputed
 from fullshard.dist.world import World
 from fullshard.ground import Ground
 from fullshard.recipe import Recipe
@@ -15,7 +16,6 @@ def header_rows(
     recipe: Recipe, ground: Ground, world: World, built: Built, checkpoint: Path | None
 ) -> list[tuple[str, str]]:
     """Label and fact, in reading order."""
-    sharding = recipe.sharding
     rows = [
         ("world", world.describe()),
         ("sharding", built.model.plan.layout.describe()),
@@ -24,7 +24,7 @@ def header_rows(
         *_kept_in_fp32(built),
         ("attention", built.model.kernels),
         ("compile", "each block" if built.model.plan.compile else "off"),
-        ("recompute", f"activation checkpointing {sharding.activation_checkpointing}"),
+        ("recompute", _recompute(built)),
     ]
     for line in [*ground.data.report, *ground.plan.describe()]:
         label, _, text = line.partition(": ")
@@ -45,6 +45,13 @@ def _units(built: Built) -> str:
     return (
         ", ".join(f"{count} x {name}" for name, count in classes.items()) + f" ({built.model.plan.wrap.reason}{tied})"
     )
+
+
+def _recompute(built: Built) -> str:
+    plan = built.model.plan
+    whole = sum(recomputed(plan, block) != plan.activation_checkpointing for block in plan.wrap.blocks)
+    rest = f", full in {whole} blocks that hold units of their own" if whole else ""
+    return f"activation checkpointing {plan.activation_checkpointing}{rest}"
 
 
 def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard import crash
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.folder import write_json
 from fullshard.dist import env
@@ -90,8 +91,14 @@ def join(reading: Reading, *, resume: str) -> int:
 
 def execute(reading: Reading, *, resume: str) -> Result:
     """One rank of the run, from the environment check to the last line."""
-    with as_rank(reading) as (ground, world, console), _claimed(reading.recipe, world, console=console):
-        return _run(reading, ground, world, resume=resume, console=console)
+    recipe = reading.recipe
+    try:
+        with as_rank(reading) as (ground, world, console), _claimed(recipe, world, console=console):
+            return _run(reading, ground, world, resume=resume, console=console)
+    except BaseException as error:  # not Exception alone: a failed load or save of torch's is none
+        rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        crash.report(error, folder=recipe.folder, rank=rank, world=size)
+        raise
 
 
 @contextlib.contextmanager

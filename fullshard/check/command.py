@@ -7,6 +7,8 @@ and rank 0 tells. Must not know what is looked at.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.check.findings import Finding, error, of, ok
+from fullshard.check.findings import Finding, error, guarded, of, ok
 from fullshard.check.report import Report
 from fullshard.errors import EXIT_DONE, EXIT_USER, DataError, FullshardError, SetupError
 from fullshard.launch.base import Ranks
@@ -29,7 +31,11 @@ if TYPE_CHECKING:
 
     from fullshard.ground import Ground
     from fullshard.log.console import Console
-    from fullshard.recipe import Recipe
+    from fullshard.recipe import Recipe, Topology
+
+
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""What gloo and NCCL say in a rank whose peer has ended."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ def check(reading: Reading, ranks: Ranks | SetupError, wish: Wish) -> int:
     """Checks in this process, then on ranks of its own; returns the exit code. Where the ranks that are asked for
     cannot be had, why not is one finding among others."""
     report = Report(as_json=wish.as_json)
-    extra = _look(reading, ranks, report, wish)
+    with aside(wish):
+        extra = _look(reading, ranks, report, wish)
     tried = not (wish.quick or report.failed)
     if tried and isinstance(ranks, Ranks):
         with report.working("Starting the ranks and trying the longest batch"):
@@ -59,42 +66,92 @@ def check(reading: Reading, ranks: Ranks | SetupError, wish: Wish) -> int:
 
 def check_as_rank(reading: Reading, ranks: Ranks, wish: Wish, *, rank: int) -> int:
     """The same in a rank that a launcher has started: all look, rank 0 tells."""
-    report = Report(as_json=wish.as_json, silent=rank != 0)
-    extra = _look(reading, ranks, report, wish)
+    problem, by_hand = _launch_problem(reading.recipe.topology)
+    report = Report(as_json=wish.as_json, silent=rank != 0 and not by_hand)
+    with aside(wish):
+        extra = _look(reading, problem or ranks, report, wish)
     tried = not (wish.quick or report.failed)
     if tried:
-        from fullshard.check.trial import run_trial
-
-        report.section("Trial", run_trial(reading))
+        with aside(wish):
+            found = _as_one(reading, rank=rank)
+        report.section("Trial", found)
     report.end(wish.command, tried=tried, extra=extra)
     return EXIT_USER if report.failed else EXIT_DONE
 
 
+def _launch_problem(topology: Topology) -> tuple[SetupError | None, bool]:
+    """What is wrong with the launcher's variables, as `train` would find it; and whether they were set by hand, so that
+    there is no launcher to show what another rank says."""
+    import torch
+
+    from fullshard.dist import env
+    from fullshard.dist.world import choose_device_type
+
+    launch = env.detect(os.environ)
+    try:
+        gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
+        env.check(
+            launch,
+            os.environ,
+            num_gpus=gpus,
+            wanted_device=topology.device,
+            nodes=topology.nodes,
+            backend=topology.backend,
+        )
+    except SetupError as mistake:
+        return mistake, launch.launcher != "slurm" and "TORCHELASTIC_ERROR_FILE" not in os.environ
+    return None, False
+
+
+def _as_one(reading: Reading, *, rank: int) -> list[Finding]:
+    """The trial as one rank of a launcher's; what another rank met is told by the launcher."""
+    from fullshard.check.trial import run_trial
+
+    try:
+        return run_trial(reading)
+    except Exception as mistake:
+        if rank != 0:
+            raise
+        return [_met(mistake)]
+
+
+@contextlib.contextmanager
+def aside(wish: Wish) -> Iterator[None]:
+    """For machines, standard output has the one JSON object; what a user's part prints goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if wish.as_json else contextlib.nullcontext():
+        yield
+
+
 def refused(mistake: FullshardError, wish: Wish) -> int:
-    """A recipe that could not even be read."""
+    """A recipe that could not even be read, or a launcher that contradicts itself."""
     report = Report(as_json=wish.as_json)
+    section, check = ("Environment", "ranks") if isinstance(mistake, SetupError) else ("Recipe", "recipe")
     # A recipe with several mistakes has a line for each.
-    report.section("Recipe", [error("recipe", line, "") for line in str(mistake).splitlines()])
+    report.section(section, [error(check, line, "") for line in str(mistake).splitlines()])
     report.end(wish.command, tried=False, extra={})
     return mistake.exit_code
 
 
 def _look(reading: Reading, asked: Ranks | SetupError, report: Report, wish: Wish) -> dict[str, Any]:
     """Sections 1 to 4, without any rank; gives what the verdict carries beside findings."""
-    from fullshard.check import data, environment, model, settings
-    from fullshard.check.machine import inspect
-    from fullshard.check.preflight import space
-    from fullshard.log import libraries
-    from fullshard.log.console import Console
+    with report.working("Looking at this machine"):  # importing torch takes seconds
+        from fullshard.check import data, earlier, environment, model, settings
+        from fullshard.check.machine import inspect
+        from fullshard.check.preflight import space
+        from fullshard.log import libraries
+        from fullshard.log.console import Console
 
-    recipe, machine, console = reading.recipe, inspect(), Console(silent=True)
+        machine = inspect()
+    recipe, console = reading.recipe, Console(silent=True)
     with libraries.route(console):
         ranks = asked if isinstance(asked, Ranks) else Ranks(per_node=1, nodes=recipe.topology.nodes)
         found = environment.look(recipe, asked if isinstance(asked, Ranks) else None, machine=machine)
         report.section("Environment", [*found, *([of("ranks", asked)] if isinstance(asked, SetupError) else [])])
         with report.working("Reading the data and building the model"):
             laid = _lay(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
-        report.section("Recipe", [*laid.problems("recipe"), *settings.look(reading, ranks, laid.ground)])
+        found = settings.look(reading, ranks, laid.ground)
+        before = guarded("earlier run", lambda: earlier.look(recipe, laid.ground) if laid.ground else ())
+        report.section("Recipe", [*laid.problems("recipe"), *found, *before])
 
         def model_and_space() -> Iterator[Finding]:
             yield from laid.problems("model")
@@ -165,19 +222,26 @@ def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
         merged = folder / f"{reading.recipe.name}.yaml"
         hand_on(reading, merged)
         command = [sys.executable, "-m", "fullshard", "check", str(merged), "--trial-in", name]
+        output = reading.recipe.output
+        absent = [path for path in (output, *output.parents) if not path.exists()]
+        said = io.StringIO()
         try:
-            code = reading.recipe.topology.launcher.start(command, ranks)
+            with contextlib.redirect_stderr(said):  # the launcher's own words; the ranks have standard error itself
+                code = reading.recipe.topology.launcher.start(command, ranks)
         except FullshardError as mistake:
             return [of("ranks", mistake)]
         finally:
             if ranks.node_rank == 0:  # a rank that was killed could not tidy up
                 shutil.rmtree(folder_of(reading.recipe), ignore_errors=True)
+                for path in absent:
+                    with contextlib.suppress(OSError):
+                        path.rmdir()
         told = {int(file.stem): json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))}
-    return _merged(told, code)
+    return _merged(told, code, said=said.getvalue())
 
 
-def _merged(told: dict[int, list[dict[str, Any]]], code: int) -> list[Finding]:
-    """What the ranks agreed on, or what each of them met; the same words once."""
+def _merged(told: dict[int, list[dict[str, Any]]], code: int, *, said: str = "") -> list[Finding]:
+    """What the ranks agreed on, or what each of them met, the same words once; `said` is what the launcher knows."""
     lists = {rank: [Finding(**finding) for finding in findings] for rank, findings in told.items()}
     agreed = next((found for found in lists.values() if not any(f.check == "trial" for f in found)), [])
     met: dict[Finding, list[int]] = {}
@@ -185,12 +249,21 @@ def _merged(told: dict[int, list[dict[str, Any]]], code: int) -> list[Finding]:
         for finding in found:
             if finding.check == "trial":
                 met.setdefault(finding, []).append(rank)
+    failures = []
     for finding, who in met.items():
         text = f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {finding.text}"
-        agreed.append(Finding(finding.level, finding.check, text, finding.remedy))
+        failures.append(Finding(finding.level, finding.check, text, finding.remedy))
+    if code and said.strip():
+        advice = (
+            "Their last lines are above. Out of memory: a smaller batch.per_device, or fewer ranks; dmesg says more."
+        )
+        failures.insert(0, error("trial", " ".join(said.split()), advice))
+    # A rank that lost the others says so too; what became of them says more.
+    causes = [failure for failure in failures if not any(words in failure.text for words in _LOST)]
+    agreed += causes or failures
     if code and not any(finding.level == "error" for finding in agreed):
-        text = f"The trial ended with exit code {code} before the ranks could say why; their last lines are above."
-        agreed.append(error("trial", text, "Try a smaller batch.per_device, or `dmesg` for a process out of memory."))
+        text = f"The trial ended with exit code {code} before the ranks could say why."
+        agreed.append(error("trial", text, "Their last lines are above."))
     return agreed or [ok("trial", "the ranks of this node took part; node 0 has the findings")]
 
 
@@ -198,18 +271,22 @@ def trial_rank(reading: Reading, folder: Path) -> int:
     """One rank of the trial: writes its findings to a file of its own."""
     from fullshard.check.trial import run_trial
 
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the report alone
     try:
         found = run_trial(reading)
-    except FullshardError as mistake:
-        found = [of("trial", mistake)]
     except Exception as mistake:
-        traceback.print_exc()
-        found = [error("trial", f"{type(mistake).__name__}: {mistake}", _advice(mistake))]
+        found = [_met(mistake)]
     failed = any(finding.level == "error" for finding in found)
     path = folder / f"{os.environ.get('RANK', '0')}.json"
     path.write_text(json.dumps([finding.as_dict() for finding in found]), encoding="utf-8")
     return EXIT_USER if failed else EXIT_DONE
 
 
-def _advice(mistake: Exception) -> str:
-    return "Its traceback is above."
+def _met(mistake: Exception) -> Finding:
+    """What stopped the trial; what is no mistake of the user's in our words keeps its traceback."""
+    if isinstance(mistake, FullshardError):
+        return of("trial", mistake)
+    if any(words in str(mistake) for words in _LOST):
+        return error("trial", f"lost another rank ({mistake}).", "See what became of that one.")
+    traceback.print_exception(mistake)
+    return error("trial", f"{type(mistake).__name__}: {mistake}", "Its traceback is above.")

@@ -20,7 +20,7 @@ from fullshard.check.kernels import attention, compiler
 from fullshard.check.machine import Gpu, Machine, inspect
 from fullshard.check.room import disk, memory, standing
 from fullshard.dist.ranks import count, ranks_for
-from fullshard.errors import FullshardError, SetupError, missing_package
+from fullshard.errors import RecipeError, SetupError, missing_package
 from fullshard.ground import cache_folder
 from fullshard.launch.base import Ranks
 from fullshard.log.words import size
@@ -273,16 +273,25 @@ def _hub(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
             local_folder(name, revision=revision, where=where)
         except SetupError as mistake:
             yield error("hub", f"{offline[0]} is set, and {mistake}", f"Or let it be fetched here: unset {offline[0]}")
-        except FullshardError as mistake:
-            yield of("hub", mistake)
+        except RecipeError:
+            continue  # a path, and no hub name: the model section says so
         else:
             yield ok("hub", f"{name} lies in the hub's cache")
 
 
 def _folders(recipe: Recipe) -> Iterator[Finding]:
-    """`output` and the data cache can be written, as far as they exist already."""
+    """The run folder, or where it will be made, and the data cache can be written."""
+    run = recipe.folder
+    if run.exists() and not run.is_dir():
+        yield error(
+            "output",
+            f"{run} is a file, and the run folder must be there: output = {str(recipe.output)!r}, name = "
+            f"{recipe.name!r}.",
+            "Choose another name=NAME or output=DIR, or move the file.",
+        )
+        run = recipe.output
     for check, key, folder in (
-        ("output", f"output = {str(recipe.output)!r}", recipe.output),
+        ("output", f"output = {str(recipe.output)!r}", run if run.exists() else recipe.output),
         ("data cache", f"data.cache = {str(cache_folder(recipe))!r}", cache_folder(recipe)),
     ):
         existing = standing(folder)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from fullshard.arithmetic import StepPlan
-from fullshard.check import environment, room, stored
+from fullshard.check import environment, room, settings, stored
 from fullshard.check.findings import Finding
 from fullshard.check.machine import Machine, inspect
 from fullshard.errors import SetupError
@@ -25,8 +25,8 @@ def before_ranks_meet(recipe: Recipe, ground: Ground, ranks: Ranks, *, warn: Cal
     found = list(cheap(recipe, ground, ranks))
     for finding in found:
         if finding.level == "warning":
-            warn(finding.sentence())
-    if errors := [finding.sentence() for finding in found if finding.level == "error"]:
+            warn(f"{finding.check}: {finding.sentence()}")
+    if errors := [f"{finding.check}: {finding.sentence()}" for finding in found if finding.level == "error"]:
         raise SetupError("\n".join(errors))
 
 
@@ -34,6 +34,7 @@ def cheap(recipe: Recipe, ground: Ground, ranks: Ranks) -> Iterator[Finding]:
     """Environment, stored weights as files, room on disk and in memory."""
     machine = inspect(links=False)
     yield from environment.look(recipe, ranks, machine=machine)
+    yield from settings.prompts(recipe, ground)
     if (folder := recipe.model.stored_in()) is not None:
         yield from stored.look_at_files(files_of(folder))
     yield from space(recipe, ranks, machine=machine, module=ground.module, plan=ground.plan)

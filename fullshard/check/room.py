@@ -56,9 +56,9 @@ def disk(
         + (["the export"] if export else [])
     )
     text = f"{size(free)} free in {recipe.output}, {size(needed)} needed for {what or 'nothing'}"
-    remedy = (
-        f"Make room, choose another disk (output=DIR), or keep fewer: checkpoint.keep=1 (now {recipe.checkpoint.keep})."
-    )
+    remedy = "Make room, or choose another disk: output=DIR."
+    if count > 2:
+        remedy = f"{remedy[:-1]}; or keep fewer checkpoints: checkpoint.keep=1 (now {recipe.checkpoint.keep})."
     yield from _judged("disk space", text, remedy, needed=needed, free=free)
 
 

@@ -39,6 +39,7 @@ def look(reading: Reading, ranks: Ranks, ground: Ground | None) -> Iterator[Find
     yield from mesh(recipe, ranks, layout)
     found = [
         *conflicts(recipe, ranks, ground),
+        *prompts(recipe, ground),
         *learning_rate(recipe),
         *course(recipe, ground),
         *idle.of_sharding(recipe, ranks, device=device_of(recipe), shards=layout.shards if layout else None),
@@ -160,6 +161,16 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
             f"data.workers = {recipe.data.workers} x {count(ranks.per_node, 'rank')} makes {workers} processes on "
             f"{count(cores, 'core')}.",
             f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.",
+        )
+
+
+def prompts(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+    """Prompts are text; the first validation would be too late to find that nothing can read them."""
+    if ground and ground.processor is None and any(part.kind() == "sample" for part in recipe.evaluate.parts):
+        yield error(
+            "conflict",
+            "evaluate.parts: sample continues prompts, which needs a tokenizer, and the model brings none.",
+            "Name one in model.tokenizer (a folder or hub name), or leave sample out.",
         )
 
 

@@ -57,6 +57,13 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def gather_tensor(whole: torch.Tensor, share: torch.Tensor, *, group: Any = None) -> None:
+    """The equal shares of all ranks one after the other, into `whole`."""
+    # torch 2.13 gave it another name and warns of the old one.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, share, group=group)
+
+
 def barrier(device: torch.device) -> None:
     """Waits for all ranks."""
     any_rank(False, device)
@@ -77,7 +84,8 @@ def clip_global_norm(parameters: Iterable[torch.nn.Parameter], *, ceiling: float
         square = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).square().sum()
         dist.all_reduce(square, group=mesh.get_group("dp_shard"))
         squares.append(square)
-    norm = torch.stack(squares).sum().sqrt()
+    # No gradient at all is for whoever looks at them to tell.
+    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
     if ceiling is not None:
         # A norm that is not a number leaves gradients as they are, so that it can be said whose it was.
         factor = (ceiling / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)

@@ -155,7 +155,9 @@ def _policy(plan: ShardPlan, name: str, unit: nn.Module) -> MixedPrecisionPolicy
     if name in plan.wrap.exact:
         return MixedPrecisionPolicy(torch.float32, torch.float32, output_dtype=plan.compute)
     # The dtype also for fp32: a frozen base that is kept in bf16 would else compute in bf16, whatever the header says.
-    return MixedPrecisionPolicy(plan.compute, torch.float32, cast_forward_inputs=not exact.exact_inputs(unit))
+    # What leaves the model is fp32, so that no loss meets a half-precision prediction with an fp32 target.
+    output = torch.float32 if name == "" else None
+    return MixedPrecisionPolicy(plan.compute, torch.float32, output, cast_forward_inputs=not exact.exact_inputs(unit))
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

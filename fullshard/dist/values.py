@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -60,7 +59,7 @@ def whole(parameter: DTensor) -> torch.Tensor:
     mine = local.new_zeros((chunk, *parameter.shape[1:]))
     mine[: local.shape[0]] = local
     gathered = local.new_empty((chunk * shards, *parameter.shape[1:]))
-    dist.all_gather_into_tensor(gathered, mine, group=mesh.get_group("dp_shard"))
+    reduce.gather_tensor(gathered, mine, group=mesh.get_group("dp_shard"))
     return gathered[: parameter.shape[0]]
 
 

@@ -20,6 +20,7 @@ from dataclasses import fields
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from fullshard import crash
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
 from fullshard.launch.base import STARTED_BY, Launcher, Ranks
 
@@ -57,6 +58,7 @@ def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks' environment needs beside the variables of the agent."""
     # The agent only handles the signal named here; all others stay with `_signals_passed_on`.
     changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid())}
+    changed[crash.TOLD_BY_LAUNCHER] = "1"
     if "OMP_NUM_THREADS" not in environ:
         changed["OMP_NUM_THREADS"] = str(max(1, _num_cores() // ranks.per_node))
     if ranks.device_ids is not None:
@@ -122,7 +124,13 @@ def _ended(failures: Mapping[int, ProcessFailure], received: list[int]) -> int:
         name = signal.Signals(received[0]).name
         _say(f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name}.")
         return 128 + received[0]
-    _say(f"Rank {rank} (process {failure.pid}) {_how(code)}. The other ranks were stopped.")
+    said = {number: crash.handed_over(each.error_file_data) for number, each in failures.items()}
+    if code > 0:  # one that was killed says nothing, and is the cause
+        rank = crash.culprit(said, otherwise=rank)
+    line = f"Rank {rank} (process {failures[rank].pid}) {_how(failures[rank].exitcode)}. The other ranks were stopped."
+    _say(line)
+    if words := crash.closing(said, rank=rank, line=line):
+        _say(words)
     return 1
 
 

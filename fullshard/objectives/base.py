@@ -56,7 +56,7 @@ class Objective(Part):
         """Numbers that follow from the averages, such as perplexity from the loss."""
         return {}
 
-    def check(self, model: nn.Module, batch: Batch, *, packed: bool) -> list[str]:
+    def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """Proves before step 1, on a first batch, what the loss takes for granted; raises where it does not hold.
         Returns lines that say what was proven. Every rank must run the same forward passes."""
         return []

@@ -13,6 +13,7 @@ from torch import nn
 
 from fullshard.errors import SetupError
 from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.ops.finite import finite
 from fullshard.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
 from fullshard.ops.varlen_attention import document_bounds
 
@@ -70,7 +71,7 @@ class CausalLM(Objective):
         return {"perplexity": math.exp(min(numbers["loss"], 80.0))}
 
     @torch.no_grad()
-    def check(self, model: Any, batch: Batch, *, packed: bool) -> list[str]:
+    def check(self, model: Any, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """The head path gives the model's own logits, and in a packed row no document sees another."""
         ids = batch["input_ids"].reshape(-1).repeat(8)[:8].repeat(2)[None]
         positions = torch.arange(8, device=ids.device).repeat(2)[None]
@@ -78,13 +79,13 @@ class CausalLM(Objective):
         model.eval()
         lines = []
         with torch.compiler.set_stance("force_eager"):
-            logits = self._run(model, _logits, row)
+            logits = finite(self._run(model, _logits, row), compute)
             if not self.full_logits and hasattr(model, "hidden_states_and_head"):
                 own = model.hidden_states_and_head(_logits, **row, full_logits=True)
-                lines.append(_check_head(logits, own))
+                lines.append(_check_head(logits, own, TOLERANCE[compute]))
             if packed:
                 other = {**row, "input_ids": torch.cat([ids[:, :8].roll(1, dims=-1), ids[:, 8:]], dim=-1)}
-                lines.append(_check_isolation(logits, self._run(model, _logits, other)))
+                lines.append(_check_isolation(logits, self._run(model, _logits, other), TOLERANCE[compute] / 10))
         return lines
 
 
@@ -92,20 +93,19 @@ def _logits(hidden: torch.Tensor, head: Any) -> torch.Tensor:
     return hidden if head is None else head.logits(hidden)
 
 
-def _check_head(ours: torch.Tensor, own: torch.Tensor) -> str:
+def _check_head(ours: torch.Tensor, own: torch.Tensor, allowed: float) -> str:
     apart = float((ours - own).abs().max() / own.abs().max().clamp(min=1e-6))
-    if not apart <= TOLERANCE[own.dtype]:
+    if not apart <= allowed:
         raise SetupError(
-            f"The loss from hidden states and head does not agree with this model's own logits: {apart:.1e} apart, "
-            f"allowed {TOLERANCE[own.dtype]:.0e}. Its head does more than a matrix product: "
-            "set objective.full_logits: true."
+            f"The loss from hidden states and head does not agree with the model's own logits: {apart:.1e} apart, not "
+            f"{allowed:.0e}. Its head does more than a matrix product: set objective.full_logits: true."
         )
     return f"the chunked loss agrees with the model's own logits ({apart:.1e})"
 
 
-def _check_isolation(first: torch.Tensor, second: torch.Tensor) -> str:
+def _check_isolation(first: torch.Tensor, second: torch.Tensor, allowed: float) -> str:
     apart = float((first[:, 8:] - second[:, 8:]).abs().max() / first.abs().max().clamp(min=1e-6))
-    if not apart <= TOLERANCE[first.dtype] / 10:
+    if not apart <= allowed:
         raise SetupError(
             f"In this model a document in a packed row changes the next one by {apart:.1e}: its attention does not "
             "keep documents apart. Set data.pack: false."

@@ -1,0 +1,38 @@
+"""What an earlier run left in the run folder, and whether training would go on from it.
+
+Only reads. Must not know ranks, nor what a checkpoint holds beyond its facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fullshard.check.findings import Finding, ok
+from fullshard.checkpoint import folder as files
+from fullshard.errors import CheckpointError
+from fullshard.ground import Ground, find_progress
+from fullshard.recipe import Recipe
+
+
+def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
+    """The checkpoint that `train` goes on from by itself; CheckpointError when it is damaged, or when its steps mean
+    other samples than those of this recipe. Nothing where there is none."""
+    checkpoint = files.find(recipe.folder, "auto")
+    if checkpoint is None:
+        return
+    try:
+        files.check(checkpoint)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{checkpoint / files.MANIFEST} cannot be read ({error}): the checkpoint is damaged. Resume from another "
+            "one: --resume RUN/checkpoint-STEP, or start over with --resume never."
+        ) from error
+    progress, total = find_progress(checkpoint, ground), ground.plan.total_steps
+    if progress.finished and progress.step >= total:
+        text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing left to do"
+    else:
+        text = f"train goes on from {checkpoint}, step {progress.step:,} of {total:,}"
+    yield ok("earlier run", f"{text}; --resume never starts over")
+
+
+__all__ = ["look"]

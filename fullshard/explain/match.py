@@ -1,0 +1,54 @@
+"""Which known failures a text speaks of, and which of them is the one to read first.
+
+The order is one rule: a cause before a general cause before a consequence before a remark, and among equals what the
+text says first. Must not know where the text comes from or how the answer is shown, nor import torch.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+import typing
+from dataclasses import dataclass
+
+from fullshard.explain.record import Entry, Role, entries
+from fullshard.log.words import plain
+
+_ORDER = typing.get_args(Role)
+_SHOWN = 160
+
+
+@dataclass(frozen=True)
+class Match:
+    """A known failure that a text speaks of."""
+
+    entry: Entry
+    found: str
+    """The words that gave it away."""
+    position: int
+    """Where they begin."""
+
+
+def explain(text: str) -> list[Match]:
+    """The known failures in a text (a message, a traceback, a whole log), the one to read first at the front."""
+    # A terminal or a mail breaks lines anywhere, and a log puts times between them.
+    flat = re.sub(r"\s+", " ", plain(text.replace("\r", "\n")))
+    found = [match for entry in entries() if (match := _find(entry, flat)) is not None]
+    return sorted(found, key=lambda match: (_ORDER.index(match.entry.role), match.position))
+
+
+def explain_exception(error: BaseException) -> list[Match]:
+    """The known failures behind an exception, with its causes and its traceback."""
+    return explain("".join(traceback.format_exception(error)))
+
+
+def _find(entry: Entry, text: str) -> Match | None:
+    hits = [hit for pattern in entry.patterns if (hit := re.search(pattern, text))]
+    if not hits:
+        return None
+    first = min(hits, key=re.Match.start)
+    words = first.group()
+    return Match(entry, words if len(words) <= _SHOWN else words[:_SHOWN] + " ...", first.start())
+
+
+__all__ = ["Match", "explain", "explain_exception"]

@@ -1,0 +1,68 @@
+"""The known failures: one YAML file each in `entries/`, read into one frozen record.
+
+A new failure is a new file there; nothing else lists them. Must not know how a text is searched or shown, nor import
+torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+FOLDER = Path(__file__).parent / "entries"
+
+Role = Literal["cause", "general", "consequence", "remark"]
+Group = Literal["memory", "precision", "sharding", "ranks", "model", "data", "machine"]
+
+
+class Entry(BaseModel):
+    """One known failure."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    """The name of its file."""
+    title: str
+    """What happened, in one line."""
+    group: Group
+    """Where it belongs on the page of all entries."""
+    role: Role = "cause"
+    """cause: it says what went wrong; general: it does so in broad words, and a particular entry says more;
+    consequence: something else failed first; remark: it stops nothing."""
+    patterns: tuple[str, ...] = Field(min_length=1)
+    """Regular expressions; one that is found is enough. Any run of white space in the text counts as one space."""
+    cause: str
+    """Why it happens."""
+    remedy: tuple[str, ...] = Field(min_length=1)
+    """What to do, the best first."""
+    not_a_cure: tuple[str, ...] = ()
+    """Advice that goes around and is wrong."""
+    keys: tuple[str, ...] = ()
+    """The recipe keys that matter."""
+
+    @field_validator("patterns")
+    @classmethod
+    def _compile(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+        return patterns
+
+
+@functools.cache
+def entries() -> tuple[Entry, ...]:
+    """Every known failure, by name."""
+    return tuple(
+        Entry.model_validate({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
+        for path in sorted(FOLDER.glob("*.yaml"))
+    )
+
+
+__all__ = ["FOLDER", "Entry", "Group", "Role", "entries"]
