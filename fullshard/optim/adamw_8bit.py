@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from fullshard.errors import missing_package
 from fullshard.optim.adamw import AdamW
@@ -22,6 +23,9 @@ class AdamW8bit(AdamW):
             from torchao.optim import AdamW8bit as TorchaoAdamW8bit
         except ImportError as error:
             raise missing_package("torchao", extra="optim", needed_by="optimizer.kind = adamw_8bit") from error
+        # torch keys this cache by the shape of the whole parameter: a rank with fewer rows would be given the compiled
+        # update of another rank, and fail.
+        functorch_config.enable_autograd_cache = False
         logger.warning("8-bit AdamW compiles its update in the first step; on a CPU that takes up to a minute")
         groups = self.groups(named_parameters)
         optimizer: torch.optim.Optimizer = TorchaoAdamW8bit(groups, lr=self.lr, betas=self.betas, eps=self.eps)
