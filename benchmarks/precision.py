@@ -1,6 +1,6 @@
 """bf16 and fp16 against fp32 on one GPU, 50 steps each: full, LoRA, recompute, compile, CPU offload, two ranks.
 
-    python benchmarks/precision.py
+    python benchmarks/precision.py [LABEL ...]
 
 Every run starts from the same weights and sees the same samples as its fp32 reference. The distance is that of the loss
 averaged over five steps: the largest of the run, and the last. Prints a table; exits 1 when a run fails or leaves the
@@ -102,7 +102,8 @@ def main() -> None:
         references = {"full": smooth(full), "LoRA": smooth(lora)}
         for label, reference in references.items():
             print(f"| {label} | fp32 | {reference[-1]:.4f} | | | | |", flush=True)
-        for number, (label, settings) in enumerate(KINDS.items()):
+        chosen = {label: settings for label, settings in KINDS.items() if len(sys.argv) == 1 or label in sys.argv[1:]}
+        for number, (label, settings) in enumerate(chosen.items()):
             reference, start = (references["LoRA"], model) if label.startswith("LoRA") else (references["full"], None)
             for precision in ("bf16", "fp16"):
                 begun, name = time.monotonic(), f"{number}-{precision}"

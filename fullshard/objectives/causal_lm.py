@@ -54,10 +54,11 @@ class CausalLM(Objective):
 
     def _run(self, model: Any, reduce: Any, batch: Batch) -> Any:
         inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
-        if self.full_logits or not hasattr(model, "hidden_states_and_head"):
-            output = model(**inputs)
-            return reduce(getattr(output, "logits", output), None)
-        return model.hidden_states_and_head(reduce, **inputs, bounds=batch.get("bounds"))
+        if hasattr(model, "hidden_states_and_head"):
+            inputs["bounds"] = batch.get("bounds")
+            return model.hidden_states_and_head(reduce, **inputs, full_logits=self.full_logits)
+        output = model(**inputs)
+        return reduce(getattr(output, "logits", output), None)
 
     def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(rows, vocabulary) of what may follow each row."""
