@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from fullshard import shelf
+from fullshard import crash, shelf
 from fullshard.errors import FullshardError, RecipeError, SetupError
 from fullshard.explain.command import explain
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class Commands(TyperGroup):
-    """The commands; a FullshardError of any of them is told, not traced."""
+    """The commands; a FullshardError of any of them is told, not traced. Nor is the end of a rank that only lost
+    another: its launcher tells what became of that one, and the traceback is in the crash folder."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -38,6 +39,11 @@ class Commands(TyperGroup):
         except FullshardError as error:
             tell(error)
             raise typer.Exit(error.exit_code) from None
+        except Exception as error:
+            if not crash.is_told_elsewhere(error):
+                raise
+            typer.echo(f"Rank {os.environ.get('RANK', '0')} lost another rank.", err=True)
+            raise typer.Exit(1) from None
 
 
 app = typer.Typer(

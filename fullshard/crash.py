@@ -217,7 +217,9 @@ def _last_step(folder: Path) -> int | None:
 
 def last_words(error: BaseException, crash: Path | None) -> str:
     """What the console ends with: the explanation of an error, or that it is unknown, and the crash folder."""
-    return _closing(explain_exception(error), crash)
+    matches = explain_exception(error)
+    # What a guard of ours says needs no more words.
+    return f"\n{_place(crash)}" if isinstance(error, FullshardError) and not matches else _closing(matches, crash)
 
 
 def _closing(matches: Sequence[Match], crash: Path | None) -> str:
@@ -228,8 +230,11 @@ def _closing(matches: Sequence[Match], crash: Path | None) -> str:
             "This is not a failure that fullshard knows. The last lines of the traceback say what failed;\n"
             "`fullshard check RECIPE` goes over the set-up, and `fullshard explain` lists what is known."
         )
-    where = f"Crash folder: {crash}" if crash else "A crash folder could not be written."
-    return f"\n{text}\n\n{where}"
+    return f"\n{text}\n\n{_place(crash)}"
+
+
+def _place(crash: Path | None) -> str:
+    return f"Crash folder: {crash}" if crash else "A crash folder could not be written."
 
 
 def _hand_over(error: BaseException, crash: Path | None) -> None:
@@ -269,6 +274,13 @@ def culprit(said: Mapping[int, Words], *, otherwise: int) -> int:
     `otherwise` is taken if it is none, or if all are."""
     guilty = [rank for rank, words in said.items() if words.text and not _is_victim(words.text)]
     return otherwise if otherwise in guilty or not guilty else guilty[0]
+
+
+def is_told_elsewhere(error: BaseException) -> bool:
+    """Whether an error only follows from the end of another rank, of which the launcher will tell."""
+    with contextlib.suppress(Exception):
+        return TOLD_BY_LAUNCHER in os.environ and _is_victim("".join(traceback.format_exception(error)))
+    return False
 
 
 def _is_victim(text: str) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from fullshard.build import Built
-from fullshard.dist.shard import recomputed
+from fullshard.dist.recompute import of_block
 from fullshard.dist.world import World
 from fullshard.ground import Ground
 from fullshard.recipe import Recipe
@@ -49,9 +49,10 @@ def _units(built: Built) -> str:
 
 def _recompute(built: Built) -> str:
     plan = built.model.plan
-    whole = sum(recomputed(plan, block) != plan.activation_checkpointing for block in plan.wrap.blocks)
+    asked = plan.activation_checkpointing
+    whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)
     rest = f", full in {whole} blocks that hold units of their own" if whole else ""
-    return f"activation checkpointing {plan.activation_checkpointing}{rest}"
+    return f"activation checkpointing {asked}{rest}"
 
 
 def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:

@@ -310,4 +310,3 @@ def describe(reading: Reading, *, ranks: Ranks) -> str:
         ground = lay_ground(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
     lines = [*reading.overridden, *recipe.sharding.notes(), *ground.data.report, *ground.plan.describe()]
     return render(plain(recipe)) + "\n" + "\n".join(f"# {line}" for line in lines) + "\n"
-

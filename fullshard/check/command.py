@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.check.findings import Finding, error, guarded, of, ok
 from fullshard.check.report import Report
 from fullshard.errors import EXIT_DONE, EXIT_USER, DataError, FullshardError, SetupError
+from fullshard.explain.match import explain_exception
 from fullshard.launch.base import Ranks
 from fullshard.read import Reading, hand_on
 
@@ -289,4 +290,5 @@ def _met(mistake: Exception) -> Finding:
     if any(words in str(mistake) for words in _LOST):
         return error("trial", f"lost another rank ({mistake}).", "See what became of that one.")
     traceback.print_exception(mistake)
-    return error("trial", f"{type(mistake).__name__}: {mistake}", "Its traceback is above.")
+    known = [f"{m.entry.title}: `fullshard explain {m.entry.name}`." for m in explain_exception(mistake)[:1]]
+    return error("trial", f"{type(mistake).__name__}: {mistake}", " ".join([*known, "Its traceback is above."]))

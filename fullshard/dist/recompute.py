@@ -5,7 +5,7 @@ Non-reentrant, and without wrapper modules, so parameter names stay what they we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,3 +48,10 @@ def _selective_policy() -> Any:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+def of_block(block: str, asked: str, units: Collection[str]) -> str:
+    """How much of a block is computed again. A block with units of its own cannot be `selective`: torch counts what is
+    run in the block, and FSDP gathers in the backward pass by other operations than in the forward pass."""
+    holds_units = any(unit.startswith(f"{block}.") for unit in units)
+    return "full" if asked == "selective" and holds_units else asked

@@ -82,7 +82,7 @@ def shard(
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     blocks = [module.get_submodule(name) for name in plan.wrap.blocks]
     for name, block in zip(plan.wrap.blocks, blocks, strict=True):
-        recompute.apply([block], recomputed(plan, name))
+        recompute.apply([block], recompute.of_block(name, plan.activation_checkpointing, plan.wrap.units))
     if plan.compile:
         for block in blocks:
             block.compile()
@@ -93,13 +93,6 @@ def shard(
     values.fill(module, template, drawn, ties, family=family, weights=weights, draw_on=device, seed=seed)
     values.prove(module, trainable, storage)
     return describe(module, plan, ties)
-
-
-def recomputed(plan: ShardPlan, block: str) -> str:
-    """How much of a block is computed again. A block with units of its own cannot be `selective`: torch counts what is
-    run in the block, and FSDP gathers in the backward pass by other operations than in the forward pass."""
-    holds_units = any(unit.startswith(f"{block}.") for unit in plan.wrap.units)
-    return "full" if plan.activation_checkpointing == "selective" and holds_units else plan.activation_checkpointing
 
 
 def store(module: nn.Module, plan: ShardPlan, family: Family) -> dict[str, torch.dtype]:

@@ -55,8 +55,8 @@ class CausalLM(Objective):
     def _run(self, model: Any, reduce: Any, batch: Batch) -> Any:
         inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
         if hasattr(model, "hidden_states_and_head"):
-            inputs["bounds"] = batch.get("bounds")
-            return model.hidden_states_and_head(reduce, **inputs, full_logits=self.full_logits)
+            bounds = batch.get("bounds")
+            return model.hidden_states_and_head(reduce, **inputs, bounds=bounds, full_logits=self.full_logits)
         output = model(**inputs)
         return reduce(getattr(output, "logits", output), None)
 

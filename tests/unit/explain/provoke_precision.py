@@ -168,6 +168,15 @@ def not_finite__in_a_run(folder: Path) -> None:
     train(recipe(folder, optimizer={"lr": 1e30, "clip": None}, duration={"steps": 4}))
 
 
+def not_finite__at_the_first_update(folder: Path) -> None:
+    """The guard of the first update, where the loss is not a number."""
+    from tests.small import model_folder, recipe, token_file, train
+
+    model_folder(folder / "model")
+    token_file(folder / "train.jsonl", records=16)
+    train(recipe(folder, objective={"kind": "tests.dist.failing.NotANumber"}))
+
+
 def cache_with_checkpointing__asked_for() -> str:
     return _trained_with_checkpointing(use_cache=True)
 
