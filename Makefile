@@ -10,7 +10,7 @@ quickstart: .venv/.installed
 	$(BIN)/fullshard train quickstart
 
 test: .venv/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.installed-check
 	$(BIN)/ruff format --check .

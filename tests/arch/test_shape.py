@@ -121,6 +121,6 @@ def test_the_core_sections_stay_small() -> None:
 
 def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
     """pytest leaves folders with some names out, without a word; asked only when the whole suite runs."""
-    if not request.config.invocation_params.args:
+    if not request.config.option.file_or_dir:
         collected = {item.path for item in request.session.items}
         assert set(Path(__file__).parents[1].rglob("test_*.py")) <= collected
