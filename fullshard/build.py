@@ -70,6 +70,8 @@ def build(
 ) -> Built:
     """Makes the sharded model, its optimizer and everything around them; loads the checkpoint to go on from."""
     precision = resolve_precision(recipe.precision, world.device)
+    if line := precision.switched():
+        console.note(line)
     model = _sharded_model(recipe, ground, world, precision, console)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None

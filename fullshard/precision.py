@@ -70,6 +70,10 @@ class ResolvedPrecision:
                 "precision = bf16-pure keeps weights and Adam state in bf16, with 8 bits: an update smaller than 1/256 "
                 "of a weight is lost. Half the memory; precision: bf16 keeps both in fp32 and computes as fast."
             )
+        return None
+
+    def switched(self) -> str | None:
+        """The line that is due where `auto` could not be bf16."""
         if self.word == "fp16" and self.reason != AS_ASKED:
             return f"precision = auto became fp16 with a loss scaler: {self.reason.removeprefix('auto: ')}."
         return None

@@ -30,6 +30,7 @@ from fullshard.state import Progress, Result
 from fullshard.yaml_text import render
 
 if TYPE_CHECKING:
+    from fullshard.dist.env import Launch
     from fullshard.dist.world import World
     from fullshard.ground import Ground
     from fullshard.log.console import Console
@@ -101,25 +102,13 @@ def execute(reading: Reading, *, resume: str) -> Result:
         raise
 
 
-@contextlib.contextmanager
-def as_rank(
-    reading: Reading, *, silent: bool = False, checked: bool = False
-) -> Iterator[tuple[Ground, World, Console]]:
-    """This process as one rank: environment checked, ground laid, the cheap part of the preflight done unless it is
-    `checked` already, and only then the other ranks met. Left again at the end."""
+def check_launch(launch: Launch, topology: Topology) -> None:
+    """Whether what the launcher said of this process can be true for this topology."""
     import torch
 
-    from fullshard.check.preflight import before_ranks_meet
-    from fullshard.dist import world as worlds
-    from fullshard.ground import lay_ground
-    from fullshard.log import libraries
-    from fullshard.log.console import Console
-    from fullshard.precision import avoid_broken_amx
+    from fullshard.dist.world import choose_device_type
 
-    recipe = reading.recipe
-    launch = env.detect(os.environ)
-    gpus = torch.cuda.device_count() if worlds.choose_device_type(recipe.topology.device) == "cuda" else 0
-    topology = recipe.topology
+    gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
     env.check(
         launch,
         os.environ,
@@ -128,8 +117,26 @@ def as_rank(
         nodes=topology.nodes,
         backend=topology.backend,
     )
+
+
+@contextlib.contextmanager
+def as_rank(
+    reading: Reading, *, silent: bool = False, checked: bool = False
+) -> Iterator[tuple[Ground, World, Console]]:
+    """This process as one rank: environment checked, ground laid, the cheap part of the preflight done unless it is
+    `checked` already, and only then the other ranks met. Left again at the end."""
+    from fullshard.check.preflight import before_ranks_meet
+    from fullshard.dist import world as worlds
+    from fullshard.ground import lay_ground
+    from fullshard.log import libraries
+    from fullshard.log.console import Console
+    from fullshard.precision import avoid_broken_amx
+
+    recipe = reading.recipe
+    topology, launch = recipe.topology, env.detect(os.environ)
+    check_launch(launch, topology)
     env.export(launch)
-    if gpus == 0:
+    if worlds.choose_device_type(topology.device) == "cpu":
         avoid_broken_amx()
     console = Console(silent=silent or launch.rank != 0)
     try:

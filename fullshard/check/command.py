@@ -83,22 +83,12 @@ def check_as_rank(reading: Reading, ranks: Ranks, wish: Wish, *, rank: int) -> i
 def _launch_problem(topology: Topology) -> tuple[SetupError | None, bool]:
     """What is wrong with the launcher's variables, as `train` would find it; and whether they were set by hand, so that
     there is no launcher to show what another rank says."""
-    import torch
-
     from fullshard.dist import env
-    from fullshard.dist.world import choose_device_type
+    from fullshard.run import check_launch
 
     launch = env.detect(os.environ)
     try:
-        gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
-        env.check(
-            launch,
-            os.environ,
-            num_gpus=gpus,
-            wanted_device=topology.device,
-            nodes=topology.nodes,
-            backend=topology.backend,
-        )
+        check_launch(launch, topology)
     except SetupError as mistake:
         return mistake, launch.launcher != "slurm" and "TORCHELASTIC_ERROR_FILE" not in os.environ
     return None, False

@@ -80,10 +80,10 @@ def test_auto_takes_fp16_with_a_scaler_where_bf16_is_missing_and_says_so() -> No
         found = resolve_for("auto", capability=capability, name="Tesla T4")
         assert (found.word, found.storage, found.compute, found.scaler) == ("fp16", torch.float32, torch.float16, True)
         assert found.describe().endswith("with loss scaling; auto: bf16 needs compute capability 8.0)")
-        assert found.warning() == "precision = auto became fp16 with a loss scaler: bf16 needs compute capability 8.0."
+        assert found.switched() == "precision = auto became fp16 with a loss scaler: bf16 needs compute capability 8.0."
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
         found = resolve_for("auto", capability=capability)
-        assert (found.word, found.scaler, found.warning()) == ("bf16", False, None)
+        assert (found.word, found.scaler, found.switched()) == ("bf16", False, None)
 
 
 @pytest.mark.parametrize("word", ["bf16", "bf16-pure"])
@@ -99,7 +99,7 @@ def test_what_a_device_cannot_do_is_an_error_and_no_silent_switch(word: str) -> 
 def test_what_every_device_can_do_is_left_as_asked_for(word: str) -> None:
     found = [resolve_for(word, capability=capability) for capability in (None, (7, 5), (9, 0))]
     assert found[0] == found[1] == found[2]
-    assert (found[0].word, found[0].reason, found[0].warning()) == (word, "as asked for", None)
+    assert (found[0].word, found[0].reason, found[0].switched()) == (word, "as asked for", None)
 
 
 def test_bf16_pure_keeps_bf16_and_warns() -> None:
