@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import json
 import os
 from pathlib import Path
@@ -87,6 +89,9 @@ def growth(path: Path) -> tuple[int, int, int]:
     """How many bytes loading adds to this rank's peak memory: pages mapped from the file included, and without them;
     and the bytes it keeps."""
     spread({"architecture": "llama", "size": "tiny"})  # imports and first allocations are not the model's
+    # What earlier work freed must not be counted as there already: the load would grow into it unseen.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     resident, mapped = status("VmRSS"), status("RssFile")
     module, units, weights = spread({"path": str(path)})
