@@ -31,6 +31,7 @@ from fullshard.placement import shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
 from fullshard.rules import BestRule, Due
+from fullshard.saving import frozen_in, go_background, make_saver
 from fullshard.state import Progress
 from fullshard.step import to_device
 
@@ -44,6 +45,7 @@ class ShardedModel:
     units: list[Unit]
     kernels: str
     flops_per_token: float
+    left_out: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -75,21 +77,11 @@ def build(
     model = _sharded_model(recipe, ground, world, precision, console)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
-    saver = Saver(
-        recipe.folder,
-        recipe.checkpoint.keep,
-        recipe.checkpoint.export == "best",
-        model.module,
-        optimizer,
-        scaler,
-        ground.identity,
-        recipe.model,
-        ground.processor,
-        world,
-        console,
-    )
+    places: dict[str, Any] = {"module": model.module, "left_out": model.left_out, "optimizer": optimizer}
+    saver = make_saver(recipe, ground, world, **places, scaler=scaler, console=console)
     if checkpoint is not None:
         saver.restore(checkpoint)
+    go_background(saver, recipe.checkpoint.asynchronous)
     FirstUpdate(model.module, optimizer, say=console.note)
     workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
     train, validation = _loaders(recipe, ground, world, workers=workers)
@@ -110,14 +102,13 @@ def build(
         evaluations=recipe.evaluate.parts,
         evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, validation, world, console),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs),
-        save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs),
+        save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,
         log_every=recipe.log.every_steps,
         log_sample_ids=recipe.log.sample_ids,
         best=BestRule(recipe.checkpoint.best.metric, recipe.checkpoint.best.mode) if recipe.checkpoint.best else None,
         patience=recipe.evaluate.patience,
-        save=saver.save,
-        export=saver.export,
+        saver=saver,
         write=write,
         console=console,
         meters=_meters(model.flops_per_token, world, progress),
@@ -128,7 +119,7 @@ def build(
         workers=workers,
         folder=recipe.folder,
     )
-    resolved = _resolved(recipe, ground, world, model.plan, precision, workers)
+    resolved = _resolved(recipe, ground, saver, model.plan, precision, workers)
     return Built(parts, model, precision, saver, proofs, resolved)
 
 
@@ -143,23 +134,25 @@ def _sharded_model(
         module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
     )
     flops = recipe.model.flops_per_token(module, length=recipe.data.sequence_length)
+    weights = recipe.model.weights(module)
     units = shard(
         module,
         plan,
         make_mesh(plan.layout, world),
         family=recipe.model,
-        weights=recipe.model.weights(module),
+        weights=weights,
         device=world.device,
         seed=recipe.seed,
     )
-    return ShardedModel(module, plan, units, kernels, flops)
+    return ShardedModel(module, plan, units, kernels, flops, frozen_in(recipe, module, weights))
 
 
 def _resolved(
-    recipe: Recipe, ground: Ground, world: World, plan: ShardPlan, precision: ResolvedPrecision, workers: int
+    recipe: Recipe, ground: Ground, saver: Saver, plan: ShardPlan, precision: ResolvedPrecision, workers: int
 ) -> Recipe:
     """The recipe with every "auto" replaced by what it came to."""
     sharding = {"strategy": plan.layout.strategy, "compile": plan.compile}
+    world, checkpoint = saver.world, {"asynchronous": saver.background is not None}
     topology = {"device": world.device.type, "backend": world.backend, "devices": world.local_size}
     return recipe.model_copy(
         update={
@@ -167,6 +160,7 @@ def _resolved(
             "sharding": recipe.sharding.model_copy(update=sharding),
             "data": recipe.data.model_copy(update={"encode": ground.data.encoder, "workers": workers}),
             "topology": recipe.topology.model_copy(update=topology),
+            "checkpoint": recipe.checkpoint.model_copy(update=checkpoint),
         }
     )
 

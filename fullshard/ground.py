@@ -14,14 +14,12 @@ from typing import Any
 from torch import nn
 
 from fullshard.arithmetic import StepPlan, plan_steps
-from fullshard.checkpoint import folder as files
 from fullshard.data.prepare import Prepared, prepare, texts
-from fullshard.errors import CheckpointError, RecipeError
+from fullshard.errors import RecipeError
 from fullshard.log.console import Console
 from fullshard.part import did_you_mean
 from fullshard.placement import check_model
 from fullshard.recipe import Recipe
-from fullshard.state import Progress
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Ground:
     plan: StepPlan
     validation_per_device: int
     identity: dict[str, Any]
-    """What must not change between a checkpoint and its resume: the meaning of "step N" in the data."""
+    """The meaning of "step N" in the data: must not change between a checkpoint and its resume, beside the recipe."""
 
 
 def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
@@ -90,12 +88,9 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     for line in without_effect(recipe, data, plan):
         console.warn(line)
     identity = {
-        "seed": recipe.seed,
         "samples": len(data.train),
         "samples per step": plan.global_size,
-        "sequence length": recipe.data.sequence_length,
-        "packed": recipe.data.pack,
-        "shuffled": recipe.data.shuffle,
+        "content of data.train": recipe.data.train.open().fingerprint(),
     }
     return Ground(processor, module, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
 
@@ -128,22 +123,3 @@ def check_best(recipe: Recipe) -> None:
             f"checkpoint.best.metric = {best.metric!r} is not among the validation numbers"
             f"{did_you_mean(best.metric, sorted(known))}: {', '.join(sorted(known))}."
         )
-
-
-def find_progress(checkpoint: Path | None, ground: Ground) -> Progress:
-    """Where the run stands; an error with the differences when the checkpoint counts its steps another way."""
-    if checkpoint is None:
-        return Progress()
-    state = files.read_state(checkpoint)
-    differences = [
-        f"{key}: {state['identity'].get(key)} then, {value} now"
-        for key, value in ground.identity.items()
-        if state["identity"].get(key) != value
-    ]
-    if differences:
-        raise CheckpointError(
-            f"{checkpoint} cannot be resumed with this recipe, its steps mean other samples: {'; '.join(differences)}. "
-            "Go back to those settings (batch.global keeps the step the same for any number of ranks), or start over "
-            "with --resume never."
-        )
-    return Progress.from_dict(state["progress"])

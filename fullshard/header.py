@@ -30,7 +30,7 @@ def header_rows(
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
     rows.append(("optimizer", _optimizer(recipe)))
-    rows.append(("checkpoints", _checkpoints(recipe)))
+    rows.append(("checkpoints", _checkpoints(recipe, built)))
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:
         rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))
@@ -76,7 +76,7 @@ def _optimizer(recipe: Recipe) -> str:
     return f"{optimizer.kind()}, lr {optimizer.lr:g}, {schedule.kind()} schedule{warmup}, gradients {clip}"
 
 
-def _checkpoints(recipe: Recipe) -> str:
+def _checkpoints(recipe: Recipe, built: Built) -> str:
     policy = recipe.checkpoint
     every = [f"every {policy.every_steps} steps"] if policy.every_steps else []
     every += (
@@ -84,6 +84,9 @@ def _checkpoints(recipe: Recipe) -> str:
         if policy.every_epochs
         else []
     )
+    every += [f"every {policy.every_minutes:g} minutes"] if policy.every_minutes else []
     keep = f"keep {policy.keep}" if policy.keep else "keep all"
     best = f", best by {policy.best.mode} {policy.best.metric}" if policy.best else ""
-    return f"{' and '.join(every) or 'at the end'}, {keep}{best}"
+    how = f"{policy.format}, {'in the background' if built.saver.background else 'training waits for each'}"
+    where = f", in {built.saver.target.run}" if policy.store else ""
+    return f"{' and '.join(every) or 'at the end'}, {how}, {keep}{best}{where}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.saver import Saver
 from fullshard.dist import reduce
 from fullshard.dist.world import peak_memory
 from fullshard.errors import NumericalError, RecipeError
@@ -55,9 +56,7 @@ class Parts:
     log_sample_ids: bool
     best: BestRule | None
     patience: int | None
-    save: Callable[[Progress, bool], None]
-    """Writes a checkpoint; the flag says that it is the best so far."""
-    export: Callable[[Progress], str]
+    saver: Saver
     write: Callable[[dict[str, Any]], None]
     console: Console
     meters: Meters
@@ -70,10 +69,13 @@ class Parts:
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     """(sum, count) of the loss and each metric that are still on the device."""
     saved_step: int = -1
+    saved_at: float = field(default_factory=time.monotonic)
     validation: dict[str, float] = field(default_factory=dict)
     stop_signals: StopSignals = field(default_factory=StopSignals)
     last: StepResult | None = None
     stop: bool = False
+    overdue: bool = False
+    """The minutes between two saves have passed, by the clock of rank 0."""
 
 
 def fit(parts: Parts) -> Result:
@@ -88,6 +90,8 @@ def fit(parts: Parts) -> Result:
             progress.seconds = parts.meters.seconds
         if parts.saved_step != progress.step and (parts.save_at_end or stopped == "signal"):
             _save(parts, best=False)
+        with parts.meters.phase("save"):
+            parts.saver.settle()
         if progress.finished:
             _at_end(parts, progress.seconds)
     return Result(
@@ -131,7 +135,7 @@ def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
             scaler=parts.scaler,
             clip=parts.clip,
             lr=_lr(parts),
-            stop=parts.stop_signals.heard is not None,
+            wishes=_wishes(parts),
             device=parts.device,
         )
     for name, pair in result.sums.items():
@@ -144,10 +148,26 @@ def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
     if parts.log_sample_ids:
         ids = [i for part in reduce.gather_objects(window.sample_ids()) for i in part]
         parts.write({"kind": "event", "event": "samples", "step": progress.step, "sample_ids": ids})
-    # The wish of the step before: reading this step's would make the host wait for the device.
-    parts.stop = parts.last is not None and parts.last.stop.read() > 0
+    _read_wishes(parts)
     parts.last = result
     return result
+
+
+def _wishes(parts: Parts) -> tuple[bool, bool, bool]:
+    """What this rank would have all ranks do: stop, fail with a save that went wrong, save for it is time."""
+    parts.saver.report()
+    overdue = parts.rank == 0 and parts.save_due.after_seconds(time.monotonic() - parts.saved_at)
+    return parts.stop_signals.heard is not None, parts.saver.failed, overdue
+
+
+def _read_wishes(parts: Parts) -> None:
+    """The wishes of the step before: reading this step's would make the host wait for the device."""
+    if parts.last is not None:
+        parts.stop, failed, overdue = (number > 0 for number in parts.last.wishes.read())
+        # A wish from before the last save is fulfilled.
+        parts.overdue = overdue and parts.saved_step < parts.progress.step - 1
+        if failed:
+            parts.saver.settle()
 
 
 def _lr(parts: Parts) -> float:
@@ -227,7 +247,7 @@ def _after_step(parts: Parts) -> str:
     stopped, best = "done", False
     if parts.evaluate_due.after_step(parts.progress.step):
         stopped, best = _judge(parts, _evaluate(parts, at_end=False))
-    if best or parts.save_due.after_step(parts.progress.step) or stopped != "done":
+    if best or parts.overdue or parts.save_due.after_step(parts.progress.step) or stopped != "done":
         _save(parts, best=best)
     return stopped
 
@@ -246,7 +266,7 @@ def _after_epoch(parts: Parts, epoch: int, *, seconds: float) -> str:
     parts.console.epoch_end(epoch, seconds=seconds, train_loss=train_loss, val_loss=numbers.get("loss"))
     stopped, best = _judge(parts, numbers)
     progress.finished = ended or stopped == "patience"
-    due = parts.save_due.after_epoch(epoch) or parts.save_due.after_step(progress.step)
+    due = parts.save_due.after_epoch(epoch) or parts.save_due.after_step(progress.step) or parts.overdue
     if best or due or (progress.finished and parts.save_at_end):
         _save(parts, best=best)
     return stopped
@@ -296,17 +316,19 @@ def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
 
 def _save(parts: Parts, *, best: bool) -> None:
     _require_finite(parts, _flush(parts))
-    parts.progress.seconds = parts.meters.seconds
+    begun, parts.progress.seconds = time.monotonic(), parts.meters.seconds
     with parts.meters.phase("save"):
-        parts.save(parts.progress, best)
-    parts.saved_step = parts.progress.step
+        parts.saver.save(parts.progress, best)
+    parts.saved_step, parts.saved_at, parts.overdue = parts.progress.step, time.monotonic(), False
+    stall = round(parts.saved_at - begun, 4)
+    parts.write({"kind": "event", "event": "saved", "step": parts.progress.step, "stall_seconds": stall})
 
 
 def _at_end(parts: Parts, seconds: float) -> None:
     exported = "not exported (checkpoint.at_end = false)"
     if parts.save_at_end:
         with parts.meters.phase("save"):
-            exported = parts.export(parts.progress)
+            exported = parts.saver.export(parts.progress)
     _evaluate(parts, at_end=True)
     value = parts.progress.best
     best = f"{value:.6f} at step {parts.progress.best_step}" if value is not None else "none"

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from fullshard.checkpoint import folder
+from fullshard.checkpoint.settings import Checkpoint, remote_output
 from fullshard.data.base import Encoder, Source
 from fullshard.evaluate.base import Evaluation
 from fullshard.launch.base import Launcher
@@ -195,36 +197,6 @@ class Topology(Section):
         return self
 
 
-class Best(Section):
-    """Which checkpoint is the best."""
-
-    metric: str = "loss"
-    """A validation number."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower or higher is better."""
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"metric": value} if isinstance(value, str) else value
-
-
-class Checkpoint(Section):
-    """When and how the run is saved."""
-
-    every_steps: int | None = Field(None, ge=1)
-    """Save every so many steps."""
-    every_epochs: int | None = Field(1, ge=1)
-    """Save at the end of every so many epochs."""
-    at_end: bool = True
-    """Save and export when the run ends; false for trials and benchmarks."""
-    export: Literal["last", "best"] = "last"
-    """Which weights `model/` holds: those of the last step, or of the best checkpoint."""
-    keep: int | None = Field(3, ge=1)
-    """How many checkpoints stay; `best` and `last` always do. null keeps all."""
-    best: Best | None = Field(default_factory=Best)
-    """The number that decides `best`; null for no best checkpoint."""
-
-
 class Evaluate(Section):
     """When the model is validated, and how."""
 
@@ -261,7 +233,7 @@ class Recipe(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """The name of the run folder inside `output`."""
     output: Path = Path("runs")
-    """The folder that holds run folders."""
+    """The folder that holds run folders; a URL (s3://bucket/runs) is short for checkpoint.store."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Decides the data order, fresh weights and dropout."""
     model: Family
@@ -291,7 +263,18 @@ class Recipe(Section):
     log: Log = Field(default_factory=Log)
     """What is written down."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _remote_output(cls, value: Any) -> Any:
+        return remote_output(value) if isinstance(value, dict) else value
+
     @property
     def folder(self) -> Path:
         """The run folder."""
         return self.output / self.name
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints and the exported model lie: the run folder, or its remote counterpart."""
+        store = self.checkpoint.store
+        return folder.place(f"{store.rstrip('/')}/{self.name}") if store else self.folder

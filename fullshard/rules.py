@@ -7,16 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Due:
-    """When something happens: every so many steps, every so many epochs, or never."""
+    """When something happens: every so many steps, epochs or minutes, or never."""
 
     every_steps: int | None
     every_epochs: int | None
+    every_minutes: float | None = None
 
     def after_step(self, step: int) -> bool:
         return self.every_steps is not None and step % self.every_steps == 0
 
     def after_epoch(self, epoch: int) -> bool:
         return self.every_epochs is not None and epoch % self.every_epochs == 0
+
+    def after_seconds(self, seconds: float) -> bool:
+        return self.every_minutes is not None and seconds >= 60 * self.every_minutes
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard import crash
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import remote
 from fullshard.checkpoint.folder import write_json
+from fullshard.checkpoint.store import reaching
 from fullshard.dist import env
 from fullshard.dist.ranks import ranks_for
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, RecipeError
@@ -26,6 +28,7 @@ from fullshard.launch.base import Ranks
 from fullshard.part import plain
 from fullshard.read import Reading, hand_on, run_facts, save_resolved
 from fullshard.recipe import Recipe, Topology
+from fullshard.resume import candidates, choose, look, stand
 from fullshard.state import Progress, Result
 from fullshard.yaml_text import render
 
@@ -55,21 +58,22 @@ def ranks_of(topology: Topology, *, node_rank: int = 0, master: str | None = Non
     )
 
 
-def train(reading: Reading, *, resume: str, ranks: Ranks) -> int:
+def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
     """Runs the recipe on the ranks asked for; returns the exit code. One rank alone needs no launcher."""
     if ranks.per_node * ranks.nodes == 1:
         if ranks.device_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
-        return join(reading, resume=resume)
+        return join(reading, resume=resume, anyway=anyway)
     with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
         # The ranks read the recipe as it was merged here, so that all of them and we mean the same.
         merged = Path(folder) / f"{reading.recipe.name}.yaml"
         hand_on(reading, merged)
         command = [sys.executable, "-m", "fullshard", "train", str(merged), "--resume", resume]
+        command += ["--resume-anyway"] if anyway else []
         return reading.recipe.topology.launcher.start(command, ranks)
 
 
-def train_recipe(recipe: Recipe, *, resume: str = "auto") -> Result:
+def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = False) -> Result:
     """Trains a recipe and returns what came of it. Starts ranks of its own unless this process is already one."""
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"fullshard.train takes a recipe, found {recipe!r}. Read one first, with fullshard.load.")
@@ -77,25 +81,25 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto") -> Result:
     under_launcher = env.detect(os.environ).world > 1
     ranks = ranks_of(recipe.topology)
     if under_launcher or ranks.per_node * ranks.nodes == 1:
-        return execute(reading, resume=resume)
-    code = train(reading, resume=resume, ranks=ranks)
+        return execute(reading, resume=resume, anyway=resume_anyway)
+    code = train(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
     if code not in (EXIT_DONE, EXIT_PREEMPTED):
         raise FullshardError(f"The run in {recipe.folder} failed with exit code {code}; its ranks said why above.")
     return read_result(recipe.folder)
 
 
-def join(reading: Reading, *, resume: str) -> int:
+def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     """Runs this process's rank of the recipe; returns the exit code."""
-    result = execute(reading, resume=resume)
+    result = execute(reading, resume=resume, anyway=anyway)
     return EXIT_PREEMPTED if result.stopped == "signal" else EXIT_DONE
 
 
-def execute(reading: Reading, *, resume: str) -> Result:
+def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
     """One rank of the run, from the environment check to the last line."""
     recipe = reading.recipe
     try:
         with as_rank(reading) as (ground, world, console), _claimed(recipe, world, console=console):
-            return _run(reading, ground, world, resume=resume, console=console)
+            return _run(reading, ground, world, resume=resume, anyway=anyway, console=console)
     except BaseException as error:  # not Exception alone: a failed load or save of torch's is none
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         crash.report(error, folder=recipe.folder, rank=rank, world=size)
@@ -153,17 +157,19 @@ def as_rank(
         worlds.leave()
 
 
-def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console: Console) -> Result:
+def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
-    from fullshard.ground import find_progress
     from fullshard.header import header_rows
     from fullshard.log.metrics import FILE, Metrics
     from fullshard.log.sinks import Sinks
 
     recipe = reading.recipe
     checkpoint, exported = _start(recipe, world, resume=resume, console=console)
-    progress = find_progress(checkpoint, ground)
+    standing = stand(checkpoint, identity=ground.identity, recipe=plain(recipe), anyway=anyway)
+    for note in standing.notes:
+        console.note(note)
+    progress = standing.progress
     out_of_patience = progress.validations_without_gain >= (recipe.evaluate.patience or math.inf)
     if progress.finished and (progress.step >= ground.plan.total_steps or out_of_patience):
         if exported or not recipe.checkpoint.at_end:
@@ -182,10 +188,13 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
         for outlet in outlets:
             outlet.write(record)
 
-    try:
+    with contextlib.ExitStack() as ending:
+        for outlet in outlets:
+            ending.callback(outlet.close)
         built = build.build(
             recipe, ground, world, checkpoint=checkpoint, progress=progress, console=console, write=write
         )
+        ending.callback(built.saver.close)
         if world.is_main:
             save_resolved(built.resolved, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
             write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in built.model.units]})
@@ -195,9 +204,8 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, console
         result = loop.fit(built.parts)
         write({"kind": "event", "event": "finished", **asdict(result)})
         _say_next(reading, result, console)
-    finally:
-        for outlet in outlets:
-            outlet.close()
+    if world.is_main:
+        remote.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
     return result
 
 
@@ -236,23 +244,50 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tu
     run aside."""
     from fullshard.dist import reduce
 
-    found: tuple[Path | None, bool, str | None] = (None, False, None)
+    found: tuple[list[Path], bool, str | None] = ([], False, None)
     if world.is_main:
         try:
-            if resume == "never" and (aside := files.set_aside(recipe.folder)):
-                console.say(f"Starting over: the earlier run is kept in {aside}.")
-            found = files.find(recipe.folder, resume), (recipe.folder / "model").exists(), None
-            recipe.folder.mkdir(parents=True, exist_ok=True)
-        except CheckpointError as error:
-            found = None, False, str(error)
+            found = *_earlier(recipe, resume=resume, console=console), None
+        except FullshardError as error:
+            found = [], False, str(error)
         except OSError as error:
-            found = None, False, _unwritable(recipe, error)
-    checkpoint, exported, problem = reduce.from_main(found)
+            found = [], False, _unwritable(recipe, error)
+    among, exported, problem = reduce.from_main(found)
     if problem:
         raise CheckpointError(problem)
+
+    def problems(checkpoint: Path) -> list[str]:
+        mine = look(checkpoint, checksums=True, rank=world.rank, world=world.size)
+        return sorted({line for lines in reduce.gather_objects(mine) for line in lines})
+
+    checkpoint = choose(among, resume, problems=problems, warn=console.warn)
     if checkpoint is not None:
-        console.say(f"Resuming from {checkpoint}.")
+        console.say(f"Resuming from {checkpoint}, whose files are whole.")
     return checkpoint, exported
+
+
+def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Path], bool]:
+    """What an earlier run of this name left: checkpoints to go on from, and whether its model is there."""
+    place = recipe.checkpoints
+    if resume == "never":
+        for old in dict.fromkeys((recipe.folder, place)):
+            if files.is_remote(old):
+                console.note(f"Starting over: an earlier run in {old} is moved aside, which may take a while.")
+            with reaching(old):
+                if aside := files.set_aside(old):
+                    console.say(f"Starting over: the earlier run is kept in {aside}.")
+    recipe.folder.mkdir(parents=True, exist_ok=True)
+    with reaching(place):
+        remote.fetch_texts(recipe.folder, place)
+        files.recover(place)
+        among = candidates(place, resume)
+        if resume == "auto" and not among and files.published(recipe.folder):
+            raise CheckpointError(
+                f"{recipe.folder} holds checkpoints of an earlier run, and checkpoint.store = "
+                f"{recipe.checkpoint.store} none of it. Go on from them with --resume {recipe.folder}, or start over "
+                "with --resume never, which moves them aside."
+            )
+        return among, remote.is_exported(place)
 
 
 def _say_finished(reading: Reading, progress: Progress, console: Console, *, out_of_patience: bool) -> Result:

@@ -33,8 +33,8 @@ class StepResult:
     grad_norm: torch.Tensor
     skipped: bool
     """The scaler found an overflow and left the weights alone."""
-    stop: reduce.OnItsWay
-    """How many ranks wish to stop; it rides along with the count, so agreeing costs no collective of its own."""
+    wishes: reduce.OnItsWay
+    """How many ranks have each wish; they ride along with the count, so agreeing costs no collective of its own."""
 
 
 def train_step(
@@ -47,14 +47,14 @@ def train_step(
     scaler: torch.amp.GradScaler | None,
     clip: float | None,
     lr: float,
-    stop: bool,
+    wishes: Sequence[bool],
     device: torch.device,
 ) -> StepResult:
     """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches."""
     model.train()
     count = sum(objective.count(batch) for batch in batches)
-    count_and_stop = reduce.sum_over_ranks(torch.tensor([float(count), float(stop)], device=device))
-    total, stop_wishes = count_and_stop[0].clamp(min=1.0), reduce.OnItsWay(count_and_stop[1])
+    agreed = reduce.sum_over_ranks(torch.tensor([float(count), *map(float, wishes)], device=device))
+    total, wished = agreed[0].clamp(min=1.0), reduce.OnItsWay(agreed[1:])
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else _unscaled
     terms = objective.backward(model, on_device, total, aux, scale)
@@ -66,7 +66,7 @@ def train_step(
     if scaler and skipped and scaler.get_scale() < SMALLEST_SCALE:
         raise _overflow(model, scaler.get_scale())
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, stop_wishes)
+    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, wished)
 
 
 def _unscaled(loss: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.checkpoint import store
 from fullshard.dist import reduce
 from fullshard.dist.world import World
 from fullshard.part import plain
@@ -51,7 +52,9 @@ def among_ranks(
     found += _versions(hosts, world)
     found += _recipes(recipe, hosts)
     found += _clocks(clock, hosts)
-    found += _files(folder or recipe.output, hosts, world, patience_s=patience_s)
+    address = recipe.checkpoint.store
+    folder = folder or (store.place(address) if address else recipe.output)
+    found += _files(folder, hosts, world, patience_s=patience_s)
     # Only rank 0 words them: paths may be spelled another way elsewhere.
     agreed: list[Finding] = reduce.from_main(found)
     return agreed
@@ -161,7 +164,7 @@ def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -
         ]
         every: list[list[int]] = reduce.gather_objects(unseen)
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # of a class that only a store's library knows
             own.unlink(missing_ok=True)
     reduce.gather_objects(None)  # only when all files are gone is a folder that was made for them empty
     for path in reversed(made):
@@ -175,20 +178,23 @@ def _judged_files(
 ) -> Iterator[Finding]:
     failed = [rank for rank, problem in enumerate(problems) if problem]
     blind = {rank for rank, missing in enumerate(unseen) if 0 in missing} | {rank for rank in unseen[0] if rank}
+    key = "checkpoint.store" if store.is_remote(folder) else "output"
     share = f"Put output on a file system that all nodes share, at one path: output=/shared/runs (now {folder})."
+    if store.is_remote(folder):
+        share = f"Use a store that all nodes reach under one address: checkpoint.store=s3://bucket/runs (now {folder})."
     if failed:
         reasons = "; ".join(dict.fromkeys(str(problems[rank]) for rank in failed))
         yield error(
             "shared files",
-            f"output = {folder}: {_ranks(failed, hosts)} cannot write there ({reasons}).",
+            f"{key} = {folder}: {_ranks(failed, hosts)} cannot write there ({reasons}).",
             f"{share} Check permissions and space."
             if len(failed) < len(hosts)
-            else "Choose a folder that you may write to: output=DIR, or --output DIR.",
+            else f"Choose a folder that you may write to: {key}=DIR, or --output DIR.",
         )
     elif blind:
         yield error(
             "shared files",
-            f"output = {folder}: {_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's files.",
+            f"{key} = {folder}: {_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's files.",
             share,
         )
     else:
@@ -198,13 +204,13 @@ def _judged_files(
 
 def _make(folder: Path) -> list[Path]:
     """Makes the folder; gives those that were not there, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    missing = [] if store.is_flat(folder) else [path for path in (folder, *folder.parents) if not path.exists()]
+    store.make(folder)
     return missing[::-1]
 
 
 def _note_absent(folder: Path, patience_s: float) -> None:
-    if not _wait(folder.is_dir, patience_s=patience_s):
+    if not store.is_flat(folder) and not _wait(folder.is_dir, patience_s=patience_s):
         raise FileNotFoundError(2, "there is no such folder", str(folder))
 
 
@@ -213,17 +219,19 @@ def _write(path: Path, token: str) -> None:
 
 
 def _attempt(act: Callable[[], object]) -> str | None:
-    """What the system said against it."""
+    """What the system, or a store's library, said against it."""
     try:
         act()
     except OSError as problem:
         return problem.strerror or str(problem)
+    except Exception as problem:
+        return store.words(problem)
     return None
 
 
 def _seen(path: Path, token: str, *, patience_s: float) -> bool:
     def there() -> bool:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             list(path.parent.iterdir())  # makes a network file system ask its server again
             return path.read_text() == token
         return False

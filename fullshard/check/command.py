@@ -11,7 +11,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import sys
 import tempfile
 import traceback
@@ -206,7 +205,7 @@ def _units(recipe: Recipe, ranks: Ranks, module: nn.Module, report: Report) -> d
 
 def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
     """Starts ranks for the trial and collects what they wrote."""
-    from fullshard.check.trial import folder_of
+    from fullshard.check.trial import clear
 
     with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
         folder = Path(name)
@@ -223,7 +222,7 @@ def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
             return [of("ranks", mistake)]
         finally:
             if ranks.node_rank == 0:  # a rank that was killed could not tidy up
-                shutil.rmtree(folder_of(reading.recipe), ignore_errors=True)
+                clear(reading.recipe)
                 for path in absent:
                     with contextlib.suppress(OSError):
                         path.rmdir()

@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fullshard import resume
 from fullshard.check.findings import Finding, ok
 from fullshard.checkpoint import folder as files
 from fullshard.errors import CheckpointError
-from fullshard.ground import Ground, find_progress
+from fullshard.ground import Ground
+from fullshard.part import plain
 from fullshard.recipe import Recipe
 
 
 def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     """The checkpoint that `train` goes on from by itself; CheckpointError when it is damaged, or when its steps mean
     other samples than those of this recipe. Nothing where there is none."""
-    checkpoint = files.find(recipe.folder, "auto")
-    if checkpoint is None:
+    if (checkpoint := next(iter(files.candidates(recipe.checkpoints)), None)) is None:
         return
-    try:
-        files.check(checkpoint)
-    except (OSError, ValueError, KeyError) as error:
+    if found := resume.look(checkpoint, checksums=False):
         raise CheckpointError(
-            f"{checkpoint / files.MANIFEST} cannot be read ({error}): the checkpoint is damaged. Resume from another "
-            "one: --resume RUN/checkpoint-STEP, or start over with --resume never."
-        ) from error
-    progress, total = find_progress(checkpoint, ground), ground.plan.total_steps
+            f"{resume.damage(checkpoint, found)} `fullshard train` would go on from the newest one that is whole; "
+            "--resume never starts over."
+        )
+    standing = resume.stand(checkpoint, identity=ground.identity, recipe=plain(recipe))
+    progress, total = standing.progress, ground.plan.total_steps
     if progress.finished and progress.step >= total:
         text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing left to do"
     else:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from fullshard.check import store
 from fullshard.check.agreement import among_ranks
 from fullshard.check.findings import Finding, error, of, ok, warning
 from fullshard.check.kernels import attention, compiler
@@ -73,6 +74,7 @@ def look(
     yield from _variables(environ, gpus=len(gpus), nodes=ranks.nodes, compiled=recipe.sharding.compile)
     yield from _hub(recipe, environ)
     yield from _folders(recipe)
+    yield from store.look(recipe, num_ranks=ranks.per_node * ranks.nodes)
     yield from _limits(recipe, machine, ranks, on_gpu=on_gpu)
 
 

@@ -15,17 +15,15 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from fullshard.host import memory_left
 from fullshard.launch.base import Ranks
 
 OPTIONAL = ("flash_attn", "kernels", "tensorboard", "torchao", "triton", "wandb")
 """Packages that only some recipes need."""
-_UNLIMITED = 2**60
-"""Control groups of the first version write a number beyond this for "no limit"."""
 
 
 @dataclass(frozen=True)
@@ -125,46 +123,6 @@ def misfits(distribution: str = "fullshard") -> tuple[str, ...]:
         if not requirement.specifier.contains(version, prereleases=True):
             found.append(f"{requirement.name} {version} is installed, {requirement.specifier} is needed")
     return tuple(found)
-
-
-def memory_left(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can still be had: what the machine has free, or what a control group leaves of it."""
-    lines = (root / "proc/meminfo").read_text() if (root / "proc/meminfo").exists() else ""
-    free = re.search(r"MemAvailable:\s+(\d+) kB", lines)
-    if free is None:
-        psutil: Any = importlib.import_module("psutil")
-        return int(psutil.virtual_memory().available)
-    return min([int(free[1]) * 1024, *_group_limits(root)])
-
-
-def _group_limits(root: Path) -> Iterator[int]:
-    """What each memory control group around this process leaves; page cache counts as free, as it is given back."""
-    table = root / "proc/self/cgroup"
-    for line in table.read_text().splitlines() if table.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        top = root / "sys/fs/cgroup" / controllers
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
-            else ("memory.max", "memory.current", "inactive_file")
-        )
-        # Inside a container the path may be the host's, and the group itself stands at the top.
-        group = top / path.lstrip("/")
-        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
-            if (left := _left(folder, *names)) is not None:
-                yield left
-
-
-def _left(folder: Path, limit_file: str, usage_file: str, cache: str) -> int | None:
-    try:
-        limit = int((folder / limit_file).read_text())
-        usage = int((folder / usage_file).read_text())
-        found = re.search(rf"^{cache} (\d+)", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no such group, or "max"
-        return None
-    return max(limit - usage + (int(found[1]) if found else 0), 0) if limit < _UNLIMITED else None
 
 
 def _driver() -> str | None:

@@ -41,6 +41,11 @@ def disk(
     )
     folder = standing(recipe.output)
     free = shutil.disk_usage(folder).free
+    remote = recipe.checkpoint.store
+    if remote is not None:
+        kept = f"{count} of them" if count is not None else "all of them (checkpoint.keep = null)"
+        yield ok("store space", f"a checkpoint takes {size(each)}, {kept} at {remote}; how much is free is not known")
+        count, each = 0, 0
     if count is None:
         yield warning(
             "disk space",
@@ -66,8 +71,7 @@ def budget(
     recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None = None, plan: StepPlan | None = None
 ) -> tuple[int, int | None, int]:
     """Bytes of one checkpoint, how many lie on the disk at once (None: as many as are written), bytes of the export."""
-    stored = _stored(recipe)
-    each = (weight_bytes or stored * parameters) + _moments(recipe) * trainable
+    each = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
     settings = recipe.checkpoint
     export = 0
     if settings.at_end:
@@ -111,7 +115,11 @@ def memory(
         here, held = 0, ""
     held += f" of {ranks.per_node} ranks" if held and ranks.per_node > 1 else ""
     export = min(EXPORT_BUFFER, 4 * parameters) if recipe.checkpoint.at_end and ranks.node_rank == 0 else 0
-    what = " and ".join(filter(None, (held, "the export" if export else "")))
+    if recipe.checkpoint.asynchronous:
+        saved = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
+        export += math.ceil(saved * _copies(recipe, ranks))
+    last = "saving in the background" if recipe.checkpoint.asynchronous else "the export" if export else ""
+    what = " and ".join(filter(None, (held, last)))
     text = f"{size(machine.memory_bytes)} to be had, {size(here + export)} needed for {what or 'nothing'}"
     remedy = (
         "Use fewer ranks or a smaller model, shard it over more nodes, or free memory; a container or a job may have a "
@@ -141,6 +149,14 @@ def _judged(check: str, text: str, remedy: str, *, needed: int, free: int) -> It
         yield warning(check, f"{text}: more than {TIGHT:.0%} of what is free.", remedy)
     else:
         yield ok(check, text)
+
+
+def _checkpoint(recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None) -> int:
+    """Bytes of one checkpoint; frozen weights that the model's folder holds are not in it."""
+    stored = _stored(recipe)
+    frozen_elsewhere = trainable < parameters and recipe.model.stored_in() is not None
+    weights = stored * trainable if frozen_elsewhere else weight_bytes or stored * parameters
+    return weights + _moments(recipe) * trainable
 
 
 def _stored(recipe: Recipe) -> int:

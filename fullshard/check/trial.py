@@ -18,6 +18,8 @@ from fullshard import build, run
 from fullshard.check.agreement import among_ranks
 from fullshard.check.data import longest_batch
 from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import store
 from fullshard.dist import reduce
 from fullshard.dist.bandwidth import all_gather_speed
 from fullshard.dist.gradients import checksums
@@ -41,6 +43,15 @@ PROBE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 def folder_of(recipe: Recipe) -> Path:
     """The run folder of the trial: on the disk of the real one."""
     return recipe.output / f".check-{recipe.name}"
+
+
+def clear(recipe: Recipe) -> None:
+    """Removes what a trial has left, also at a remote store."""
+    folder = folder_of(recipe)
+    shutil.rmtree(folder, ignore_errors=True)
+    if recipe.checkpoint.store is not None:
+        with contextlib.suppress(Exception):  # a store that fails has failed the trial, which says so
+            store.remove(recipe.model_copy(update={"name": folder.name}).checkpoints)
 
 
 def run_trial(reading: Reading) -> list[Finding]:
@@ -70,14 +81,15 @@ def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
     folder = folder_of(recipe)
     made = [path for path in (recipe.output, *recipe.output.parents) if not path.exists()] if world.is_main else []
     if world.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
+        clear(recipe)
         folder.mkdir(parents=True)
     reduce.barrier(world.device)
+    hidden = recipe.model_copy(update={"name": folder.name})
     try:
-        yield recipe.model_copy(update={"name": folder.name})
+        yield hidden
     finally:
         if world.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+            clear(recipe)
             for path in made:
                 with contextlib.suppress(OSError):
                     path.rmdir()
@@ -100,7 +112,7 @@ def _step(recipe: Recipe, ground: Ground, world: World, built: build.Built) -> t
             scaler=parts.scaler,
             clip=parts.clip,
             lr=parts.base_lr * parts.schedule.factor(0, parts.total_steps),
-            stop=False,
+            wishes=(),
             device=world.device,
         )
         norm, loss = float(result.grad_norm), float(result.sums["loss"][0] / result.sums["loss"][1].clamp(min=1))
@@ -176,17 +188,18 @@ def _round_trip(world: World, built: build.Built) -> list[Finding]:
     saver, parameters = built.saver, list(built.parts.model.parameters())
     before = checksums(parameters)
     begun = time.perf_counter()
-    saver.save(Progress(step=1), best=False)
+    saver.save(Progress(step=1), best=False, now=True)
     written = time.perf_counter() - begun
     with torch.no_grad():
         for parameter in parameters:
             parameter.zero_()
     begun = time.perf_counter()
-    saver.restore(saver.folder / "last")
+    checkpoint = files.named(saver.target.run)
+    saver.restore(checkpoint)
     read = time.perf_counter() - begun
     equal = all(reduce.gather_objects(bool((checksums(parameters) == before).all())))
-    num_bytes = sum(file.stat().st_size for file in (saver.folder / "last").iterdir()) if world.is_main else 0
-    where = saver.folder.parent
+    num_bytes = sum(int(entry["size_bytes"]) for entry in files.read_manifest(checkpoint)["files"].values())
+    where = saver.target.run.parent
     if not equal:
         return [
             error(

@@ -1,6 +1,7 @@
 """The run folder's checkpoints as files: names, pointers, retention, what is published and what is not.
 
-A checkpoint is written under a hidden name and published by one rename; `best` and `last` are links, never copies.
+A local checkpoint is written under a hidden name and published by one rename; a remote one (fsspec, as UPath) is
+written in its place and published by its manifest, which comes last. `best` and `last` are pointers, never copies.
 Must not know what a checkpoint holds, nor import torch.
 """
 
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -19,10 +19,14 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from fullshard.checkpoint import store
+from fullshard.checkpoint.store import is_remote, place
 from fullshard.errors import CheckpointError
 
 STATE = "state.json"
 MANIFEST = "manifest.json"
+PROCESSOR = "processor"
+_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def name_of(step: int) -> str:
@@ -31,20 +35,64 @@ def name_of(step: int) -> str:
 
 def unfinished(run: Path, step: int) -> Path:
     """Where a checkpoint is written before it is published."""
-    return run / f".unfinished-{name_of(step)}"
+    return run / name_of(step) if is_remote(run) else run / f".unfinished-{name_of(step)}"
 
 
 def published(run: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
-    found = [p for p in run.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name) and (p / MANIFEST).exists()]
-    return sorted(found, key=lambda p: int(p.name.rpartition("-")[2]))
+    return sorted((p for p in _numbered(run) if store.exists(p / MANIFEST)), key=step_of)
 
 
-def publish(run: Path, step: int) -> Path:
-    """Makes an unfinished checkpoint visible, in one rename."""
-    target = run / name_of(step)
-    replace(unfinished(run, step), target)
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _numbered(run: Path) -> list[Path]:
+    return [path for path in _inside(run) if _NAME.fullmatch(path.name)]
+
+
+def _inside(run: Path) -> list[Path]:
+    """What lies in a folder, also in one that is not there; of a store that cannot be reached nobody knows."""
+    with store.reaching(run):
+        return list(run.iterdir()) if store.exists(run) else []
+
+
+def begin(run: Path, step: int) -> Path:
+    """An empty place for a checkpoint; whatever an interrupted save has left is gone."""
+    tidy(run, keep=None)
+    target = unfinished(run, step)
+    if not is_remote(run):
+        target.mkdir(parents=True)
+        return target
+    if store.exists(target / MANIFEST):
+        # The same step again, perhaps the only one: a copy stays until the new one is published.
+        store.copy(target, run / f"{_OLD}{target.name}", last=MANIFEST)
+        _remove(target)
+    store.make(target)
     return target
+
+
+def publish(run: Path, step: int, manifest: dict[str, Any]) -> Path:
+    """Makes an unfinished checkpoint visible, in one rename; remote ones by their manifest."""
+    hidden, target = unfinished(run, step), run / name_of(step)
+    if is_remote(run):
+        store.put_text(target / MANIFEST, _as_text(manifest))
+        store.remove(run / f"{_OLD}{target.name}")
+    else:
+        write_json(hidden / MANIFEST, manifest)
+        sync(hidden)
+        replace(hidden, target)
+        sync(run)
+    return target
+
+
+def sync(folder: Path) -> None:
+    """Sees that the names in a folder survive a loss of power; DCP does the same for the files."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def begin_export(run: Path) -> Path:
@@ -57,7 +105,7 @@ def begin_export(run: Path) -> Path:
 
 def replace(finished: Path, target: Path) -> None:
     """Gives a finished folder its name; one that had it is deleted only afterwards."""
-    old = target.with_name(f".unfinished-old-{target.name}")
+    old = target.with_name(f"{_OLD}{target.name}")
     if target.exists():
         os.replace(target, old)
     os.replace(finished, target)
@@ -65,8 +113,14 @@ def replace(finished: Path, target: Path) -> None:
         shutil.rmtree(old)
 
 
+_OLD = ".unfinished-old-"
+
+
 def point(run: Path, pointer: str, target: Path) -> None:
     """Lets `best` or `last` name a checkpoint; readers see the old or the new one, never none."""
+    if is_remote(run):
+        store.put_text(run / pointer, target.name)
+        return
     temporary = run / f".{pointer}.new"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
@@ -76,75 +130,138 @@ def point(run: Path, pointer: str, target: Path) -> None:
 def pointed(run: Path, pointer: str) -> Path | None:
     """What a pointer names, if that exists."""
     link = run / pointer
-    return run / os.readlink(link) if link.is_symlink() and link.exists() else None
+    if is_remote(run):
+        with store.reaching(run):
+            name = link.read_text().strip() if store.exists(link) else ""
+        target = run / name if _NAME.fullmatch(name) else None
+    else:
+        target = run / os.readlink(link) if link.is_symlink() else None
+    return target if target is not None and store.exists(target) else None
 
 
 def tidy(run: Path, *, keep: int | None) -> list[Path]:
     """Removes what an interrupted save left, and the oldest checkpoints beyond `keep`; never `best` or `last`."""
-    for leftover in run.glob(".unfinished-*"):
-        shutil.rmtree(leftover)
+    recover(run)
+    _sweep(run)
     protected = {pointed(run, "best"), pointed(run, "last")}
     checkpoints = published(run)
     surplus = checkpoints[: max(len(checkpoints) - keep, 0)] if keep else []
     removed = [path for path in surplus if path not in protected]
     for path in removed:
-        shutil.rmtree(path)
+        _remove(path)
     return removed
 
 
-def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of each file, for the manifest."""
-    described = {}
-    for name in names:
-        with (folder / name).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        described[name] = {"size_bytes": (folder / name).stat().st_size, "sha256": digest}
-    return described
+def recover(run: Path) -> None:
+    """Brings back what a save of the same step had put aside when it was interrupted: the old one is still good."""
+    for old in [path for path in _inside(run) if path.name.startswith(_OLD)]:
+        target = run / old.name.removeprefix(_OLD)
+        if not is_remote(run):
+            if not target.exists():
+                os.replace(old, target)
+        elif store.exists(old / MANIFEST) and not store.exists(target / MANIFEST):
+            store.remove(target)
+            store.copy(old, target, last=MANIFEST)
+
+
+def _sweep(run: Path) -> None:
+    for path in _inside(run):
+        if path.name.startswith(".unfinished-"):
+            store.remove(path) if is_remote(run) else shutil.rmtree(path)
+        elif is_remote(run) and _NAME.fullmatch(path.name) and not store.exists(path / MANIFEST):
+            store.remove(path)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Deletes a checkpoint in such an order that half of one is never taken for a whole."""
+    if is_remote(checkpoint):
+        if store.exists(checkpoint / MANIFEST):
+            (checkpoint / MANIFEST).unlink()
+        store.remove(checkpoint)
+        return
+    hidden = checkpoint.with_name(f".unfinished-removed-{checkpoint.name}")
+    os.replace(checkpoint, hidden)
+    shutil.rmtree(hidden)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    with path.open("w") as file:
+        file.write(_as_text(content))
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _as_text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The facts beside the tensors."""
-    try:
-        state: dict[str, Any] = json.loads((checkpoint / STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is not a fullshard checkpoint: {STATE} cannot be read ({error}). "
-            "Name a folder like RUN/checkpoint-100, or start over with --resume never."
-        ) from error
-    return state
+    return _read_json(checkpoint, STATE)
 
 
-def find(run: Path, resume: str) -> Path | None:
-    """The checkpoint to go on from: `auto` the one saved last, `never` none, else the one that is named."""
-    if resume == "never":
-        return None
-    if resume == "auto":
-        # Not the highest step: after `--resume` of an earlier checkpoint that one belongs to a life that was given up.
-        last = pointed(run, "last")
-        return last if last in published(run) else next(reversed(published(run)), None)
-    named = Path(resume)
-    if not (named / MANIFEST).exists():
-        known = ", ".join(str(p) for p in published(named.parent)) or "none"
-        what = "not a finished checkpoint (it has no manifest.json)" if named.exists() else "no such folder"
-        raise CheckpointError(f"--resume {resume}: {what}. Checkpoints beside it: {known}.")
-    return named.resolve()
-
-
-def check(checkpoint: Path) -> None:
-    """Every file of the manifest is there, with its size; checksums are left to whoever asks for a full check."""
-    described = json.loads((checkpoint / MANIFEST).read_text())["files"]
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """What the checkpoint consists of."""
+    manifest = _read_json(checkpoint, MANIFEST)
+    described = manifest.get("files")
+    if not isinstance(described, dict) or not described:
+        raise CheckpointError(f"{checkpoint / MANIFEST} lists no files: the checkpoint is damaged. {_ANOTHER}")
     for name, entry in described.items():
-        found = (checkpoint / name).stat().st_size if (checkpoint / name).exists() else None
-        if found != entry["size_bytes"]:
-            size = "missing" if found is None else f"{found:,} bytes long"
+        size, digest = (entry.get("size_bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+        if type(size) is not int or size < 0 or not isinstance(digest, str):
             raise CheckpointError(
-                f"{checkpoint / name} is {size}, and was written with {entry['size_bytes']:,} bytes: the checkpoint is "
-                "damaged. Resume from another one: --resume RUN/checkpoint-STEP."
+                f"{checkpoint / MANIFEST} describes {name} as {entry!r}, without a size and a checksum: the checkpoint "
+                f"is damaged. {_ANOTHER}"
             )
+    return manifest
+
+
+_ANOTHER = "Name another one: --resume RUN/checkpoint-STEP."
+
+
+def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+    with store.reaching(checkpoint):
+        try:
+            content = json.loads((checkpoint / name).read_text())
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(
+                f"{checkpoint} is not a fullshard checkpoint: {name} cannot be read ({error}). "
+                "Name a folder like RUN/checkpoint-100, or start over with --resume never."
+            ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{checkpoint / name} holds no object: the checkpoint is damaged. {_ANOTHER}")
+    return content
+
+
+def candidates(run: Path) -> list[Path]:
+    """The checkpoints to go on from, the one saved last first.
+
+    That is not the highest step: after `--resume` of an earlier checkpoint that one belongs to a life given up."""
+    last, rest = pointed(run, "last"), published(run)[::-1]
+    if last is None or last not in rest:
+        return rest
+    earlier = [path for path in rest if step_of(path) < step_of(last)]
+    return [last, *earlier, *(path for path in rest if path != last and path not in earlier)]
+
+
+def named(path: str | Path) -> Path:
+    """The finished checkpoint that a path or a URL means: its folder, a pointer to it, or a run folder's last one."""
+    found = place(path)
+    with store.reaching(found):
+        return _named(found, str(path))
+
+
+def _named(found: Path, asked: str) -> Path:
+    if is_remote(found) and found.name in ("best", "last"):
+        found = pointed(found.parent, found.name) or found
+    if store.exists(found / MANIFEST):
+        return found if is_remote(found) else found.resolve()
+    if (inside := candidates(found)) and found.name not in ("best", "last"):
+        return inside[0]
+    known = ", ".join(str(p) for p in published(found.parent)) or "none"
+    what = "not a finished checkpoint (it has no manifest.json)" if store.exists(found) else "no such folder"
+    raise CheckpointError(f"{asked}: {what}. Checkpoints beside it: {known}.")
 
 
 def claim(run: Path) -> IO[str]:
@@ -172,10 +289,13 @@ def claim(run: Path) -> IO[str]:
 
 def set_aside(run: Path) -> Path | None:
     """Moves an earlier run folder out of the way, so that starting over loses nothing."""
-    if not run.exists() or not any(run.iterdir()):
+    if not any(_inside(run)):
         return None
     number = 1
-    while (aside := run.with_name(f"{run.name}.old-{number}")).exists():
+    while store.exists(aside := run.with_name(f"{run.name}.old-{number}")):
         number += 1
-    os.replace(run, aside)
+    if is_remote(run):
+        store.move(run, aside, last=MANIFEST)
+    else:
+        os.replace(run, aside)
     return aside

@@ -1,12 +1,15 @@
-"""Saves one run: checkpoints with their pointers and retention, and the final export.
+"""Saves one run: checkpoints now or in the background, and the final export; and reads a checkpoint back.
 
 Called by the loop on every rank alike. Must not know losses, data or when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import copy
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,72 +17,142 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint import dcp
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import load, remote
+from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.tensors import all_tensors, squares
+from fullshard.checkpoint.together import together
+from fullshard.checkpoint.write import Snapshot, Target, Written, write
+from fullshard.dist import reduce, values
 from fullshard.dist.shard import reshard
-from fullshard.dist.values import whole
 from fullshard.dist.world import World
+from fullshard.errors import CheckpointError
 from fullshard.log.console import Console
 from fullshard.models.base import Family
 from fullshard.state import Progress
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saver:
     """What is saved, and where."""
 
     folder: Path
-    keep: int | None
+    target: Target
     export_best: bool
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
-    identity: dict[str, Any]
+    facts: dict[str, Any]
+    """What does not change during the run: its identity and its recipe."""
+    left_out: Collection[str]
+    """Frozen parameters that the model's own folder holds: not saved, but known by a checksum."""
     family: Family
     processor: Any
     world: World
     console: Console
+    group: Any
+    """All ranks, over gloo, apart from what training exchanges, with a patience of its own."""
+    background: Background | None = None
+    _processor_files: dict[str, bytes] | None = field(default=None, init=False)
+    _frozen: dict[str, int] | None = field(default=None, init=False)
 
-    def save(self, progress: Progress, best: bool) -> None:
-        """Publishes `checkpoint-STEP`, moves the pointers, removes what retention does not keep."""
-        facts = {
-            "progress": progress.as_dict(),
-            "identity": self.identity,
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-            "world_size": self.world.size,
-        }
-        path, seconds = dcp.save(
-            self.folder,
-            progress.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            facts=facts,
-        )
+    def save(self, progress: Progress, best: bool, *, now: bool = False) -> None:
+        """Publishes `checkpoint-STEP`, moves the pointers, removes what retention does not keep. In the background,
+        if there is one, unless it is wanted `now`; the save before that is settled first."""
+        self.settle()
+        snapshot = self._snapshot(progress, best)
+        if self.background is None or now:
+            self._say(write(snapshot, self.target, group=self.group))
+        else:
+            self.background.start(snapshot, lambda staged: write(staged, self.target, group=self.group))
 
-        def tidy() -> None:
-            if best:
-                files.point(self.folder, "best", path)
-            files.tidy(self.folder, keep=self.keep)
-            size = sum(file.stat().st_size for file in path.iterdir())
-            self.console.saved(path, seconds=seconds, size_bytes=size)
+    @property
+    def failed(self) -> bool:
+        """A save in the background went wrong on this rank; `settle` says how."""
+        return self.background is not None and self.background.failed
 
-        dcp.together(tidy if self.world.is_main else _nothing, f"{self.folder} cannot be tidied")
+    def report(self) -> None:
+        """Tells of a save in the background that has ended; asking takes no time."""
+        if self.background is not None and (written := self.background.finished()):
+            self._say(written)
+
+    def settle(self) -> None:
+        """Waits for the save in the background, if there is one, and raises what went wrong with it."""
+        if self.background is None or not self.background.busy:
+            return
+        begun = time.monotonic()
+        written = self.background.settle()
+        if written is not None:
+            self._say(written)
+        if (waited := time.monotonic() - begun) > 1:
+            self.console.note(f"Training waited {waited:.1f} s for the save before: save less often.")
+
+    def close(self) -> None:
+        if self.background is not None:
+            self.background.close()
 
     def restore(self, checkpoint: Path) -> None:
         """Loads weights, optimizer state and loss scale."""
-        files.check(checkpoint)
-        dcp.load(checkpoint, model=self.model, optimizer=self.optimizer)
-        state = files.read_state(checkpoint).get("scaler")
-        if self.scaler and state:
-            self.scaler.load_state_dict(state)
+        state = files.read_state(checkpoint)
+        self._check_frozen(checkpoint, state.get("frozen"))
+        load.load(checkpoint, model=self.model, optimizer=self.optimizer, left_out=self.left_out)
+        if self.scaler and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
 
     def export(self, progress: Progress) -> str:
         """Writes `model/` and says whose weights it holds; for the best ones they are loaded back first."""
         best = progress.best_step if self.export_best else None
         if best is not None and best != progress.step:
-            dcp.load_weights(self.folder / files.name_of(best), model=self.model)
+            load.load_weights(self.target.run / files.name_of(best), model=self.model, left_out=self.left_out)
         which = f"the weights of step {best}, the best" if best is not None else f"the weights of step {progress.step}"
         return f"{self._write_model()} ({which})"
+
+    def _snapshot(self, progress: Progress, best: bool) -> Snapshot:
+        tensors = all_tensors(self.model, self.optimizer, left_out=self.left_out)
+        shares = squares(tensors)
+        stacked = torch.stack(list(shares.values())) if shares else torch.zeros(0)
+        facts = {
+            "progress": progress.as_dict(),
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "world_size": self.world.size,
+            "frozen": self._frozen_checksums(),
+        }
+        # A copy: the loop goes on counting while this is written.
+        facts = copy.deepcopy(facts) | self.facts
+        return Snapshot(
+            progress.step, tensors, list(shares), reduce.OnItsWay(stacked), facts, self._files_of_processor(), best
+        )
+
+    def _files_of_processor(self) -> dict[str, bytes]:
+        """The tokenizer's files, so that a checkpoint can be exported wherever it is; they never change."""
+        if self._processor_files is None:
+            self._processor_files = {}
+            if self.world.is_main and hasattr(self.processor, "save_pretrained"):
+                with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+                    self.processor.save_pretrained(folder)
+                    for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+                        self._processor_files[str(path.relative_to(folder))] = path.read_bytes()
+        return self._processor_files
+
+    def _frozen_checksums(self) -> dict[str, int]:
+        if self._frozen is None:
+            parameters = dict(self.model.named_parameters())
+            self._frozen = values.fingerprints({name: parameters[name] for name in sorted(self.left_out)})
+        return self._frozen
+
+    def _check_frozen(self, checkpoint: Path, saved: dict[str, int] | None) -> None:
+        now = self._frozen_checksums()
+        changed = [name for name, found in (saved or {}).items() if now.get(name, found) != found]
+        if changed:
+            raise CheckpointError(
+                f"{checkpoint} was trained on other frozen weights: {len(changed)} of {len(now)} differ from those "
+                f"that the model's folder holds now, first {changed[0]}. Resume with the base model it was trained on."
+            )
+
+    def _say(self, written: Written) -> None:
+        if self.world.is_main:
+            remote.send_texts(self.folder, self.target.run, warn=self.console.warn)
+        self.console.saved(written.path, seconds=written.seconds, size_bytes=written.size_bytes)
 
     def _write_model(self) -> Path:
         """Whole tensors, one at a time, from all ranks to rank 0, which writes them as `model/`."""
@@ -87,28 +160,27 @@ class Saver:
         target = self.folder / "model"
         tensors = self._whole_tensors()
 
-        def write() -> None:
+        def put() -> None:
             hidden = files.begin_export(self.folder)
             try:
                 self.family.export(self.model, tensors, hidden, processor=self.processor)
             finally:  # the other ranks are still gathering: let them end before an error is raised
                 _exhaust(tensors)
             files.replace(hidden, target)
+            if files.is_remote(self.target.run):
+                remote.upload_model(target, self.target.run)
 
-        dcp.together(write if self.world.is_main else lambda: _exhaust(tensors), f"{target} cannot be written")
-        return target
+        together(put if self.world.is_main else lambda: _exhaust(tensors), f"{target} cannot be written")
+        return self.target.run / "model"
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():
-            assert isinstance(parameter, DTensor)
-            tensor = whole(parameter)
-            yield name, tensor.cpu() if self.world.is_main else tensor
+            if self.family.exports(self.model, name):
+                assert isinstance(parameter, DTensor)
+                tensor = values.whole(parameter)
+                yield name, tensor.cpu() if self.world.is_main else tensor
 
 
 def _exhaust(tensors: Iterator[Any]) -> None:
     for _ in tensors:
         pass
-
-
-def _nothing() -> None:
-    pass

@@ -7,6 +7,7 @@ Must not know what is being reduced.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,8 +21,14 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def sum_over_shards(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
+    """The sum over the ranks that hold one copy of the model between them, in place."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=mesh.get_group("dp_shard"))
+    return tensor
+
+
 class OnItsWay:
-    """A number that is copied to the host while the device goes on; reading it later waits only for the copy."""
+    """Numbers that are copied to the host while the device goes on; reading them later waits only for the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._event = tensor, None
@@ -30,10 +37,10 @@ class OnItsWay:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def read(self) -> float:
+    def read(self) -> list[float]:
         if self._event is not None:
             self._event.synchronize()
-        return float(self._host)
+        return [float(number) for number in self._host]
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:
@@ -50,11 +57,27 @@ def from_main(value: Any) -> Any:
     return holder[0]
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, *, group: Any = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return values
+
+
+def host_group(timeout_s: float) -> Any:
+    """All ranks once more, over gloo: for what a second thread exchanges, which must not mix with training's."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def send(tensor: torch.Tensor, *, group: Any = None) -> None:
+    """Sends a host tensor to rank 0, which must be receiving."""
+    dist.send(tensor, dst=0, group=group)
+
+
+def receive(tensor: torch.Tensor, *, source: int, group: Any = None) -> torch.Tensor:
+    """Receives into a host tensor what a rank sends."""
+    dist.recv(tensor, src=source, group=group)
+    return tensor
 
 
 def gather_tensor(whole: torch.Tensor, share: torch.Tensor, *, group: Any = None) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.dist import reduce
+from fullshard.dist.gradients import checksums
 from fullshard.errors import CheckpointError
 from fullshard.models.base import Family, Weights
 
@@ -48,6 +49,16 @@ def rows_of(parameter: DTensor) -> tuple[int, int]:
     shards, index = mesh["dp_shard"].size(), mesh.get_local_rank("dp_shard")
     chunk = -(-parameter.shape[0] // shards)
     return min(index * chunk, parameter.shape[0]), min((index + 1) * chunk, parameter.shape[0])
+
+
+def slices(parameter: DTensor) -> list[tuple[int, int]]:
+    """Who keeps how many rows of one whole copy of the tensor, in order: (rank, rows), beginning with rank 0."""
+    mesh = parameter.device_mesh
+    shards = mesh["dp_shard"].size()
+    chunk = -(-parameter.shape[0] // shards)
+    ranks = mesh.mesh.reshape(-1, shards)[0].tolist()
+    bounds = [min(index * chunk, parameter.shape[0]) for index in range(shards + 1)]
+    return [(rank, bounds[index + 1] - bounds[index]) for index, rank in enumerate(ranks)]
 
 
 @torch.no_grad()
@@ -117,6 +128,17 @@ def _fill_fresh(
         start, stop = rows_of(_sharded(parameters[name]))
         _sharded(parameters[name]).to_local().copy_(owner.get_parameter(key)[start:stop])
         owner._parameters[key] = meta[name]
+
+
+@torch.no_grad()
+def fingerprints(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
+    """A checksum of each whole parameter, the same for any number of ranks: the sum of its bits as integers."""
+    if not parameters:
+        return {}
+    sums = checksums(list(parameters.values()))
+    mesh = _sharded(next(iter(parameters.values()))).device_mesh
+    sums = reduce.sum_over_shards(sums.to(mesh.device_type), mesh).cpu()
+    return dict(zip(parameters, sums.tolist(), strict=True))
 
 
 def _sharded(parameter: nn.Parameter) -> DTensor:

@@ -88,8 +88,16 @@ class Family(Part):
         """Floating-point operations per token of one training step: 6·N + 6·L·d·s unless the family knows better."""
         return 6.0 * sum(p.numel() for p in module.parameters())
 
+    def exports(self, module: nn.Module, name: str) -> bool:
+        """Whether `export` needs this parameter: the frozen base under adapters it does not."""
+        return True
+
     def export(
         self, module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, processor: Any
     ) -> None:
-        """Writes whole tensors, one at a time, as a folder that the ecosystem's own loader reads."""
+        """Writes whole tensors, one at a time, as a folder that the ecosystem's own loader reads.
+
+        A family may take more keywords, which `fullshard export` passes when they are asked for: `dtype` (None: the one
+        that the weights were stored in), `shard_bytes` (the most bytes a file holds) and `merged` (adapters are added
+        to the weights; they come first)."""
         raise NotImplementedError

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,18 +14,17 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
 from fullshard.errors import CheckpointError
 
 
 def make(run: Path, step: int, *, content: str = "tensors") -> Path:
     """A published checkpoint, the way a save does it."""
-    target = files.unfinished(run, step)
-    target.mkdir(parents=True)
+    target = files.begin(run, step)
     (target / "__0_0.distcp").write_text(content)
-    described = files.describe_files(target, ["__0_0.distcp"])
+    described = integrity.describe(target, {"__0_0.distcp": hashlib.sha256(content.encode()).hexdigest()})
     files.write_json(target / files.STATE, {"progress": {"step": step}})
-    files.write_json(target / files.MANIFEST, {"step": step, "files": described})
-    path = files.publish(run, step)
+    path = files.publish(run, step, {"step": step, "files": described})
     files.point(run, "last", path)
     return path
 
@@ -87,35 +87,45 @@ def test_retention_never_deletes_last_even_when_it_is_not_the_highest(tmp_path: 
 
 def test_tidying_removes_what_an_interrupted_save_left(tmp_path: Path) -> None:
     make(tmp_path, 1)
-    for leftover in (files.unfinished(tmp_path, 2), tmp_path / ".unfinished-model", tmp_path / ".unfinished-old-model"):
-        leftover.mkdir()
-        (leftover / "part").write_text("half")
+    for leftover in (".unfinished-checkpoint-2", ".unfinished-model", ".unfinished-removed-checkpoint-9"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "part").write_text("half")
     files.tidy(tmp_path, keep=None)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "last"]
 
 
-def test_auto_goes_on_from_the_last_save(tmp_path: Path) -> None:
-    assert files.find(tmp_path, "auto") is None
-    assert files.find(tmp_path / "no such run", "auto") is None
+def test_a_checkpoint_caught_between_the_two_renames_of_its_replacement_comes_back(tmp_path: Path) -> None:
+    path = make(tmp_path, 1)
+    path.rename(tmp_path / ".unfinished-old-checkpoint-1")
+    files.tidy(tmp_path, keep=None)
+    assert names(tmp_path) == ["checkpoint-1"]
+    shutil.copytree(path, tmp_path / ".unfinished-old-checkpoint-1")  # and goes where the new one made it
+    files.tidy(tmp_path, keep=None)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "last"]
+
+
+def test_auto_goes_on_from_the_last_save_and_falls_back_to_older_ones(tmp_path: Path) -> None:
+    assert files.candidates(tmp_path) == []
+    assert files.candidates(tmp_path / "no such run") == []
     for step in (10, 20):
         make(tmp_path, step)
-    assert files.find(tmp_path, "auto") == tmp_path / "checkpoint-20"
+    assert [files.step_of(p) for p in files.candidates(tmp_path)] == [20, 10]
     make(tmp_path, 15)  # after `--resume checkpoint-10`: 20 is of a life that was given up
-    assert files.find(tmp_path, "auto") == tmp_path / "checkpoint-15"
+    assert [files.step_of(p) for p in files.candidates(tmp_path)] == [15, 10, 20]
     (tmp_path / "last").unlink()
-    assert files.find(tmp_path, "auto") == tmp_path / "checkpoint-20"
-    assert files.find(tmp_path, "never") is None
+    assert [files.step_of(p) for p in files.candidates(tmp_path)] == [20, 15, 10]
 
 
 def test_a_named_checkpoint_must_be_there_and_whole(tmp_path: Path) -> None:
     path = make(tmp_path, 10)
-    assert files.find(tmp_path, str(path)) == path.resolve()
-    assert files.find(tmp_path, str(tmp_path / "last")) == path.resolve()
+    assert files.named(str(path)) == path.resolve()
+    assert files.named(tmp_path / "last") == path.resolve()
+    assert files.named(tmp_path) == path.resolve(), "a run folder means its last one"
     with pytest.raises(CheckpointError, match=r"no such folder. Checkpoints beside it: .*checkpoint-10"):
-        files.find(tmp_path, str(tmp_path / "checkpoint-11"))
+        files.named(str(tmp_path / "checkpoint-11"))
     (path / files.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"not a finished checkpoint .*Checkpoints beside it: none"):
-        files.find(tmp_path, str(path))
+        files.named(str(path))
 
 
 def test_the_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
@@ -124,15 +134,24 @@ def test_the_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
     assert manifest["files"] == {"__0_0.distcp": {"size_bytes": 3, "sha256": digest}}
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damage_is_named_by_file(tmp_path: Path) -> None:
     path = make(tmp_path, 1, content="tensors")
-    files.check(path)
+    described = files.read_manifest(path)["files"]
+    assert integrity.problems(path, described) == []
+    (path / "__0_0.distcp").write_text("tensorS")
+    assert integrity.problems(path, described, checksums=False) == []
+    [line] = integrity.problems(path, described)
+    assert line.startswith(f"{path}/__0_0.distcp was changed")
     (path / "__0_0.distcp").write_text("tens")
-    with pytest.raises(CheckpointError, match="__0_0.distcp is 4 bytes long, and was written with 7 bytes"):
-        files.check(path)
+    assert integrity.problems(path, described) == [f"{path}/__0_0.distcp is 4 bytes long, and was written with 7"]
     (path / "__0_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match="__0_0.distcp is missing"):
-        files.check(path)
+    assert integrity.problems(path, described) == [f"{path}/__0_0.distcp is missing"]
+
+
+def test_ranks_share_the_files_out(tmp_path: Path) -> None:
+    described = {f"f{i}": {"size_bytes": i} for i in range(7)}
+    shares = [integrity.share(described, rank=rank, world=3) for rank in range(3)]
+    assert sorted(name for share in shares for name in share) == sorted(described)
 
 
 def test_a_folder_without_state_is_no_checkpoint(tmp_path: Path) -> None:

@@ -89,6 +89,24 @@ def test_seeking_equals_going_straight(start: int) -> None:
             assert all(torch.equal(x[key], y[key]) for key in x)
 
 
+class Counted(list[Any]):
+    """Samples that count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("start", [1, 700, 5_000_000])
+def test_seeking_reads_nothing_of_what_it_passes(start: int) -> None:
+    counted = Counted(samples(3000))
+    loader = Loader(counted, Text(), per_device=2, global_size=4, seed=1, shuffle=True)
+    next(loader.windows(start))
+    assert counted.reads <= 8, "the four samples of the step, and a look at their shape"
+
+
 @pytest.mark.parametrize(("world", "per_device"), [(1, 12), (1, 4), (1, 1), (2, 6), (2, 1), (4, 3), (4, 1), (4, 5)])
 def test_a_step_has_the_same_samples_for_any_world_and_split(world: int, per_device: int) -> None:
     reference = Loader(samples(50), Text(), per_device=4, global_size=12, seed=1, shuffle=True)

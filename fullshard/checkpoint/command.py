@@ -1,0 +1,97 @@
+"""`fullshard verify`: whether checkpoints are complete and unchanged, file by file.
+
+Must not import torch before it needs it, nor change anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
+from fullshard.errors import EXIT_USER, CheckpointError
+from fullshard.log.words import size
+
+
+def verify(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="A checkpoint, best or last, or a run folder for all of its checkpoints; also as a URL.",
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+) -> None:
+    """Check that a checkpoint is complete and that every byte is as it was written.
+
+    Reads all files, compares sizes and checksums with the manifest, and the tensors that are stored with those that it
+    lists. Changes nothing.
+
+    Exit codes: 0 every checkpoint is whole; 2 one is damaged, and every damaged file is named.
+    """
+    place = files.place(checkpoint)
+    inside = files.published(place) if place.name not in ("best", "last") else []
+    found = {path: problems(path, quiet=as_json) for path in inside or [files.named(checkpoint)]}
+    if as_json:
+        report = [{"checkpoint": str(path), "whole": not lines, "problems": lines} for path, lines in found.items()]
+        typer.echo(json.dumps({"whole": not any(found.values()), "checkpoints": report}, indent=1))
+    else:
+        for path, lines in found.items():
+            typer.echo("\n".join(_told(path, lines)))
+    raise typer.Exit(EXIT_USER if any(found.values()) else 0)
+
+
+def _told(path: Path, lines: list[str]) -> list[str]:
+    if lines:
+        return [f"✗ {path} is DAMAGED", *(f"    {line}" for line in lines)]
+    described = files.read_manifest(path)
+    total = sum(int(entry["size_bytes"]) for entry in described["files"].values())
+    extra = integrity.unlisted(path, described["files"])
+    counted = f"{len(described['files'])} files, {size(total)}, {len(described['tensors']):,} tensors"
+    known = [f"    not part of it: {', '.join(extra)}"] if extra else []
+    return [f"✓ {path} is whole: {counted}, every checksum as written", *known]
+
+
+def problems(checkpoint: Path, *, quiet: bool = True) -> list[str]:
+    """What is wrong with a checkpoint: its files, then the tensors in them."""
+    try:
+        manifest = files.read_manifest(checkpoint)
+        with _progress(manifest["files"], checkpoint, quiet=quiet) as done:
+            found = integrity.problems(checkpoint, manifest["files"], done=done)
+        return found or _other_tensors(checkpoint, manifest)
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return [f"{checkpoint / files.MANIFEST} cannot be used ({error})"]
+
+
+def _other_tensors(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
+    """Tensors that the files hold and the manifest does not list as they are, or the other way round."""
+    from fullshard.checkpoint.reader import described, open_tensors
+
+    try:
+        stored = described(open_tensors(checkpoint))
+    except Exception as error:  # a file that cannot be read is a finding, whatever the library calls it
+        return [str(error) or type(error).__name__]
+    listed = manifest["tensors"]
+    other = [name for name in sorted(stored.keys() | listed.keys()) if stored.get(name) != listed.get(name)]
+    return [f"{name}: listed as {listed.get(name)}, stored as {stored.get(name)}" for name in other]
+
+
+@contextlib.contextmanager
+def _progress(described: dict[str, Any], checkpoint: Path, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; takes the bytes that were looked at."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    screen = Console(stderr=True)
+    total = sum(int(entry["size_bytes"]) for entry in described.values())
+    with Progress(*columns, console=screen, transient=True, disable=quiet or not screen.is_terminal) as bar:
+        task = bar.add_task(f"Reading {checkpoint.name}", total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -1,0 +1,86 @@
+"""Whether a checkpoint is what was written: every file there, as long and with the checksum that the manifest says.
+
+Reads bytes only, so nothing in a checkpoint can do harm here. Must not know what the files hold, nor import torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import store
+
+BLOCK = 16 * 2**20
+THREADS = 4
+
+
+def checksum(path: Path) -> str:
+    """The sha256 of a file, which is read once."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def describe(folder: Path, digests: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each file, for the manifest; checksums are of what was written, not of what lies there."""
+    return {name: {"size_bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
+
+
+def problems(
+    folder: Path,
+    described: dict[str, dict[str, Any]],
+    *,
+    checksums: bool = True,
+    done: Callable[[int], None] | None = None,
+) -> list[str]:
+    """What is wrong with the files described, one line a file; `done` hears of the bytes that were looked at."""
+
+    def look(item: tuple[str, dict[str, Any]]) -> str | None:
+        if not _is_inside(item[0]):  # a device elsewhere would be read for ever
+            return f"{folder / files.MANIFEST} lists {item[0]!r}, outside the checkpoint: do not use it"
+        found = _problem(folder / item[0], item[1], checksums=checksums)
+        if done is not None:
+            done(int(item[1]["size_bytes"]))
+        return found
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [line for line in pool.map(look, sorted(described.items())) if line]
+
+
+def _problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | None:
+    try:
+        if not store.exists(path):
+            return f"{path} is missing"
+        if not store.is_remote(path) and not path.is_file():
+            return f"{path} is no plain file"
+        found, written = path.stat().st_size, entry["size_bytes"]
+        if found != written:
+            return f"{path} is {found:,} bytes long, and was written with {written:,}"
+        if checksums and checksum(path) != entry["sha256"]:
+            return f"{path} was changed: its {found:,} bytes have another checksum than what was written"
+    except Exception as error:  # whatever a store's library raises is a finding about this file
+        return f"{path} cannot be checked ({type(error).__name__}: {error})"
+    return None
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "://" not in name
+
+
+def share(described: dict[str, Any], *, rank: int, world: int) -> dict[str, Any]:
+    """The files that one rank of several looks at, about equal in bytes."""
+    by_size = sorted(described, key=lambda name: -int(described[name]["size_bytes"]))
+    return {name: described[name] for name in by_size[rank::world]}
+
+
+def unlisted(folder: Path, described: Iterable[str]) -> list[str]:
+    """Files that no manifest knows of."""
+    known = {*described, files.MANIFEST}
+    return sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in known)

@@ -1,0 +1,110 @@
+"""Reads a checkpoint back into a run, on all ranks, and proves that it is what was saved.
+
+Every tensor by its name, strict both ways; the optimizer's step count and norms must come out as they went in.
+Must not know files beyond the checkpoint's own, recipes or losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.full import read_full
+from fullshard.checkpoint.reader import Full, open_tensors
+from fullshard.checkpoint.storage import Reader
+from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
+from fullshard.checkpoint.together import together
+from fullshard.checkpoint.write import norms
+from fullshard.dist.shard import reshard
+from fullshard.errors import CheckpointError
+
+_OTHER_SETTINGS = (
+    "Resume with the model, LoRA and optimizer settings it was saved with, or start over with --resume never."
+)
+_OTHER_CHECKPOINT = "Resume from another one: --resume RUN/checkpoint-STEP."
+
+
+def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, left_out: Collection[str] = ()) -> None:
+    """Weights and optimizer state; a name missing on either side is an error that lists it."""
+    reshard(model)
+    materialise_state(optimizer)
+    # Filled with what no save would leave, so that state which was not read shows.
+    state = all_tensors(model, optimizer)
+    _spoil(state)
+    _read(path, state, left_out=[f"model/{name}" for name in left_out])
+    _prove(path, state)
+
+
+def load_weights(path: Path, *, model: nn.Module, left_out: Collection[str] = ()) -> None:
+    """The model's tensors alone."""
+    reshard(model)
+    names = model_tensors(model)
+    state = {f"model/{name}": tensor for name, tensor in names.items()}
+    _read(path, state, left_out=[f"model/{name}" for name in left_out], weights_only=True)
+
+
+def _spoil(state: Tensors) -> None:
+    for name, tensor in state.items():
+        if name.startswith("optimizer/") and name.endswith("/step") and not tensor.dim():
+            tensor.fill_(-1)
+
+
+def _read(path: Path, state: Tensors, *, left_out: Collection[str], weights_only: bool = False) -> None:
+    wanted: Tensors = {}
+
+    def fit() -> None:
+        stored = open_tensors(path)
+        shapes = {name: stored.shape(name) for name in stored.names()}
+        if weights_only:
+            shapes = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
+        _check_fit(shapes, state, left_out=left_out)
+        wanted.update({name: tensor for name, tensor in state.items() if name in shapes})
+
+    def read() -> None:
+        stored = open_tensors(path)
+        if isinstance(stored, Full):
+            read_full(stored, wanted)
+        else:
+            dcp.load(dict(wanted), storage_reader=Reader(path))
+
+    together(fit, f"{path} does not fit this run", advice=_OTHER_SETTINGS)
+    together(read, f"{path} cannot be read", advice=_OTHER_CHECKPOINT)
+
+
+def _check_fit(shapes: dict[str, tuple[int, ...]], state: Tensors, *, left_out: Collection[str]) -> None:
+    missing, unexpected = sorted(set(state) - set(shapes) - set(left_out)), sorted(set(shapes) - set(state))
+    other = [name for name in state if name in shapes and shapes[name] != tuple(state[name].shape)]
+    found = []
+    if missing:
+        found.append(f"{len(missing)} tensors are missing in it, first {missing[0]}")
+    if unexpected:
+        found.append(f"{len(unexpected)} in it are not known here, first {unexpected[0]}")
+    if other:
+        shape = f"{list(shapes[other[0]])} in it, {list(state[other[0]].shape)} here"
+        found.append(f"{len(other)} have another shape, first {other[0]} {shape}")
+    if found:
+        raise CheckpointError("; ".join(found))
+
+
+def _prove(path: Path, state: Tensors) -> None:
+    """The optimizer's state is the one that was saved: a state that was silently reset would train on, worse."""
+    saved: dict[str, Any] = files.read_state(path).get("optimizer") or {}
+    shares = squares(state)
+    steps, read = counts(state), norms(list(shares), [float(share) for share in shares.values()])
+
+    def compare() -> None:
+        if saved.get("steps") != steps:
+            raise CheckpointError(f"step counts {saved.get('steps')} were saved, {steps} were read")
+        for kind, norm in read.items():
+            before = saved.get("norms", {}).get(kind)
+            if before is None or not math.isclose(before, norm, rel_tol=1e-6):
+                raise CheckpointError(f"a norm of {before} was saved for {kind}, {norm} was read")
+
+    together(compare, f"{path}: the optimizer's state is not what was saved", advice=_OTHER_CHECKPOINT)

@@ -1,0 +1,155 @@
+"""The tensors of a finished checkpoint, of either format, read in part: no ranks, no model, never more than is asked.
+
+Whoever starts from a checkpoint, exports or compares one reads through this. Must not know what the tensors mean.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.storage import Reader
+from fullshard.errors import CheckpointError
+
+
+class StoredTensors:
+    """Tensors by name: `model/NAME` and `optimizer/NAME/KEY`."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+
+    def names(self) -> set[str]:
+        """What is stored."""
+        prefix = self._prefix
+        return {name.removeprefix(prefix) for name in self._all() if name.startswith(prefix)}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def dtype(self, name: str) -> torch.dtype:
+        raise NotImplementedError
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` (of dim 0), on the CPU, as stored; a 0-d tensor is whole."""
+        raise NotImplementedError
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self.read(name, 0, (self.shape(name) or (1,))[0])
+
+    def section(self, name: str) -> StoredTensors:
+        """The tensors of one section, `model` or `optimizer`, without its prefix."""
+        raise NotImplementedError
+
+    def _all(self) -> set[str]:
+        raise NotImplementedError
+
+
+def open_tensors(checkpoint: Path) -> StoredTensors:
+    """The tensors of a checkpoint of either format."""
+    if files.read_manifest(checkpoint).get("format") != "full":
+        return Sharded(Reader(checkpoint))
+    if files.is_remote(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} has the full format, which cannot be read in part from a store. Copy it to a local folder."
+        )
+    return Full(checkpoint)
+
+
+class Sharded(StoredTensors):
+    """What DCP wrote: each tensor in pieces, one or more a rank."""
+
+    def __init__(self, reader: Reader, prefix: str = "", metadata: Any = None) -> None:
+        super().__init__(prefix)
+        self._reader, self._metadata = reader, metadata or reader.read_metadata()
+        self._pieces: dict[str, list[tuple[Any, Any]]] = {}
+        for index, info in self._metadata.storage_data.items():
+            self._pieces.setdefault(index.fqn, []).append((index, info))
+
+    def section(self, name: str) -> StoredTensors:
+        return Sharded(self._reader, f"{name}/", self._metadata)
+
+    def _all(self) -> set[str]:
+        return set(self._metadata.state_dict_metadata)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entry(name).size)
+
+    def dtype(self, name: str) -> torch.dtype:
+        dtype: torch.dtype = self._entry(name).properties.dtype
+        return dtype
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        entry, rows = self._entry(name), {tuple(c.offsets): c.sizes for c in self._entry(name).chunks}
+        if not entry.size:
+            return self._reader.chunk(self._pieces[self._prefix + name][0][1])
+        found = torch.empty((max(stop - start, 0), *entry.size[1:]), dtype=entry.properties.dtype)
+        covered = 0
+        for index, info in self._pieces[self._prefix + name]:
+            offset, size = index.offset or torch.Size([0] * len(entry.size)), rows[tuple(index.offset or ())]
+            if any(offset[1:]) or tuple(size[1:]) != tuple(entry.size[1:]):
+                raise CheckpointError(f"{self._prefix}{name} is not stored by rows: fullshard did not write it.")
+            begin, end = max(start, offset[0]), min(stop, offset[0] + size[0])
+            if begin < end:
+                piece = self._reader.chunk(info)
+                found[begin - start : end - start] = piece[begin - offset[0] : end - offset[0]]
+                covered += end - begin
+        if covered != found.shape[0]:
+            raise CheckpointError(f"{self._prefix}{name}: {covered} of {found.shape[0]} rows are stored.")
+        return found
+
+    def _entry(self, name: str) -> Any:
+        return self._metadata.state_dict_metadata[self._prefix + name]
+
+
+class Full(StoredTensors):
+    """One safetensors file a section."""
+
+    def __init__(self, checkpoint: Path, prefix: str = "") -> None:
+        super().__init__(prefix)
+        self._checkpoint = checkpoint
+        self._files = {}
+        for section in ("model", "optimizer"):
+            path = checkpoint / f"{section}.safetensors"
+            try:
+                self._files[section] = safe_open(path, framework="pt")
+            except Exception as error:  # safetensors' own class of error
+                raise CheckpointError(f"{path} cannot be read ({error}).") from error
+
+    def section(self, name: str) -> StoredTensors:
+        return Full(self._checkpoint, f"{name}/")
+
+    def _all(self) -> set[str]:
+        return {f"{section}/{name}" for section, file in self._files.items() for name in file.keys()}  # noqa: SIM118
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._read(name, 0, 0).dtype if self.shape(name) else self._read(name, 0, 1).dtype
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._read(name, start, stop)
+
+    def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        part = self._slice(name)
+        rows: torch.Tensor = part[start:stop] if part.get_shape() else part[...]
+        return rows
+
+    def _slice(self, name: str) -> Any:
+        section, _, key = (self._prefix + name).partition("/")
+        return self._files[section].get_slice(key)
+
+
+def described(tensors: StoredTensors) -> dict[str, dict[str, Any]]:
+    """Name, shape and dtype of everything, as the manifest has it."""
+    return {
+        name: {"shape": list(tensors.shape(name)), "dtype": str(tensors.dtype(name)).removeprefix("torch.")}
+        for name in tensors.names()
+    }
+
+
+__all__ = ["StoredTensors", "described", "open_tensors"]

@@ -1,0 +1,102 @@
+"""What a checkpoint holds of a run: its tensors by parameter name, and a few numbers that prove them after a load.
+
+Must not know files, formats or recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fullshard.dist.shard import reshard
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model_tensors(model: nn.Module, *, left_out: Collection[str] = ()) -> Tensors:
+    """Parameters (a tied one once) and persistent buffers, by name."""
+    reshard(model)
+    parameters: Tensors = {name: p.detach() for name, p in model.named_parameters() if name not in left_out}
+    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: t for name, t in model.state_dict().items() if name not in aliases}
+    return parameters | buffers
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Optimizer state by parameter name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[parameter]}/{key}": value
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, *, left_out: Collection[str] = ()) -> Tensors:
+    """Everything, under `model/` and `optimizer/`."""
+    return {
+        **{f"model/{name}": tensor for name, tensor in model_tensors(model, left_out=left_out).items()},
+        **{f"optimizer/{name}": tensor for name, tensor in optimizer_tensors(model, optimizer).items()},
+    }
+
+
+@torch.no_grad()
+def materialise_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lets a lazy optimizer make its state, without moving a weight, so that there is a place to load into."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's slice."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def squares(tensors: Tensors) -> Tensors:
+    """This rank's share of the squared norm of each kind of optimizer state, still on the device: `exp_avg` and so on.
+
+    In fp64, so that the sum over ranks does not show how many there were."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer/") and tensor.dim() and tensor.is_floating_point():
+            key, value = name.rpartition("/")[2], local(tensor)
+            # 8-bit state is a tensor of its own kind, which knows no norm.
+            plain = value if type(value) is torch.Tensor else value.dequantize()
+            square = torch.linalg.vector_norm(plain, dtype=torch.float64).square() / _copies(tensor)
+            found[key] = found[key] + square if key in found else square
+    return found
+
+
+def _copies(tensor: torch.Tensor) -> int:
+    """How many ranks hold this very slice."""
+    if not isinstance(tensor, DTensor):
+        return torch.distributed.get_world_size()
+    copies = 1
+    for axis, placement in enumerate(tensor.placements):
+        copies *= tensor.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
+    return copies
+
+
+def counts(tensors: Tensors) -> list[float]:
+    """The least and the largest step count in an optimizer's state; empty for one that keeps none."""
+    steps = [float(t) for name, t in tensors.items() if name.startswith("optimizer/") and name.endswith("/step")]
+    return [min(steps), max(steps)] if steps else []
+
+
+def tree(tensors: Tensors) -> dict[str, dict[str, Any]]:
+    """Name, shape and dtype of everything, for the manifest."""
+    return {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in tensors.items()}

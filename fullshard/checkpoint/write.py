@@ -1,0 +1,137 @@
+"""Writes one checkpoint on all ranks: tensors, facts, a look at what lies there, and only then its publication.
+
+The same for a save that training waits for and for one in the background, which brings host tensors and a process group
+of its own. Must not know losses, recipes or what the facts mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity, store
+from fullshard.checkpoint.full import write_full
+from fullshard.checkpoint.storage import Writer
+from fullshard.checkpoint.tensors import Tensors, counts, tree
+from fullshard.checkpoint.together import together
+from fullshard.dist import reduce
+from fullshard.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is saved, as it was at one step."""
+
+    step: int
+    tensors: Tensors
+    kinds: list[str]
+    squares: reduce.OnItsWay
+    """This rank's share of the squared norm of each kind of optimizer state."""
+    facts: dict[str, Any]
+    processor: dict[str, bytes]
+    """The files of the tokenizer, on rank 0."""
+    best: bool
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where checkpoints go and how."""
+
+    run: Path
+    format: str
+    keep: int | None
+    threads: int = 1
+
+
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint that was published."""
+
+    path: Path
+    seconds: float
+    size_bytes: int
+
+
+def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
+    """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, removes the surplus. A failure is fatal."""
+    begun, main = time.monotonic(), torch.distributed.get_rank() == 0
+    hidden = files.unfinished(target.run, snapshot.step)
+    digests: dict[str, str] = {}
+
+    def begin() -> None:
+        if main:
+            files.begin(target.run, snapshot.step)
+
+    together(begin, f"{hidden} cannot be created", group=group)
+    facts = snapshot.facts | {"optimizer": _evidence(snapshot, group)}
+
+    def put() -> None:
+        if target.format == "full":
+            digests.update(write_full(hidden, snapshot.tensors, group=group))
+        else:
+            writer = Writer(hidden, threads=target.threads)
+            dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group)
+            digests.update(writer.digests)
+        if main:
+            digests.update(_put_facts(hidden, facts, snapshot.processor))
+
+    together(put, f"{hidden} cannot be written", group=group)
+    described = integrity.describe(hidden, digests)
+
+    def look() -> None:
+        if found := integrity.problems(hidden, described):
+            raise CheckpointError(f"the storage does not give back what was written: {'; '.join(found)}")
+
+    together(look, f"{hidden} is not what was written", group=group)
+    for part in reduce.gather_objects(dict(described), group=group):
+        described |= part
+
+    def finish() -> None:
+        if main:
+            epoch = snapshot.facts.get("progress", {}).get("epoch")
+            manifest = {"step": snapshot.step, "epoch": epoch, "format": target.format}
+            _publish(target, snapshot, manifest | {"files": described, "tensors": tree(snapshot.tensors)})
+
+    together(finish, f"{hidden} cannot be published", group=group)
+    size = sum(int(entry["size_bytes"]) for entry in described.values())
+    return Written(target.run / files.name_of(snapshot.step), time.monotonic() - begun, size)
+
+
+def _evidence(snapshot: Snapshot, group: Any) -> dict[str, Any]:
+    """The step counts and norms of the optimizer's state, to be found again after a load."""
+    return {
+        "steps": counts(snapshot.tensors),
+        "norms": norms(snapshot.kinds, snapshot.squares.read(), group=group),
+    }
+
+
+def norms(kinds: list[str], squares: list[float], *, group: Any = None) -> dict[str, float]:
+    """The norm of each kind of optimizer state over all ranks, from every rank's share of its square."""
+    shares = reduce.gather_objects(squares, group=group)
+    return {kind: sum(share[index] for share in shares) ** 0.5 for index, kind in enumerate(kinds)}
+
+
+def _put_facts(hidden: Path, facts: dict[str, Any], processor: dict[str, bytes]) -> dict[str, str]:
+    files.write_json(hidden / files.STATE, facts)
+    digests = {files.STATE: integrity.checksum(hidden / files.STATE)}
+    for name, content in processor.items():
+        path = hidden / files.PROCESSOR / name
+        store.make(path.parent)
+        path.write_bytes(content)
+        digests[f"{files.PROCESSOR}/{name}"] = hashlib.sha256(content).hexdigest()
+    return digests
+
+
+def _publish(target: Target, snapshot: Snapshot, manifest: dict[str, Any]) -> None:
+    path = files.publish(target.run, snapshot.step, manifest)
+    files.point(target.run, "last", path)
+    if snapshot.best:
+        files.point(target.run, "best", path)
+    files.tidy(target.run, keep=target.keep)

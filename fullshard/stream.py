@@ -1,0 +1,237 @@
+"""Files of tensors, written one tensor at a time: safetensors, and the flat full state that `torch.load` reads.
+
+A tensor's bytes go to disk as they are given; nothing is collected. Must not know what the tensors mean, where they
+come from, nor anything of the package but its errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import torch
+
+from fullshard.errors import CheckpointError
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes of safetensors, by its own names."""
+
+_PIECE_BYTES = 16 << 20
+"""One call to write: object stores copy what they are given into a buffer."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: what is known of it before its bytes are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Entry:
+        return cls(tensor.dtype, tuple(tensor.shape))
+
+
+class _Stream:
+    """A file that takes tensors by name, each once and whole."""
+
+    def __init__(self, file: Path | IO[bytes], *, entries: Mapping[str, Entry] | None, mode: str) -> None:
+        opened: Any = file
+        # A path of universal_pathlib opens like one of pathlib, and is none.
+        self._owned = not hasattr(opened, "write")
+        self._file: Any = opened.open(mode) if self._owned else opened
+        self._where = str(opened if self._owned else getattr(opened, "name", "the file"))
+        self._expected = dict(entries) if entries is not None else None
+        self._written: dict[str, Entry] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Writes a whole tensor."""
+        self.add_rows(name, Entry.of(tensor), [tensor])
+
+    def add_rows(self, name: str, entry: Entry, pieces: Iterable[torch.Tensor]) -> None:
+        """Writes a tensor that comes in pieces of rows, so that no more than one piece need be in memory."""
+        if name in self._written:
+            raise ValueError(f"{self._where}: {name} is given twice")
+        if self._expected is not None and self._expected.get(name) != entry:
+            raise ValueError(
+                f"{self._where}: {name} is given as {entry}, and was announced as {self._expected.get(name)}"
+            )
+        self._place(name, entry)
+        self._written[name] = entry
+        written = 0
+        for piece in pieces:
+            if piece.dtype != entry.dtype:
+                raise ValueError(f"{self._where}: rows of {name} are {piece.dtype}, and it is {entry.dtype}")
+            written += self._write(piece)
+        if written != entry.size_bytes:
+            raise ValueError(f"{self._where}: {name} has {written} bytes, and {entry} needs {entry.size_bytes}")
+
+    def _write(self, tensor: torch.Tensor) -> int:
+        if tensor.numel() == 0:
+            return 0
+        # Torch has no bytes of bf16 and fp8 for numpy; a view of the same memory as bytes has.
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data: Any = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._file.write(data[start : start + _PIECE_BYTES])
+        return len(data)
+
+    def _place(self, name: str, entry: Entry) -> None:
+        raise NotImplementedError
+
+    def _finish(self) -> None:
+        """What is written when all tensors are."""
+
+    def close(self) -> None:
+        """Completes the file; one that was opened here is closed."""
+        try:
+            if missing := [name for name in self._expected or () if name not in self._written]:
+                raise ValueError(f"{self._where}: {len(missing)} announced tensors were not given: {missing[:5]}")
+            self._finish()
+            self._file.flush()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._owned:
+            self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # The file stays unreadable: its header is missing, or its end.
+            with contextlib.suppress(OSError):
+                self._release()
+
+
+class SafetensorsStream(_Stream):
+    """One safetensors file.
+
+    With `entries` the header is written first, and tensors come in that order: the file may be a stream that cannot
+    seek. Without, room of `reserve_bytes` is left for the header, which is written on `close` (padded with spaces, as
+    the format allows; where the room is too small, the tensors are moved once).
+    """
+
+    def __init__(
+        self,
+        file: Path | IO[bytes],
+        *,
+        entries: Mapping[str, Entry] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        reserve_bytes: int = 1 << 16,
+    ) -> None:
+        super().__init__(file, entries=entries, mode="wb" if entries is not None else "w+b")
+        self._metadata = {"format": "pt", **(metadata or {})}
+        self._order: Iterator[str] = iter(self._expected or ())
+        if self._expected is not None:
+            self._file.write(self._header(self._expected))
+        else:
+            self._reserved = 8 + reserve_bytes + -reserve_bytes % 8
+            self._file.write(b"\0" * self._reserved)
+
+    def _place(self, name: str, entry: Entry) -> None:
+        if entry.dtype not in _NAMES:
+            raise CheckpointError(
+                f"{self._where}: {name} is {entry.dtype}, which safetensors cannot hold. Convert it to one of: "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}."
+            )
+        if self._expected is not None and (due := next(self._order)) != name:
+            raise ValueError(f"{self._where}: {name} is given where {due} was announced")
+
+    def _header(self, entries: Mapping[str, Entry], *, length: int = 0) -> bytes:
+        """The size and the JSON, padded to `length` and to the 8 bytes that keep the tensors aligned."""
+        body: dict[str, Any] = {"__metadata__": self._metadata}
+        end = 0
+        for name, entry in entries.items():
+            start, end = end, end + entry.size_bytes
+            body[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": [start, end]}
+        text = json.dumps(body, separators=(",", ":")).encode()
+        text += b" " * max(-len(text) % 8, length - 8 - len(text))
+        return struct.pack("<Q", len(text)) + text
+
+    def _finish(self) -> None:
+        if self._expected is not None:
+            return
+        header = self._header(self._written, length=self._reserved)
+        if len(header) > self._reserved:
+            self._move(len(header) - self._reserved)
+        self._file.seek(0)
+        self._file.write(header)
+        self._file.seek(0, 2)
+
+    def _move(self, distance: int) -> None:
+        """Moves the tensors towards the end, the last piece first."""
+        end = self._file.seek(0, 2)
+        while end > self._reserved:
+            start = max(end - _PIECE_BYTES, self._reserved)
+            self._file.seek(start)
+            piece = self._file.read(end - start)
+            self._file.seek(start + distance)
+            self._file.write(piece)
+            end = start
+
+
+class TorchStream(_Stream):
+    """A torch file with one flat mapping from name to tensor, as `torch.save` writes it; tensors come in any order.
+
+    `torch.load` reads it with `weights_only=True` and with `mmap=True`. Checksums inside the archive are those of
+    empty tensors: torch does not look at them.
+    """
+
+    def __init__(self, path: Path, *, entries: Mapping[str, Entry]) -> None:
+        self._offsets = _write_skeleton(path, entries)
+        super().__init__(path, entries=entries, mode="r+b")
+
+    def _place(self, name: str, entry: Entry) -> None:
+        self._file.seek(self._offsets[name])
+
+
+def _write_skeleton(path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Writes the file with room for the tensors; returns where each one goes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(fake, path)
+    with FakeTensorMode():
+        loaded = torch.load(path, weights_only=True)
+    return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in loaded.items()}
+
+
+__all__ = ["Entry", "SafetensorsStream", "TorchStream"]

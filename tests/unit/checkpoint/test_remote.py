@@ -1,0 +1,220 @@
+"""Remote stores as files: addresses, an object store's manners, copies of a run's texts, the exported model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import remote, store
+from fullshard.errors import CheckpointError, SetupError
+from tests import bucket
+from tests.unit.checkpoint.test_folder import make, names
+
+bucket.install()
+
+
+@pytest.fixture(params=["bucket", "file", "memory"])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A run folder at a store that does not have it yet."""
+    addresses = {"bucket": bucket.url(tmp_path / "b"), "file": f"file://{tmp_path}/f", "memory": "memory://m"}
+    yield files.place(f"{addresses[request.param]}/runs/run")
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+def inside(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_save_writes_lies_under_its_step_and_pointers_are_small_texts(run: Path) -> None:
+    assert files.published(run) == []
+    assert files.candidates(run) == []
+    for step in (9, 100, 20):
+        make(run, step)
+    files.point(run, "best", run / "checkpoint-9")
+    assert names(run) == ["checkpoint-9", "checkpoint-20", "checkpoint-100"]
+    assert (run / "last").read_text() == "checkpoint-20"
+    assert files.pointed(run, "best") == run / "checkpoint-9"
+    assert [files.step_of(path) for path in files.candidates(run)] == [20, 9, 100]
+    files.tidy(run, keep=1)
+    assert names(run) == ["checkpoint-9", "checkpoint-20", "checkpoint-100"]
+    make(run, 101)
+    files.tidy(run, keep=1)
+    assert inside(run) == ["best", "checkpoint-101", "checkpoint-9", "last"]
+
+
+def test_a_name_means_a_checkpoint_a_pointer_or_a_run(run: Path) -> None:
+    path = make(run, 3)
+    make(run, 4)
+    files.point(run, "best", path)
+    for named, step in ((path, 3), (run / "best", 3), (run / "last", 4), (run, 4)):
+        assert files.step_of(files.named(str(named))) == step
+    with pytest.raises(CheckpointError, match=r"checkpoint-5: no such folder. Checkpoints beside it: .*checkpoint-4"):
+        files.named(str(run / "checkpoint-5"))
+    (path / files.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match="it has no manifest.json"):
+        files.named(str(path))
+
+
+def test_a_checkpoint_without_its_manifest_is_none_and_goes_with_the_next_save(run: Path) -> None:
+    make(run, 1)
+    target = files.begin(run, 2)
+    (target / "__0_0.distcp").write_text("half")
+    assert names(run) == ["checkpoint-1"]
+    make(run, 3)
+    assert inside(run) == ["checkpoint-1", "checkpoint-3", "last"]
+
+
+def test_a_pointer_that_is_torn_names_nothing(run: Path) -> None:
+    make(run, 1)
+    for text in ("", "checkpoint-", "..", "checkpoint-7"):
+        (run / "last").write_text(text)
+        assert files.pointed(run, "last") is None
+    assert names(run) == ["checkpoint-1"]
+
+
+def test_the_same_step_again_replaces_and_a_kill_in_the_middle_loses_nothing(run: Path) -> None:
+    make(run, 5, content="old")
+    target = files.begin(run, 5)
+    (target / "__0_0.distcp").write_text("half of the new")
+    assert names(run) == [], "from here on the step is being written"
+    files.recover(run)
+    assert names(run) == ["checkpoint-5"]
+    assert (run / "checkpoint-5" / "__0_0.distcp").read_text() == "old"
+    assert inside(make(run, 5, content="new")) == ["__0_0.distcp", files.MANIFEST, files.STATE]
+    assert (run / "checkpoint-5" / "__0_0.distcp").read_text() == "new"
+    assert inside(run) == ["checkpoint-5", "last"]
+
+
+def test_a_copy_that_was_half_made_is_no_checkpoint(run: Path) -> None:
+    make(run, 5, content="old")
+    store.copy(run / "checkpoint-5", run / ".unfinished-old-checkpoint-5", last=files.MANIFEST)
+    (run / ".unfinished-old-checkpoint-5" / files.MANIFEST).unlink()
+    (run / "checkpoint-5" / "__0_0.distcp").write_text("kept")
+    files.recover(run)
+    assert (run / "checkpoint-5" / "__0_0.distcp").read_text() == "kept"
+    files.tidy(run, keep=None)
+    assert inside(run) == ["checkpoint-5", "last"]
+
+
+def test_starting_over_moves_the_run_aside(run: Path) -> None:
+    assert files.set_aside(run) is None
+    for number in (1, 2):
+        make(run, number)
+        assert files.set_aside(run) == run.with_name(f"run.old-{number}")
+        assert not run.exists()
+    assert names(run.with_name("run.old-1")) == ["checkpoint-1"]
+    assert inside(run.with_name("run.old-2") / "checkpoint-2") == ["__0_0.distcp", files.MANIFEST, files.STATE]
+
+
+def test_a_listing_from_before_does_not_hide_what_another_process_wrote(tmp_path: Path) -> None:
+    address = f"{bucket.url(tmp_path / 'b')}/run"
+    run = files.place(address)
+    make(run, 1)
+    assert names(run) == ["checkpoint-1"]
+    other: Any = bucket.Bucket(skip_instance_cache=True)  # as another process: it shares the objects and nothing else
+    for name in (files.MANIFEST, files.STATE):
+        other.pipe_file(f"{address}/checkpoint-2/{name}", b"{}")
+    assert names(files.place(address)) == ["checkpoint-1", "checkpoint-2"]
+    assert names(run) == ["checkpoint-1", "checkpoint-2"]
+    assert (run / "checkpoint-2" / files.STATE).exists()
+
+
+def test_texts_go_along_and_come_back(run: Path, tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    (here / "metrics.jsonl").write_text("1\n2\n")
+    (here / "other.bin").write_text("stays")
+    store.make(run)
+    remote.send_texts(here, run, warn=pytest.fail)
+    remote.fetch_texts(there, run)
+    assert inside(there) == ["metrics.jsonl"]
+    (here / "metrics.jsonl").write_text("1\n2\n3\n")  # lost its machine before the next copy, and came back
+    remote.fetch_texts(here, run)
+    assert (here / "metrics.jsonl").read_text() == "1\n2\n3\n"
+    (there / "metrics.jsonl").write_text("1\n2\nthree\nfour\n")  # the run has gone on elsewhere since
+    remote.send_texts(there, run, warn=pytest.fail)
+    remote.fetch_texts(here, run)
+    assert (here / "metrics.jsonl").read_text() == "1\n2\nthree\nfour\n"
+
+
+def test_texts_that_cannot_be_copied_are_told_and_stop_nothing(tmp_path: Path) -> None:
+    run = files.place(f"{bucket.url(tmp_path / 'b')}/run")
+    (tmp_path / "b" / bucket.REFUSING).write_text("metrics.jsonl")
+    for name in ("metrics.jsonl", "log.txt"):
+        (tmp_path / name).write_text("x")
+    said: list[str] = []
+    remote.send_texts(tmp_path, run, warn=said.append)
+    assert len(said) == 1
+    assert said[0].startswith(f"metrics.jsonl could not be copied to {run} (LibraryError: 503 SlowDown")
+    assert inside(run) == ["log.txt"]
+
+
+def test_a_model_counts_when_it_is_whole(run: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    (model / "deep").mkdir(parents=True)
+    for name in ("config.json", "deep/weights.bin"):
+        (model / name).write_text(name)
+    remote.upload_model(model, run)
+    assert remote.is_exported(run)
+    assert (run / "model" / "deep" / "weights.bin").read_text() == "deep/weights.bin"
+    (model / "config.json").unlink()
+    remote.upload_model(model, run)
+    assert inside(run / "model") == ["deep"], "what was there before has gone"
+
+
+def test_half_an_upload_is_no_model(tmp_path: Path) -> None:
+    run = files.place(f"{bucket.url(tmp_path / 'b')}/run")
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "weights.bin"):
+        (model / name).write_text(name)
+    remote.upload_model(model, run)
+    (tmp_path / "b" / bucket.REFUSING).write_text("weights")
+    with pytest.raises(bucket.LibraryError):
+        remote.upload_model(model, run)
+    assert (run / "model").exists()
+    assert not remote.is_exported(run)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("s3://bucket/runs", r"s3://bucket/runs needs the package s3fs, .*pip install 'fullshard\[s3\]'"),
+        ("gs://bucket/runs", r"gs://bucket/runs needs the package gcsfs, .*pip install 'fullshard\[gcs\]'"),
+        ("abfs://box/runs", r"abfs://box/runs: abfs:// needs a package that is not installed \(.*adlfs"),
+        ("nosuch://bucket/runs", r"no store of the kind nosuch:// .*Allowed are s3://, gs://"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_says_what_is_missing(address: str, said: str) -> None:
+    with pytest.raises(SetupError, match=said):
+        files.place(address)
+
+
+def test_a_store_that_only_fsspec_knows_is_taken_without_a_word() -> None:
+    fsspec.register_implementation("ownstore", MemoryFileSystem, clobber=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert files.is_remote(files.place("ownstore://a/b"))
+
+
+def test_what_a_library_raises_becomes_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise bucket.LibraryError("no route to host")
+
+    address = f"{bucket.url(tmp_path / 'b')}/run"
+    make(files.place(address), 1)
+    monkeypatch.setattr(bucket.Bucket, "ls", refuse)
+    monkeypatch.setattr(bucket.Bucket, "_open", refuse)
+    run = files.place(address)
+    for act in (lambda: files.named(address), lambda: files.candidates(run), lambda: files.read_state(run)):
+        with pytest.raises(CheckpointError, match=r"cannot be used \(LibraryError: no route to host\). Check the addr"):
+            act()
