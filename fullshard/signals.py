@@ -1,6 +1,7 @@
-"""Stop signals as a wish that the loop reads at the end of a step; a second Ctrl-C ends the process at once.
+"""Stop signals as a wish that the loop reads at the end of a step; a second one ends the process at once.
 
-Other signals may come twice for one wish: schedulers signal every process of a job, and the launcher passes its own on.
+But for Ctrl-C, signals may come twice for one wish: schedulers signal every process of a job, and the launcher passes
+its own on. So a second one counts when it comes later than that takes.
 
 A process that was started for another one can end with it. Must not know ranks or what is done about the wish.
 """
@@ -12,9 +13,12 @@ import os
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ECHO_S = 2.0
+"""Signals within so many seconds of the first one are the same wish."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -37,6 +41,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.heard: str | None = None
+        self._heard_at = 0.0
         self._earlier: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -49,7 +54,9 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _: Any) -> None:
-        if self.heard is not None and number == signal.SIGINT:
+        if self.heard is not None and (number == signal.SIGINT or time.monotonic() - self._heard_at > ECHO_S):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+        if self.heard is None:
+            self._heard_at = time.monotonic()
         self.heard = signal.Signals(number).name

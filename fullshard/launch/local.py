@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard import crash
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
 from fullshard.launch.base import STARTED_BY, Launcher, Ranks
+from fullshard.signals import ECHO_S
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -227,8 +230,10 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_passed_on() -> Iterator[list[int]]:
-    """Hands signals to the ranks instead of ending them from here; a second Ctrl-C ends them at once."""
+    """Hands signals to the ranks instead of ending them from here; a second Ctrl-C, or another signal a while after the
+    first, ends them at once."""
     received: list[int] = []
+    first_at = math.inf
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
@@ -238,7 +243,9 @@ def _signals_passed_on() -> Iterator[list[int]]:
         started = [pid for pid in _children() if pid not in others]
         if not started:
             raise SystemExit(128 + number)
-        impatient = number == signal.SIGINT and signal.SIGINT in received
+        nonlocal first_at
+        impatient = (number == signal.SIGINT and number in received) or time.monotonic() - first_at > ECHO_S
+        first_at = min(first_at, time.monotonic())
         received.append(number)
         for pid in started:
             with contextlib.suppress(ProcessLookupError):
