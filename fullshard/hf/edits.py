@@ -27,7 +27,7 @@ def add_lora(
     module: nn.Module, *, r: int, alpha: float, dropout: float, targets: str | list[str], base: str | None
 ) -> None:
     """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta."""
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
     for target in targets if isinstance(targets, list) else []:
@@ -45,12 +45,19 @@ def add_lora(
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
     )
     try:
-        with warnings.catch_warnings():
-            # peft adds patterns for fused experts by itself, and then warns that nobody targets those.
-            warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
-            inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
+        inject(module, config)
     except ValueError as error:
         raise _no_target(module, targets, str(error).splitlines()[0].rstrip(".")) from error
+
+
+def inject(module: nn.Module, config: Any) -> None:
+    """Adds the adapters of a peft config in place; they are trained and nothing else is. ValueError: nothing fits."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        # peft adds patterns for fused experts by itself, and then warns that nobody targets those.
+        warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
+        inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("lora_" in name)
 

@@ -1,85 +1,112 @@
 """Writes a trained model as a folder that the ecosystem's own loader reads: safetensors, or a PEFT adapter.
 
-Tensors arrive one at a time; at most one file's worth is in memory. Must not know ranks or how tensors were gathered.
+Tensors arrive one at a time and are written at once; only where Transformers makes one stored tensor of several is a
+block held. Must not know ranks or how tensors were gathered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError
-from fullshard.hf.edits import ADAPTER, adapter_config, is_adapter
+from fullshard.hf.adapter import stored_names
+from fullshard.hf.edits import adapter_config, base_name, is_adapter
+from fullshard.hf.merge import Merge
+from fullshard.stream import Entry, SafetensorsStream
 
 SHARD_BYTES = 5_000_000_000
 """The size of one file, the ecosystem's habit."""
+PIECE_BYTES = 32 << 20
+"""What is converted at a time, so that no second copy of a large tensor is made."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a model is written."""
+
+    dtype: torch.dtype | None = None
+    """Of the parameters; None: fp32."""
+    shard_bytes: int | None = None
+    """The most bytes that a file holds, unless one tensor has more; None: 5 GB."""
+    merged: bool = False
+    """Adapters are added to the weights; their tensors come before those of the weights that they adapt."""
 
 
 def export_model(
     module: nn.Module,
     tensors: Iterator[tuple[str, torch.Tensor]],
     folder: Path,
+    form: Form,
     *,
-    dtype: torch.dtype,
     source: Path | None,
     processor: Any,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes all parameters in `dtype`, tied ones once, under the names that Transformers stores, and the config."""
+    """Writes all parameters, tied ones once, under the names that Transformers stores, and the config."""
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = module
-    writer = _Writer(folder, module, shard_bytes)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    expected = {tied.get(name, name) for name, _ in module.named_parameters()}
+    merge, dtype = Merge(module) if form.merged else None, form.dtype or torch.float32
+    expected = {tied.get(name, name): p.shape for name, p in _base_parameters(module)}
     seen: set[str] = set()
-    for given, tensor in tensors:
-        name = tied.get(given, given)
-        if name in seen:
-            continue
-        seen.add(name)
-        writer.add(name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    if missing := sorted(expected - seen):
-        raise CheckpointError(
-            f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters were not given: "
-            f"{', '.join(missing[:5])}. Export from a complete checkpoint."
-        )
-    for name, buffer in _persistent_buffers(module):
-        if name not in seen:
-            writer.add(name, buffer.detach().cpu())
-    writer.close()
+    with _Writer(folder, module, dtype=dtype, shard_bytes=form.shard_bytes or SHARD_BYTES, merge=merge) as writer:
+        for given, tensor in tensors:
+            if merge is not None and is_adapter(given):
+                merge.take(given, tensor)
+                continue
+            name = base_name(given)
+            name = tied.get(name, name)
+            if name in seen:
+                continue
+            seen.add(name)
+            # A buffer keeps its dtype: its values may be positions or counts.
+            writer.add(name, tensor, dtype if tensor.is_floating_point() and name in expected else tensor.dtype)
+        if missing := sorted(expected.keys() - seen):
+            raise CheckpointError(
+                f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters were not given: "
+                f"{', '.join(missing[:5])}. Export from a complete checkpoint."
+            )
+        for name, buffer in _persistent_buffers(module):
+            if name not in seen:
+                writer.add(name, buffer.detach(), buffer.dtype)
     _write_config(model, folder, dtype=dtype, source=source)
     if processor is not None:
         processor.save_pretrained(folder)
 
 
 def export_adapter(
-    module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, base: str | None, processor: Any
+    module: nn.Module,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    folder: Path,
+    *,
+    processor: Any,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the adapters in PEFT's own layout; the base model is named, not copied."""
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
+    """Writes the adapters in PEFT's own layout, as they were trained or in `dtype`; the base is named, not copied."""
     folder.mkdir(parents=True, exist_ok=True)
-    adapters = {name: tensor.contiguous() for name, tensor in tensors if is_adapter(name)}
-    expected = {name for name, _ in module.named_parameters() if is_adapter(name)}
-    if missing := sorted(expected - adapters.keys()):
-        raise CheckpointError(
-            f"{folder}: the export is incomplete, {len(missing)} adapter tensors were not given: "
-            f"{', '.join(missing[:5])}. Export from a complete checkpoint."
-        )
-    state = get_peft_model_state_dict(module, state_dict=adapters, adapter_name=ADAPTER, save_embedding_layers=False)
-    state = {f"base_model.model.{name}": tensor for name, tensor in state.items()}
-    save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    stored, seen = stored_names(module), set()
+    with SafetensorsStream(folder / "adapter_model.safetensors") as stream:
+        for name, tensor in tensors:
+            if is_adapter(name):
+                seen.add(name)
+                stream.add(stored[name], tensor if dtype is None else tensor.to(dtype))
+        if missing := sorted(stored.keys() - seen):
+            raise CheckpointError(
+                f"{folder}: the export is incomplete, {len(missing)} adapter tensors were not given: "
+                f"{', '.join(missing[:5])}. Export from a complete checkpoint."
+            )
     config = copy.deepcopy(adapter_config(module))
-    config.base_model_name_or_path = base
     config.inference_mode = True
     config.save_pretrained(str(folder))
     if processor is not None:
@@ -95,28 +122,74 @@ def stored_conversions(module: nn.Module) -> list[Any]:
 
 
 class _Writer:
-    """Collects tensors into files of a given size; one ends between blocks, for conversions that need a whole block."""
+    """Streams tensors into files of at most a given size; one ends between blocks wherever a block fits into a file."""
 
-    def __init__(self, folder: Path, module: nn.Module, shard_bytes: int) -> None:
-        self._folder, self._module, self._shard_bytes = folder, module, shard_bytes
+    def __init__(
+        self, folder: Path, module: nn.Module, *, dtype: torch.dtype, shard_bytes: int, merge: Merge | None
+    ) -> None:
+        self._folder, self._module, self._shard_bytes, self._merge = folder, module, shard_bytes, merge
+        self._block_bytes: dict[str, int] = {}
+        self._reserve = 0
+        for name, parameter in _base_parameters(module):
+            block, size = _block_of(name), parameter.numel() * dtype.itemsize
+            self._block_bytes[block] = self._block_bytes.get(block, 0) + size
+            # A line of the header each; fused experts may be stored one by one.
+            self._reserve += 256 * (2 * parameter.shape[0] if parameter.dim() == 3 else 1)
+        self._whole_blocks = any(_makes_one_of_several(t) for t in getattr(module, "_weight_conversions", None) or ())
         self._held: dict[str, torch.Tensor] = {}
-        self._bytes = 0
         self._block = ""
-        self._files: list[tuple[Path, list[str]]] = []
+        self._stream: SafetensorsStream | None = None
+        self._open = contextlib.ExitStack()
+        self._in_file = 0
+        self._files: list[list[str]] = []
         self._total = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         block = _block_of(name)
-        if self._held and block != self._block and self._bytes >= self._shard_bytes:
-            self._flush()
-        self._block = block
-        self._held[name] = tensor.contiguous()
-        self._bytes += tensor.nbytes
+        if block != self._block:
+            self._release()
+            self._block = block
+            self._cut(self._block_bytes.get(block, 0), whole=False)
+        entry = Entry(dtype, tuple(tensor.shape))
+        stored = self._renamed(name, tensor.shape)
+        if stored is not None:
+            self._write(stored, entry, self._pieces(name, tensor, dtype))
+            return
+        self._held[name] = held = torch.empty(tensor.shape, dtype=dtype)
+        start = 0
+        for piece in self._pieces(name, tensor, dtype):
+            held[start : start + len(piece)] = piece
+            start += len(piece)
+        if not self._whole_blocks:
+            self._release()
 
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
+    def _renamed(self, name: str, shape: torch.Size) -> str | None:
+        """The stored name of a tensor that Transformers stores as it is; None where its values change."""
         from transformers.core_model_loading import revert_weight_conversion
 
+        probe = torch.empty(shape, device="meta")
+        try:
+            state = revert_weight_conversion(self._module, {name: probe})
+        except Exception:  # an operation that needs values, or other tensors of the block
+            return None
+        [(stored, found), *more] = state.items()
+        return stored if found is probe and not more else None
+
+    def _pieces(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        if tensor.dim() == 0 or tensor.numel() == 0:
+            yield tensor.cpu().to(dtype)
+            return
+        rows = max(PIECE_BYTES * tensor.shape[0] // (tensor.numel() * 4), 1)
+        for start in range(0, tensor.shape[0], rows):
+            piece = tensor[start : start + rows].cpu()
+            yield (self._merge.rows(name, piece, start) if self._merge else piece).to(dtype)
+
+    def _release(self) -> None:
+        """Writes what is held of a block, in the form that Transformers stores."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if not self._held:
+            return
         try:
             state = revert_weight_conversion(self._module, self._held)
         except Exception as error:
@@ -125,29 +198,67 @@ class _Writer:
                 f"{self._folder}: Transformers cannot turn the tensors of model type {model.config.model_type} back "
                 f"into their stored form ({type(error).__name__}: {error}). Export the full state instead."
             ) from error
-        path = self._folder / f"part-{len(self._files):05d}.safetensors"
-        # Conversions may give views of one tensor, which safetensors refuses.
-        save_file({n: t.clone().contiguous() for n, t in state.items()}, path, metadata={"format": "pt"})
-        self._files.append((path, list(state)))
-        self._total += sum(t.nbytes for t in state.values())
-        self._held, self._bytes = {}, 0
+        self._held = {}
+        for name in list(state):
+            tensor = state.pop(name)
+            self._write(name, Entry.of(tensor), iter([tensor]))
 
-    def close(self) -> None:
+    def _write(self, name: str, entry: Entry, pieces: Iterator[torch.Tensor]) -> None:
+        self._cut(entry.size_bytes, whole=True)
+        if self._stream is None:
+            stream = SafetensorsStream(self._part(len(self._files)), reserve_bytes=min(self._reserve, 8 << 20))
+            self._stream = self._open.enter_context(stream)
+            self._files.append([])
+        self._stream.add_rows(name, entry, pieces)
+        self._files[-1].append(name)
+        self._in_file += entry.size_bytes
+        self._total += entry.size_bytes
+
+    def _cut(self, coming: int, *, whole: bool) -> None:
+        """Ends the file where what comes does not fit; a block larger than a file is cut between its tensors."""
+        if self._in_file and self._in_file + coming > self._shard_bytes and (whole or coming <= self._shard_bytes):
+            self._end()
+
+    def _end(self) -> None:
+        self._open.close()
+        self._stream, self._in_file = None, 0
+
+    def _part(self, index: int) -> Path:
+        return self._folder / f"part-{index:05d}.safetensors"
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._open.__exit__(kind, error, trace)
+            return
+        self._release()
+        self._end()
+        self._name()
+
+    def _name(self) -> None:
         """Gives the files their final names, which hold their number, and writes the index."""
-        if self._held:
-            self._flush()
         for old in (*self._folder.glob("model*.safetensors"), self._folder / "model.safetensors.index.json"):
             old.unlink(missing_ok=True)
         if len(self._files) == 1:
-            self._files[0][0].rename(self._folder / "model.safetensors")
+            self._part(0).rename(self._folder / "model.safetensors")
             return
         weight_map = {}
-        for index, (path, names) in enumerate(self._files, start=1):
-            final = f"model-{index:05d}-of-{len(self._files):05d}.safetensors"
-            path.rename(self._folder / final)
+        for index, names in enumerate(self._files):
+            final = f"model-{index + 1:05d}-of-{len(self._files):05d}.safetensors"
+            self._part(index).rename(self._folder / final)
             weight_map.update(dict.fromkeys(names, final))
         body = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
         (self._folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2), encoding="utf-8")
+
+
+def _makes_one_of_several(transform: Any) -> bool:
+    from transformers.core_model_loading import WeightConverter
+
+    return isinstance(transform, WeightConverter) and len(transform.target_patterns) > 1
 
 
 def _block_of(name: str) -> str:
@@ -155,11 +266,16 @@ def _block_of(name: str) -> str:
     return found.group(0) if found else name
 
 
+def _base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters without adapters, by their names before adapters came in."""
+    return ((base_name(name), p) for name, p in module.named_parameters() if not is_adapter(name))
+
+
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if name not in parameters and isinstance(tensor, torch.Tensor):
-            yield name, tensor
+            yield base_name(name), tensor
 
 
 def _write_config(model: Any, folder: Path, *, dtype: torch.dtype, source: Path | None) -> None:

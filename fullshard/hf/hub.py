@@ -10,7 +10,7 @@ from typing import Any
 
 from fullshard.errors import RecipeError, SetupError
 
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "adapter_model.bin"]
 _UNWANTED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors", "*.gguf"]
 
 
@@ -39,7 +39,9 @@ def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: 
     _refuse_paths(name, where=where)
     import huggingface_hub
 
-    wanted = [p for p in _WANTED if weights or p != "*.safetensors"] + (["*.py"] if code else [])
+    wanted = [p for p in _WANTED if weights or p not in ("*.safetensors", "adapter_model.bin")] + (
+        ["*.py"] if code else []
+    )
     try:
         return Path(
             huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED)

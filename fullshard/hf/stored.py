@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,13 @@ class Stored(Mapping[str, Entry]):
 
 def open_folder(folder: Path) -> Stored:
     """Opens `model.safetensors`, or the files of `model.safetensors.index.json`, and reads their headers."""
+    return open_files(files_of(folder))
+
+
+def open_files(files: Sequence[Path]) -> Stored:
+    """The tensors of these files together; headers are read, values are not."""
     entries: dict[str, Entry] = {}
-    for file in files_of(folder):
+    for file in files:
         handle = _open(file)
         for name in list(handle.keys()):
             part = handle.get_slice(name)

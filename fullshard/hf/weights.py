@@ -1,4 +1,4 @@
-"""Reads a safetensors folder in row slices, under the module's own parameter names.
+"""Reads stored tensors in row slices, under the module's own parameter names; strict both ways.
 
 No rank ever reads a whole model: a plain tensor is read slice by slice, and where Transformers stores a parameter in
 another form (experts one by one), one parameter at a time is converted. Must not know ranks or what is trained.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,36 @@ from torch import nn
 from fullshard.errors import CheckpointError
 from fullshard.hf.edits import base_name, is_adapter
 from fullshard.hf.stored import Stored, open_folder
+from fullshard.models.base import Weights
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|position_ids$")
 """Buffers that older versions of Transformers stored; they are computed now."""
 
 
-class SafetensorsWeights:
-    """The stored tensors of one folder, checked against one module: complete, nothing left over, shapes equal.
+class StoredWeights:
+    """Stored tensors of a model without its adapters, checked against one module: complete, nothing left over, shapes
+    equal.
 
     `resized` allows another number of rows in the embedding and the head: old rows are exact, rows beyond the stored
-    ones are the mean of the stored rows.
+    ones are the mean of the stored rows. `own_names`: stored under the module's own names, as far as they are known
+    there. `may_miss` says which of the module's names need not be stored.
     """
 
-    def __init__(self, folder: Path, module: nn.Module, *, resized: bool = False) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        stored: Stored,
+        module: nn.Module,
+        *,
+        place: Path | str,
+        advice: str,
+        resized: bool = False,
+        own_names: bool = False,
+        may_miss: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        self._place, self._advice = place, advice
         self._module = module
-        self._stored = open_folder(folder)
+        self._stored = stored
+        self._own_names, self._may_miss = own_names, may_miss
         self._targets = {base_name(name): name for name in module.state_dict(keep_vars=True) if not is_adapter(name)}
         self._shapes = {n: tuple(t.shape) for n, t in module.state_dict(keep_vars=True).items()}
         self._resizable = _vocabulary_names(module) if resized else set()
@@ -90,10 +104,12 @@ class SafetensorsWeights:
         unexpected = []
         groups: dict[str, _Conversion] = {}
         for source in sorted(self._stored, key=dot_natural_key):
-            target, pattern = rename_source_key(source, renamings, converters, prefix, known)
+            target, pattern = source, None
+            if not (self._own_names and source in known):
+                target, pattern = rename_source_key(source, renamings, converters, prefix, known)
             if target not in known:
                 target, pattern = rename_source_key(source, [], [], prefix, known)
-            if target not in known:
+            if target not in known or (pattern is None and self._targets[target] in self._plain):
                 unexpected.append(source)
             elif pattern is None:
                 self._plain[self._targets[target]] = source
@@ -102,8 +118,9 @@ class SafetensorsWeights:
                 group.sources.setdefault(pattern, []).append(source)
         for group in groups.values():
             self._plan_conversion(group)
-        # What Transformers' own export reverses: the transforms that matched something here.
-        model._weight_conversions = [t for t in transforms if t.was_used()]
+        if not self._own_names:
+            # What Transformers' own export reverses: the transforms that matched something here.
+            model._weight_conversions = [t for t in transforms if t.was_used()]
         return unexpected
 
     def _plan_conversion(self, group: _Conversion) -> None:
@@ -113,7 +130,7 @@ class SafetensorsWeights:
             if target is None or self._shapes[target] != shape:
                 expected = list(self._shapes[target]) if target else "nothing"
                 raise CheckpointError(
-                    f"{self._folder}: Transformers' conversion for {self._kind()} gives {name} {list(shape)}, where "
+                    f"{self._place}: Transformers' conversion for {self._kind()} gives {name} {list(shape)}, where "
                     f"{type(self._module).__name__} has {expected}. "
                     "Load and save the model once with AutoModelForCausalLM, and use that folder."
                 )
@@ -147,7 +164,7 @@ class SafetensorsWeights:
             first, *rest = (self._stored.read(s, row, row + 1) for s in sources)
             if any(not torch.equal(first, other) for other in rest):
                 raise CheckpointError(
-                    f"{self._folder}: {' and '.join(sources)} are stored with different values (row {row}), but the "
+                    f"{self._place}: {' and '.join(sources)} are stored with different values (row {row}), but the "
                     "config ties them. Set model.overrides.tie_word_embeddings to false to train both."
                 )
 
@@ -157,24 +174,25 @@ class SafetensorsWeights:
         may_exceed = [_IGNORED, *_patterns(model, "_keys_to_ignore_on_load_unexpected")]
         have = self.names()
         missing = [n for b, n in self._targets.items() if n not in have and not any(p.search(b) for p in may_miss)]
-        extra = [n for n in unexpected if not any(p.search(n) for p in may_exceed)]
-        wrong = [
-            f"{name} {list(found)} (the model has {list(self._shapes[name])})"
-            for name, source in self._plain.items()
-            if not self._fits(name, found := self._stored[source].shape)
-        ]
-        problems = {"missing": missing, "not part of the model": extra, "of another shape": wrong}
-        if any(problems.values()):
-            found_problems = "; ".join(f"{len(v)} {k}: {_some(v)}" for k, v in problems.items() if v)
-            raise CheckpointError(
-                f"{self._folder} does not hold the weights of {type(self._module).__name__} ({self._kind()}): "
-                f"{found_problems}. "
-                "Check that config.json belongs to these weights and that model.overrides changes no shape."
-            )
+        check_names(
+            f"{self._place} does not hold the weights of {type(self._module).__name__} ({self._kind()})",
+            missing=[name for name in missing if not any(map(self._may_miss, self._aliases(name)))],
+            extra=[n for n in unexpected if not any(p.search(n) for p in may_exceed)],
+            shapes={
+                name: (found, self._shapes[name])
+                for name, source in self._plain.items()
+                if not self._fits(name, found := self._stored[source].shape)
+            },
+            advice=self._advice,
+        )
+
+    def _aliases(self, name: str) -> list[str]:
+        return next((group for group in _tied_groups(self._module) if name in group), [name])
 
     def _fits(self, name: str, found: tuple[int, ...]) -> bool:
         shape = self._shapes[name]
-        return found == shape or (name in self._resizable and found[1:] == shape[1:])
+        # A sharded scalar is kept, and stored, as a vector of one.
+        return found == shape or (name in self._resizable and found[1:] == shape[1:]) or (not shape and found == (1,))
 
     def _mean(self, source: str) -> torch.Tensor:
         """The mean row, summed in pieces so that the whole tensor is never in memory."""
@@ -189,6 +207,70 @@ class SafetensorsWeights:
     def _kind(self) -> str:
         model: Any = self._module
         return f"model type {model.config.model_type}"
+
+
+class SafetensorsWeights(StoredWeights):
+    """The weights in one folder that Transformers or a hub wrote."""
+
+    def __init__(self, folder: Path, module: nn.Module, *, resized: bool = False) -> None:
+        advice = "Check that config.json belongs to these weights and that model.overrides changes no shape."
+        super().__init__(open_folder(folder), module, place=folder, advice=advice, resized=resized)
+
+
+class AdapterWeights:
+    """The stored tensors of a module's adapters, checked against it. `names`: the module's name → the stored name."""
+
+    def __init__(
+        self, stored: Stored, module: nn.Module, names: Mapping[str, str], *, place: Path | str, advice: str
+    ) -> None:
+        shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if is_adapter(name)}
+        self._stored, self._names = stored, {name: names[name] for name in shapes if names.get(name) in stored}
+        check_names(
+            f"{place} does not hold the adapters of this model",
+            missing=[names.get(name, name) for name in shapes if name not in self._names],
+            extra=sorted(set(stored) - set(self._names.values())),
+            shapes={
+                source: (stored[source].shape, shapes[name])
+                for name, source in self._names.items()
+                if stored[source].shape != shapes[name]
+            },
+            advice=advice,
+        )
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._stored.read(self._names[name], start, stop)
+
+
+class Together:
+    """Several sources of values as one; the first that has a name answers for it."""
+
+    def __init__(self, *sources: Weights) -> None:
+        self._owner = {name: source for source in reversed(sources) for name in source.names()}
+
+    def names(self) -> set[str]:
+        return set(self._owner)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._owner[name].read(name, start, stop)
+
+
+def check_names(
+    what: str,
+    *,
+    missing: Sequence[str],
+    extra: Sequence[str],
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]],
+    advice: str,
+) -> None:
+    """Raises what does not fit, the first names of each kind; `shapes`: the stored one and the model's."""
+    wrong = [f"{name} {list(found)} (the model has {list(needed)})" for name, (found, needed) in shapes.items()]
+    problems = {"missing": missing, "not part of the model": extra, "of another shape": wrong}
+    if any(problems.values()):
+        found_problems = "; ".join(f"{len(v)} {k}: {_some(v)}" for k, v in problems.items() if v)
+        raise CheckpointError(f"{what}: {found_problems}. {advice}")
 
 
 class _Conversion:

@@ -1,4 +1,4 @@
-"""The Transformers family: any causal language model, from a folder, from the hub, or from scratch by named size.
+"""The Transformers family: any causal language model, from a folder, the hub, an adapter, a checkpoint or from scratch.
 
 Edits come in one order: embedding size, adapters, frozen parameters. Must not know objectives, ranks or sharding.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, PrivateAttr, model_validator
 
 from fullshard.errors import RecipeError
+from fullshard.hf import recorded
 from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
 from fullshard.hf.sizes import check_architecture, check_size, make_config
 from fullshard.hf.tokenizer import (
@@ -90,10 +91,20 @@ class Hf(Family):
     """A causal language model of Transformers."""
 
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("path", "architecture"), ("path", "size"))
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("path", "architecture"),
+        ("path", "size"),
+        ("base", "architecture"),
+        ("base", "size"),
+    )
 
     path: str | None = None
-    """A folder or hub name with weights to start from."""
+    """A folder or hub name with weights to start from; a PEFT adapter is trained on."""
+    base: str | None = None
+    """The base model of the adapter in `path`, where it is not the one that the adapter names."""
+    start: str | None = Field(None, alias="from")
+    """Weights to start from instead: a fullshard checkpoint (its folder, a run, best, last; alone it also decides what
+    model it is), or beside path or architecture one file with a whole state (.pt, .pth, .bin, .safetensors)."""
     architecture: str | None = None
     """Start from scratch: a Transformers model type (qwen3, llama, gpt2, ...)."""
     size: str | None = None
@@ -118,12 +129,20 @@ class Hf(Family):
 
     _trained_tokenizer: Path | None = PrivateAttr(None)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, values: Any) -> Any:
+        return recorded.completed(values) if isinstance(values, dict) else values
+
     @model_validator(mode="after")
     def _consistent(self) -> Hf:
         if (self.path is None) == (self.architecture is None):
             raise ValueError(
-                "give exactly one of model.path (weights to start from) and model.architecture (from scratch)"
+                "give exactly one of model.path (weights to start from) and model.architecture (from scratch), or "
+                "model.from (a fullshard checkpoint)"
             )
+        if self.base is not None and self.path is None:
+            raise ValueError("model.base names the base of a PEFT adapter in model.path, and there is no model.path")
         if self.path is not None and self.size is not None:
             raise ValueError("model.size goes with model.architecture; with model.path the weights decide the size")
         if self.architecture is not None and self.size is None and not self.overrides:
@@ -141,8 +160,12 @@ class Hf(Family):
         if self.architecture is not None:
             self._config()
         else:
-            fetch(str(self.path), revision=self.revision, code=self.trust_remote_code, weights=True, where="model.path")
-        if self.tokenizer and self.tokenizer.path:
+            code = self.trust_remote_code
+            fetch(str(self.path), revision=self.revision, code=code, weights=True, where="model.path")
+            if self._adapter() is not None:
+                name, revision = self._base()
+                fetch(name, revision=revision, code=code, weights=True, where="model.base")
+        if self.tokenizer and self.tokenizer.path and "://" not in self.tokenizer.path:
             code = self.trust_remote_code
             fetch(self.tokenizer.path, revision=None, code=code, weights=False, where="model.tokenizer")
         if self.tokenizer and self.tokenizer.train:
@@ -160,36 +183,41 @@ class Hf(Family):
         where = "model.tokenizer"
         if self.tokenizer and self.tokenizer.train:
             folder = self._trained_tokenizer or self.tokenizer.train.folder(cache, fingerprint)
+        elif self.tokenizer and self.tokenizer.path and "://" in self.tokenizer.path:
+            folder = recorded.copied(self.tokenizer.path, cache=cache)
         elif self.tokenizer and self.tokenizer.path:
             folder = local_folder(self.tokenizer.path, revision=None, where=where)
         elif self.path is not None:
-            folder, where = self._folder(), "model.path"
-            if not has_tokenizer(folder):
+            where = "model.path"
+            beside = [found for found in (self._adapter(), self._folder()) if found is not None]
+            found = next((b for b in beside if any((b / n).exists() for n in TOKENIZER_FILES)), None)
+            if found is None or not has_tokenizer(found):
                 return None
-            if not any((folder / name).exists() for name in TOKENIZER_FILES):
-                return None
+            folder = found
         else:
             return None
         return load_tokenizer(folder, trust_remote_code=self.trust_remote_code, where=where)
 
     def build(self, *, processor: Any) -> nn.Module:
+        from fullshard.hf.adapter import add_stored
         from fullshard.hf.edits import add_lora, freeze
+        from fullshard.hf.empty import empty_model
         from fullshard.hf.export import stored_conversions
         from fullshard.hf.head import bind
 
         config = self._config()
         if processor is not None:
             self._fit_vocabulary(config, processor)
-        _refuse_layerdrop(config)
-        config.use_cache = False
-        module = self._empty(config)
+        # varlen is switched on by whoever provides that kernel; the model is built with the one it replaces.
+        attention = None if self.attention in ("auto", "varlen") else self.attention
+        module = empty_model(config, attention=attention, trust_remote_code=self.trust_remote_code)
         # Before adapters: they replace layers, and the rule is about the model itself.
         rule = bind(module)
         module._weight_conversions = stored_conversions(module)  # type: ignore[assignment]
         logger.info("head: %s", rule.reason)
         if self.lora is not None:
             settings = self.lora
-            if self.path is None:
+            if self.path is None and self.start is None:
                 logger.warning("model.lora on a model from scratch: its random base is frozen and never exported")
             add_lora(
                 module,
@@ -197,31 +225,17 @@ class Hf(Family):
                 alpha=settings.alpha,
                 dropout=settings.dropout,
                 targets=settings.targets,
-                base=self.path,
+                base=self.path if self.stored_in() is not None else self.start,
             )
+        elif (adapter := self._adapter()) is not None:
+            add_stored(module, adapter, base=self._base()[0])
         freeze(module, self.freeze)
         return module
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
-        """Settles the attention kernel and says which: `varlen` where packed rows meet a GPU, else the model's own."""
-        import torch
+        from fullshard.hf.attention import choose_attention
 
-        from fullshard.ops.varlen_attention import register
-
-        model: Any = module
-        # torch's flash kernels: half precision, and Ampere or newer.
-        flash = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
-        able = flash and compute in (torch.bfloat16, torch.float16) and model._supports_attention_backend
-        if self.attention == "varlen" and not able:
-            raise RecipeError(
-                "model.attention = 'varlen' needs a GPU of compute capability 8.0, bf16 or fp16, and a model whose "
-                f"attention can be replaced, not {device}, {str(compute).removeprefix('torch.')}, "
-                f"{type(module).__name__}. Use attention: auto."
-            )
-        if able and (self.attention == "varlen" or (self.attention == "auto" and packed)):
-            model.set_attn_implementation(register())
-            model.takes_bounds = True
-        return str(model.config._attn_implementation)
+        return choose_attention(module, self.attention, device=device, compute=compute, packed=packed)
 
     def longest(self, module: nn.Module) -> int | None:
         model: Any = module
@@ -229,18 +243,39 @@ class Hf(Family):
         return positions if isinstance(positions, int) and positions > 0 else None
 
     def weights(self, module: nn.Module) -> Weights | None:
-        from fullshard.hf.weights import SafetensorsWeights
+        from fullshard.hf.adapter import adapter_weights
+        from fullshard.hf.start import start_weights
+        from fullshard.hf.weights import SafetensorsWeights, Together
 
-        if self.path is None:
-            return None
         model: Any = module
         rows = model.config.get_text_config(decoder=True).vocab_size
         resized = rows != self._config().get_text_config(decoder=True).vocab_size
-        return SafetensorsWeights(self._folder(), module, resized=resized)
+
+        def folder() -> Weights:
+            return SafetensorsWeights(self._folder(), module, resized=resized)
+
+        adapter = self._adapter()
+        if self.start is not None:
+            return start_weights(
+                self.start,
+                module,
+                base=folder if self.path is not None else None,
+                adapter=functools.partial(adapter_weights, adapter, module) if adapter is not None else None,
+                # From scratch the vocabulary has no size of its own to grow from.
+                resized=resized if self.path is not None else self.resize_embedding is True,
+                alpha=self.lora.alpha if self.lora is not None else None,
+            )
+        if self.path is None:
+            return None
+        return folder() if adapter is None else Together(adapter_weights(adapter, module), folder())
 
     def stored_in(self) -> Path | None:
-        """The folder of the weights to start from; None from scratch."""
-        return self._folder() if self.path is not None else None
+        """The folder of the base model's weights, if they come from there; None from scratch or by `model.from`."""
+        from fullshard.hf.start import frozen_dtype
+
+        if self.path is None or (self.start is not None and frozen_dtype(self.start) is not None):
+            return None
+        return self._folder()
 
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
         from fullshard.hf.init import initialise_subtree
@@ -248,47 +283,88 @@ class Hf(Family):
         initialise_subtree(unit, root=root)
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """fp32 for what is trained; frozen parameters stay in the checkpoint's own half precision, if it has one."""
+        """fp32 for what is trained; frozen parameters stay in the half precision they are stored in, if they are."""
         import torch
 
-        if parameter.requires_grad or self.path is None:
+        from fullshard.hf.start import frozen_dtype
+
+        if parameter.requires_grad:
             return torch.float32
-        stored = _stored_dtype(self._folder())
+        stored = frozen_dtype(self.start) if self.start is not None else None
+        if stored is None and self.path is not None:
+            stored = _stored_dtype(self._folder())
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
-        """4·N + 2·T + 6·L·d·s, with N parameters, T of them trained, L layers of width d and sequences of s tokens.
+        from fullshard.hf.flops import flops_per_token
 
-        Without frozen parameters that is the usual 6·N + 6·L·d·s. A frozen one still costs its forward (2) and the
-        gradient of its input (2), but no gradient of its own. Of a mixture's experts only the chosen ones count.
-        """
-        model: Any = module
-        config = model.config.get_text_config(decoder=True)
-        cost = 0.0
-        for name, parameter in module.named_parameters():
-            share = _active_share(config) if ".experts." in name else 1.0
-            cost += share * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
-        return cost + 6.0 * float(config.num_hidden_layers * config.hidden_size * length)
+        return flops_per_token(module, length=length)
+
+    def exports(self, module: nn.Module, name: str) -> bool:
+        from fullshard.hf.edits import has_adapters, is_adapter
+
+        return is_adapter(name) or not has_adapters(module)
 
     def export(
-        self, module: nn.Module, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, processor: Any
+        self,
+        module: nn.Module,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        folder: Path,
+        *,
+        processor: Any,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int | None = None,
+        merged: bool = False,
     ) -> None:
-        import torch
-
+        """Adapters in PEFT's layout, everything else in Transformers' own, in the dtype it was stored in."""
         from fullshard.hf.edits import has_adapters
-        from fullshard.hf.export import export_adapter, export_model
+        from fullshard.hf.export import Form, export_adapter, export_model
 
-        if has_adapters(module):
-            export_adapter(module, tensors, folder, base=self.path, processor=processor)
+        if has_adapters(module) and not merged:
+            export_adapter(module, tensors, folder, processor=processor, dtype=dtype)
             return
         source = self._folder() if self.path is not None else None
-        dtype = _stored_dtype(source) if source is not None else torch.float32
-        export_model(module, tensors, folder, dtype=dtype, source=source, processor=processor)
+        form = Form(dtype or (_stored_dtype(source) if source else None), shard_bytes, merged)
+        export_model(module, tensors, folder, form, source=source, processor=processor)
 
-    def _folder(self) -> Path:
+    def _adapter(self) -> Path | None:
+        """The PEFT adapter in `path`; None where `path` is a model."""
+        from fullshard.hf.adapter import is_adapter_folder
         from fullshard.hf.hub import local_folder
 
-        return local_folder(str(self.path), revision=self.revision, where="model.path")
+        if self.path is None:
+            return None
+        folder = local_folder(self.path, revision=self.revision, where="model.path")
+        if not is_adapter_folder(folder, base_named=self.base is not None):
+            if self.base is not None:
+                raise RecipeError(
+                    f"model.base = {self.base!r} names the base of a PEFT adapter, and model.path = {self.path!r} is "
+                    "none (it has no adapter_config.json). Leave model.base out."
+                )
+            return None
+        if self.lora is not None:
+            raise RecipeError(
+                f"model.lora: model.path = {self.path!r} is a PEFT adapter, which is trained on with its own settings "
+                "(r, alpha, targets). Leave model.lora out; for new adapters name the base model in model.path."
+            )
+        return folder
+
+    def _base(self) -> tuple[str, str | None]:
+        """The base model of the adapter in `path`, and its revision on the hub."""
+        from fullshard.hf.adapter import named_base
+
+        return (self.base, None) if self.base is not None else named_base(Path(self._adapter() or ""))
+
+    def _folder(self) -> Path:
+        """The folder with config and weights: `path`, or the base of the adapter there."""
+        from fullshard.hf.hub import local_folder
+
+        if self._adapter() is not None:
+            name, revision = self._base()
+            return local_folder(name, revision=revision, where="model.base")
+        folder = local_folder(str(self.path), revision=self.revision, where="model.path")
+        recorded.refuse_checkpoint(folder, str(self.path))
+        return folder
 
     def _config(self) -> Any:
         """A fresh config, before it is fitted to a tokenizer."""
@@ -302,32 +378,10 @@ class Hf(Family):
         # A named size keeps the vocabulary of its name; tiny has none of its own.
         exact = self.resize_embedding is True or (self.size == "tiny" and "vocab_size" not in self.overrides)
         new_rows = fit_vocabulary(config, processor, resize=self.resize_embedding, exact=exact)
-        if new_rows and self.lora is not None:
+        if new_rows and (self.lora is not None or self._adapter() is not None):
             logger.warning("the %d new embedding rows stay as they are: LoRA trains adapters only", new_rows)
         if self.architecture is not None:
             take_special_tokens(config, processor)
-
-    def _empty(self, config: Any) -> nn.Module:
-        """The module with parameters on meta and buffers computed."""
-        import torch
-        from accelerate import init_empty_weights
-        from transformers import AutoModelForCausalLM
-
-        # varlen is switched on by whoever provides that kernel; the model is built with the one it replaces.
-        chosen = {} if self.attention in ("auto", "varlen") else {"attn_implementation": self.attention}
-        config.dtype = torch.float32
-        try:
-            with init_empty_weights(include_buffers=False):
-                module = AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code, **chosen)
-        except (ImportError, ValueError, RuntimeError, AssertionError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise RecipeError(
-                f"model: Transformers cannot build {config.model_type} as asked for ({reason}). "
-                "Check model.attention and model.overrides."
-            ) from error
-        module.tie_weights()
-        module.architecture_name = type(module).__name__
-        return module  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=8)
@@ -335,23 +389,6 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     from fullshard.hf.stored import open_folder
 
     return open_folder(folder).dtype()
-
-
-def _refuse_layerdrop(config: Any) -> None:
-    share = getattr(config, "layerdrop", None) or 0.0
-    if share > 0:
-        raise RecipeError(
-            f"model: its config has layerdrop = {share:g}, with which each rank leaves out other layers, and sharded "
-            "ranks would wait for each other without end. Set model.overrides.layerdrop=0."
-        )
-
-
-def _active_share(config: Any) -> float:
-    chosen = getattr(config, "num_experts_per_tok", None)
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if chosen and (number := getattr(config, key, None)):
-            return float(chosen) / float(number)
-    return 1.0
 
 
 __all__ = ["Hf", "Lora", "Tokenizer"]

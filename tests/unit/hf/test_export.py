@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullshard.errors import CheckpointError
-from fullshard.hf.export import export_model
+from fullshard.hf.export import Form, export_model
 from fullshard.models.hf import Hf
 from tests.unit.hf.architectures import CAUSAL, build
 
@@ -69,7 +70,7 @@ def test_files_are_split_by_size_and_the_dtype_is_the_starts(tmp_path: Path) -> 
     out = tmp_path / "out"
     source = tmp_path / "start"
     named = ((n, p.detach()) for n, p in module.named_parameters(remove_duplicate=False))
-    export_model(module, named, out, dtype=torch.bfloat16, source=source, processor=None, shard_bytes=200_000)
+    export_model(module, named, out, Form(torch.bfloat16, 200_000), source=source, processor=None)
     files = sorted(p.name for p in out.glob("*.safetensors"))
     assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
     assert len(files) > 1
@@ -130,3 +131,103 @@ def test_adapters_load_in_peft_and_give_the_same_logits(architecture: str, tmp_p
     assert not torch.allclose(expected, plain, atol=1e-3), "the adapters do something"
     assert torch.allclose(loaded(input_ids=IDS).logits, expected, atol=1e-6)
     assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
+
+
+def adapters_first(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(sorted(tensors(module), key=lambda pair: ".lora_" not in pair[0]))
+
+
+def lora(path: Path, targets: str | list[str]) -> Hf:
+    return Hf(path=str(path), lora={"r": 4, "alpha": 8, "targets": targets})  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
+@pytest.mark.parametrize(
+    ("architecture", "targets"),
+    [
+        ("llama", "all-linear"),
+        ("gpt2", "all-linear"),  # transposed matrices
+        ("qwen3_moe", "all-linear"),  # fused experts, stored one by one
+        ("llama", ["embed_tokens", "lm_head", "q_proj"]),
+    ],
+    ids=["llama", "gpt2", "qwen3_moe", "embedding"],
+)
+@torch.no_grad()
+def test_merged_weights_are_those_of_peft(
+    architecture: str, targets: str | list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("fullshard.hf.export.PIECE_BYTES", 1000)  # a few rows at a time
+    build(architecture).save_pretrained(tmp_path / "base")  # type: ignore[operator]
+    family = lora(tmp_path / "base", targets)
+    module = real(family)
+    family.export(module, tensors(module), tmp_path / "adapter", processor=None)
+    family.export(module, adapters_first(module), tmp_path / "out", processor=None, merged=True, shard_bytes=50_000)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    expected = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).merge_and_unload().state_dict()
+    assert any(not torch.allclose(expected[name], tensor, atol=1e-3) for name, tensor in before.items())
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    for name, tensor in expected.items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=1e-6, atol=1e-6)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_adapters_that_cannot_be_merged_are_refused(tmp_path: Path) -> None:
+    build("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "tied")  # type: ignore[operator]
+    module = real(family := lora(tmp_path / "tied", ["embed_tokens"]))
+    with pytest.raises(CheckpointError, match="merging would change both"):
+        family.export(module, adapters_first(module), tmp_path / "out", processor=None, merged=True)
+    module = real(family := lora(tmp_path / "tied", ["q_proj"]))
+    with pytest.raises(CheckpointError, match="not given, or after its weight"):
+        family.export(module, tensors(module), tmp_path / "out", processor=None, merged=True)
+
+
+def drawn(family: Hf) -> nn.Module:
+    """A module from scratch with values."""
+    module = real(family)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return module
+
+
+def test_a_file_ends_between_blocks_and_is_never_too_large(tmp_path: Path) -> None:
+    family = Hf(architecture="llama", size="tiny", overrides={"num_hidden_layers": 4})
+    module = drawn(family)
+    block = sum(p.nbytes for p in module.get_submodule("model.layers.0").parameters())
+    largest = max(p.nbytes for p in module.parameters())
+    assert largest < block
+    for folder, limit in (("by block", int(2.5 * block)), ("by tensor", largest)):
+        family.export(module, tensors(module), tmp_path / folder, processor=None, shard_bytes=limit)
+        files = [load_file(path) for path in sorted((tmp_path / folder).glob("*.safetensors"))]
+        assert max(sum(t.nbytes for t in file.values()) for file in files) <= limit
+        stored = {name: tensor for file in files for name, tensor in file.items()}
+        assert all(torch.equal(stored[name], p) for name, p in tensors(module))
+    blocks = [
+        {name.split(".")[2] for name in load_file(p) if ".layers." in name}
+        for p in sorted((tmp_path / "by block").glob("*.safetensors"))
+    ]
+    assert sum(map(len, blocks)) == 4, "no block lies in two files"
+
+
+def test_a_stored_tensor_made_of_several_is_put_together_again(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    module: Any = drawn(Hf(architecture="llama", size="tiny"))
+    parts = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    fused = WeightConverter(source_patterns="mlp.fused.weight", target_patterns=parts, operations=[Chunk(dim=0)])
+    module._weight_conversions = [fused]
+    export_model(module, tensors(module), tmp_path, Form(shard_bytes=60_000), source=None, processor=None)
+    stored = {name: t for path in tmp_path.glob("*.safetensors") for name, t in load_file(path).items()}
+    layers = range(module.config.num_hidden_layers)
+    assert not any(name.endswith(tuple(parts)) for name in stored)
+    for layer in layers:
+        whole = torch.cat([module.get_parameter(f"model.layers.{layer}.{part}") for part in parts])
+        assert torch.equal(stored[f"model.layers.{layer}.mlp.fused.weight"], whole)
+    assert len(stored) == len(list(module.parameters())) - len(layers)

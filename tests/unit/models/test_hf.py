@@ -54,6 +54,24 @@ def test_contradictions_are_refused(value: dict[str, Any], message: str) -> None
         section(value)
 
 
+def test_a_start_lies_beside_what_a_lower_layer_says() -> None:
+    from fullshard.layers import Settings
+    from fullshard.schema import schema
+
+    settings = Settings(Family)
+    settings.lay({"architecture": "llama", "size": "tiny"}, "preset")
+    settings.lay({"from": "state.pt"}, "recipe")
+    assert section(settings.values).start == "state.pt"
+    settings.lay({"path": "adapter", "base": "model"}, "command line")
+    assert settings.values == {"from": "state.pt", "path": "adapter", "base": "model"}, "no size, no architecture"
+    found = section(settings.values)
+    assert plain(found)["from"] == "state.pt"
+    assert section(plain(found)) == found
+    keys = next(kind for kind in schema()["$defs"]["Family"]["anyOf"] if "architecture" in kind["properties"])
+    assert "start" not in keys["properties"]
+    assert "a fullshard checkpoint" in keys["properties"]["from"]["description"]
+
+
 def test_unknown_architecture_and_size() -> None:
     with pytest.raises(RecipeError, match="did you mean 'mistral'"):
         Hf(architecture="mistrall", size="7B").build(processor=None)

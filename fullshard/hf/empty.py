@@ -1,0 +1,45 @@
+"""A model of Transformers without values: parameters on meta, buffers computed.
+
+Must not know where values come from, adapters or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from fullshard.errors import RecipeError
+
+
+def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool) -> nn.Module:
+    """The causal language model of a config; `attention`: its kernel, None for the model's own."""
+    from transformers import AutoModelForCausalLM
+
+    _refuse_layerdrop(config)
+    config.use_cache = False
+    config.dtype = torch.float32
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with init_empty_weights(include_buffers=False):
+            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **chosen)
+    except (ImportError, ValueError, RuntimeError, AssertionError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise RecipeError(
+            f"model: Transformers cannot build {config.model_type} as asked for ({reason}). "
+            "Check model.attention and model.overrides."
+        ) from error
+    module.tie_weights()
+    module.architecture_name = type(module).__name__
+    return module  # type: ignore[no-any-return]
+
+
+def _refuse_layerdrop(config: Any) -> None:
+    share = getattr(config, "layerdrop", None) or 0.0
+    if share > 0:
+        raise RecipeError(
+            f"model: its config has layerdrop = {share:g}, with which each rank leaves out other layers, and sharded "
+            "ranks would wait for each other without end. Set model.overrides.layerdrop=0."
+        )
