@@ -14,7 +14,7 @@ from typing import Any
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import store
 
-BLOCK = 16 * 2**20
+BLOCK = 2**20
 THREADS = 4
 
 
@@ -83,4 +83,5 @@ def share(described: dict[str, Any], *, rank: int, world: int) -> dict[str, Any]
 def unlisted(folder: Path, described: Iterable[str]) -> list[str]:
     """Files that no manifest knows of."""
     known = {*described, files.MANIFEST}
-    return sorted(p.name for p in folder.iterdir() if p.is_file() and p.name not in known)
+    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name not in known)

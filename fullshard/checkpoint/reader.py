@@ -83,23 +83,31 @@ class Sharded(StoredTensors):
         return dtype
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        entry, rows = self._entry(name), {tuple(c.offsets): c.sizes for c in self._entry(name).chunks}
+        entry, parts = self._entry(name), []
         if not entry.size:
             return self._reader.chunk(self._pieces[self._prefix + name][0][1])
-        found = torch.empty((max(stop - start, 0), *entry.size[1:]), dtype=entry.properties.dtype)
-        covered = 0
-        for index, info in self._pieces[self._prefix + name]:
-            offset, size = index.offset or torch.Size([0] * len(entry.size)), rows[tuple(index.offset or ())]
+        for index, info in sorted(self._pieces[self._prefix + name], key=lambda piece: piece[0].offset):
+            offset, size = index.offset, self._size(name, index.offset)
             if any(offset[1:]) or tuple(size[1:]) != tuple(entry.size[1:]):
                 raise CheckpointError(f"{self._prefix}{name} is not stored by rows: fullshard did not write it.")
             begin, end = max(start, offset[0]), min(stop, offset[0] + size[0])
             if begin < end:
-                piece = self._reader.chunk(info)
-                found[begin - start : end - start] = piece[begin - offset[0] : end - offset[0]]
-                covered += end - begin
-        if covered != found.shape[0]:
-            raise CheckpointError(f"{self._prefix}{name}: {covered} of {found.shape[0]} rows are stored.")
+                parts.append((info, slice(begin - offset[0], end - offset[0])))
+        if len(parts) == 1:  # as it lies there, without a copy
+            return self._complete(name, self._reader.chunk(parts[0][0])[parts[0][1]], stop - start)
+        found, done = torch.empty((max(stop - start, 0), *entry.size[1:]), dtype=entry.properties.dtype), 0
+        for info, rows in parts:
+            found[done : done + rows.stop - rows.start] = self._reader.chunk(info)[rows]
+            done += rows.stop - rows.start
+        return self._complete(name, found[:done], stop - start)
+
+    def _complete(self, name: str, found: torch.Tensor, rows: int) -> torch.Tensor:
+        if found.shape[0] != max(rows, 0):
+            raise CheckpointError(f"{self._prefix}{name}: {found.shape[0]} of {rows} rows are stored.")
         return found
+
+    def _size(self, name: str, offset: Any) -> Any:
+        return next(chunk.sizes for chunk in self._entry(name).chunks if tuple(chunk.offsets) == tuple(offset))
 
     def _entry(self, name: str) -> Any:
         return self._metadata.state_dict_metadata[self._prefix + name]

@@ -1,0 +1,136 @@
+"""`fullshard export`: a checkpoint as files that other libraries load. One process, CPU only, tensor by tensor.
+
+Must not import torch before it is called, nor know how anything is read or written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.errors import CheckpointError, SetupError
+
+if TYPE_CHECKING:
+    from fullshard.log.console import Bar, Console
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def export(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A checkpoint folder, a run folder (its last one), RUN/best or a URL."
+        ),
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A folder that does not exist yet; a file for --as state.")],
+    form: Annotated[
+        str | None,
+        typer.Option("--as", metavar="hf|adapter|merged|state", help="What to write; adapter for a LoRA run, else hf."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16|fp16|original", help="original: as the model was stored before training.")
+    ] = "original",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that one file holds: 5GB, 500MB.")] = "5GB",
+    base: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Where the run's base model is now, if it has moved.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
+    ] = False,
+) -> None:
+    """Write the model of CHECKPOINT as files that other libraries load.
+
+    hf is a folder for Transformers, adapter one for PEFT; merged is a whole model with the adapters added to its
+    weights; state is one file (.safetensors, .pt) with every tensor under its own name, as it was trained. Needs no
+    GPU, and no more memory than the largest file. An interrupted export leaves nothing behind.
+    """
+    from fullshard.checkpoint.folder import named
+    from fullshard.export import write as writing
+    from fullshard.log import libraries
+    from fullshard.log.console import Console
+
+    size = parse_size(shard_size)
+    _one_of("--as", form, (None, *writing.FORMS))
+    _one_of("--dtype", dtype, tuple(writing.DTYPES))
+    found = named(checkpoint)
+    target = writing.free(out, found)
+    console = Console()
+    _check(found, console)
+    with libraries.route(console):
+        from fullshard.export.source import open_trained
+
+        trained = open_trained(found, base=base, trust_remote_code=trust_remote_code)
+        wish = writing.Wish(writing.settle(trained, form, target), dtype, size if shard_size != "5GB" else None)
+        names = list(writing.names_for(trained, wish.form))
+        writing.write(trained, target, wish, _watched(trained.tensors(names), len(names), console))
+    _say_done(console, target, wish.form)
+
+
+def parse_size(text: str) -> int:
+    """`5GB`, `500 MB`, `2GiB` or a number of bytes."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or float(found[1]) * unit < 1:
+        raise SetupError(f"--shard-size {text!r} is not a size. Write a number and a unit: 5GB, 500MB, 2GiB.")
+    return int(float(found[1]) * unit)
+
+
+def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        from fullshard.part import did_you_mean
+
+        known = [word for word in allowed if word]
+        raise SetupError(f"{option} {value}: allowed are {', '.join(known)}{did_you_mean(str(value), known)}.")
+
+
+def _check(checkpoint: Path, console: Console) -> None:
+    """Nothing is made of a damaged checkpoint. A remote one is read only once: there sizes alone are looked at."""
+    from fullshard.checkpoint import folder, integrity
+
+    described = folder.read_manifest(checkpoint).get("files", {})
+    console.say(f"Checking {checkpoint}")
+    with _bar(console, "Checking", len(described)) as bar:
+        local = not folder.is_remote(checkpoint)
+        found = integrity.problems(checkpoint, described, checksums=local, done=lambda size: bar.advance())
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(found[:3])}{more}. Export another one.")
+
+
+def _bar(console: Console, label: str, total: int) -> Bar:
+    from fullshard.log.bar import Pace
+    from fullshard.log.console import Bar
+
+    return Bar(console, label, "", Pace(total, clock=console.clock))
+
+
+def _watched(tensors: Iterator[tuple[str, Any]], total: int, console: Console) -> Iterator[tuple[str, Any]]:
+    """The tensors, with a bar that counts them."""
+    with _bar(console, "Writing", total) as bar:
+        for pair in tensors:
+            yield pair
+            bar.advance()
+
+
+def _say_done(console: Console, out: Path, form: str) -> None:
+    from fullshard.log import words
+
+    files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    number = "1 file" if len(files) == 1 else f"{len(files)} files"
+    pickled = f"torch.load({str(out)!r}, weights_only=True)"
+    load = {
+        "hf": f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})",
+        "merged": f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})",
+        "adapter": f"peft.AutoPeftModelForCausalLM.from_pretrained({str(out)!r})",
+        "state": f"safetensors.torch.load_file({str(out)!r})" if out.suffix == ".safetensors" else pickled,
+    }
+    console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}). Load it with: {load[form]}")
+
+
+__all__ = ["export"]

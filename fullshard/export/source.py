@@ -1,0 +1,193 @@
+"""A finished checkpoint as the model it was saved from: on meta, with its tensors read one after the other.
+
+What the checkpoint leaves out (the frozen base of adapters) comes from where the run had it, and is proven to be the
+same. Must not know how anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.reader import StoredTensors, open_tensors
+from fullshard.dist.gradients import checksums
+from fullshard.errors import CheckpointError, FullshardError
+from fullshard.hf.edits import has_adapters, is_adapter
+from fullshard.models.base import Family, Weights
+from fullshard.part import decode
+from fullshard.stream import Entry
+
+MOVED = "Where the run's base model has moved, say where it is now: --base PATH."
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The model of a checkpoint, its tensors still on disk."""
+
+    checkpoint: Path
+    family: Family
+    processor: Any
+    module: nn.Module
+    stored: StoredTensors
+    base: Weights | None
+    frozen: Mapping[str, int]
+    """Checksums of what the checkpoint leaves out."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether adapters were trained, and not the model."""
+        return has_adapters(self.module)
+
+    def entries(self) -> dict[str, Entry]:
+        """Dtype and shape of every tensor, in the order in which they are read: adapters first."""
+        stored = self.stored.names()
+        found = {}
+        for name, tensor in _tensors_of(self.module).items():
+            dtype = self.stored.dtype(name) if name in stored else self._dtype(name, tensor)
+            found[name] = Entry(dtype, tuple(tensor.shape))
+        return {name: found[name] for name in sorted(found, key=lambda name: not is_adapter(name))}
+
+    def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each tensor whole, on the CPU, one at a time."""
+        stored, own = self.stored.names(), _tensors_of(self.module)
+        base = self.base.names() if self.base is not None else set()
+        for name in names:
+            if name in stored:
+                yield name, self.stored.whole(name)
+            elif self.base is not None and name in base:
+                yield name, self._frozen(name, own[name], self.base)
+            elif not own[name].is_meta:
+                yield name, own[name]  # a buffer that the module computes
+            else:
+                raise CheckpointError(
+                    f"{self.checkpoint} does not hold {name}, and the run's model settings name no weights to take it "
+                    f"from. {MOVED}"
+                )
+
+    def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype that the run kept it in."""
+        return self.family.storage_dtype(name, tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+    def _frozen(self, name: str, tensor: torch.Tensor, base: Weights) -> torch.Tensor:
+        values = base.read(name, 0, (tensor.shape or (1,))[0]).to(self._dtype(name, tensor))
+        if name in self.frozen and int(checksums([values])) != self.frozen[name]:  # type: ignore[list-item]
+            raise CheckpointError(
+                f"{self.checkpoint} was trained on other weights than those found now: {name} of the frozen base "
+                f"differs. Give the base model that the run had: --base PATH."
+            )
+        return values
+
+
+def open_trained(checkpoint: Path, *, base: str | None, trust_remote_code: bool) -> Trained:
+    """The model that a checkpoint's own recipe describes, checked against the checkpoint's tensors."""
+    state = files.read_state(checkpoint)
+    family = decode(Family, _settings(checkpoint, state, base, trust_remote_code), where="model")
+    stored = open_tensors(checkpoint).section("model")
+    processor = _processor(checkpoint, trust_remote_code=trust_remote_code)
+    with _advised():
+        module = family.build(processor=processor)
+    _check_fit(checkpoint, module, stored)
+    with _advised():
+        weights = _weights(family, module, needed=set(_tensors_of(module)) - stored.names())
+    return Trained(checkpoint, family, processor, module, stored, weights, state.get("frozen") or {})
+
+
+@contextlib.contextmanager
+def _advised() -> Iterator[None]:
+    try:
+        yield
+    except FullshardError as error:
+        error.add_note(MOVED)
+        raise
+
+
+def _settings(checkpoint: Path, state: dict[str, Any], base: str | None, trust_remote_code: bool) -> dict[str, Any]:
+    """The model section of the run's recipe; `base` replaces where its weights come from."""
+    recipe = state.get("recipe")
+    if not isinstance(recipe, Mapping) or not isinstance(recipe.get("model"), Mapping):
+        raise CheckpointError(
+            f"{checkpoint / files.STATE} does not hold the run's recipe: an older version of fullshard wrote it. "
+            "Resume the run, which writes a new checkpoint, and export that."
+        )
+    settings = dict(recipe["model"])
+    if settings.get("trust_remote_code") and not trust_remote_code:
+        # A checkpoint may come from anywhere; running code is for the person at the keyboard to allow.
+        raise CheckpointError(
+            f"{checkpoint}: its model {settings.get('path')!r} runs Python code of its own. Read that code, then "
+            "export with --trust-remote-code."
+        )
+    if base is None:
+        return settings
+    if "://" in base or (Path(base) / files.MANIFEST).is_file() or files.candidates(Path(base)):
+        return {**settings, "from": base}
+    if "path" not in settings:
+        raise CheckpointError(
+            f"--base {base}: the run's model of kind {settings.get('kind')!r} has no base to replace."
+        )
+    adapter = settings.get("base") or (Path(str(settings["path"])) / "adapter_config.json").is_file()
+    return {**settings, ("base" if adapter else "path"): base}
+
+
+def _processor(checkpoint: Path, *, trust_remote_code: bool) -> Any:
+    """The tokenizer or processor that lies in the checkpoint; None where there is none."""
+    folder = checkpoint / files.PROCESSOR
+    if not folder.is_dir():
+        return None
+    from fullshard.hf.tokenizer import load_tokenizer
+
+    with contextlib.ExitStack() as held:
+        if files.is_remote(folder):
+            local = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="fullshard-")))
+            for file in folder.iterdir():
+                with file.open("rb") as source, (local / file.name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
+            folder = local
+        if any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
+            from transformers import AutoProcessor
+
+            return AutoProcessor.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        return load_tokenizer(folder, trust_remote_code=trust_remote_code, where=str(folder))
+
+
+def _weights(family: Family, module: nn.Module, *, needed: set[str]) -> Weights | None:
+    """The run's starting weights. They also tell under which names the model was stored: opened even if not needed."""
+    try:
+        return family.weights(module)
+    except FullshardError:
+        if any(tensor.is_meta for name, tensor in _tensors_of(module).items() if name in needed):
+            raise
+        return None
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, a tied one once, and persistent buffers, by name: what a checkpoint may hold."""
+    parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
+    aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    return parameters | {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in aliases}
+
+
+def _check_fit(checkpoint: Path, module: nn.Module, stored: StoredTensors) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in _tensors_of(module).items()}
+    unknown = sorted(stored.names() - shapes.keys())
+    other = sorted(name for name in stored.names() & shapes.keys() if stored.shape(name) != shapes[name])
+    if unknown or other:
+        first = f"{unknown[0]} is not part of it" if unknown else ""
+        if other:
+            first = f"{other[0]} is {list(stored.shape(other[0]))} in it and {list(shapes[other[0]])} in the model"
+        raise CheckpointError(
+            f"{checkpoint} does not fit the model that its own recipe describes: {first} "
+            f"({len(unknown) + len(other)} of {len(stored.names())} tensors). Check that the model's folder has not "
+            "changed since."
+        )
+
+
+__all__ = ["Trained", "open_trained"]

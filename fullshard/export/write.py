@@ -1,0 +1,136 @@
+"""Writes a trained model in one of four forms, under a hidden name until it is whole.
+
+Must not know where tensors come from, nor what any library's files look like inside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import CheckpointError, SetupError
+from fullshard.export.source import Trained
+from fullshard.hf.edits import is_adapter
+from fullshard.stream import Entry, SafetensorsStream, TorchStream
+
+FORMS = ("hf", "adapter", "merged", "state")
+SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "original": None}
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for."""
+
+    form: str
+    dtype: str
+    shard_bytes: int | None
+
+
+def settle(trained: Trained, form: str | None, out: Path) -> str:
+    """The form that is meant, or an error that names the one that fits."""
+    chosen = form or ("state" if out.suffix in (*SAFE, *PICKLED) else "adapter" if trained.adapted else "hf")
+    where = f"--as {chosen}: {trained.checkpoint}"
+    if chosen in ("adapter", "merged") and not trained.adapted:
+        raise CheckpointError(f"{where} was trained without adapters (model.lora). Use --as hf.")
+    if chosen == "hf" and trained.adapted:
+        raise CheckpointError(
+            f"{where} holds adapters, which are no model by themselves. Use --as merged for a whole model with the "
+            "adapters added to its weights, or --as adapter for the adapters alone."
+        )
+    if (chosen == "state") != (out.suffix in (*SAFE, *PICKLED)):
+        endings = ", ".join((*SAFE, *PICKLED))
+        what = f"one file, with a name that ends in {endings}" if chosen == "state" else "a folder, and OUT is a file"
+        raise SetupError(f"--as {chosen} writes {what}; found {out}. Change OUT or --as.")
+    return chosen
+
+
+def names_for(trained: Trained, form: str) -> dict[str, Entry]:
+    """The tensors that a form needs."""
+    entries = trained.entries()
+    if form == "adapter":
+        return {name: entry for name, entry in entries.items() if is_adapter(name)}
+    return entries
+
+
+def write(trained: Trained, out: Path, wish: Wish, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Writes `out` whole or not at all."""
+    with _hidden(out) as hidden:
+        if wish.form == "state":
+            _write_state(hidden, names_for(trained, "state"), tensors, DTYPES[wish.dtype])
+            return
+        options = {
+            "dtype": DTYPES[wish.dtype],
+            "shard_bytes": wish.shard_bytes,
+            "merged": wish.form == "merged" or None,
+        }
+        asked = {key: value for key, value in options.items() if value is not None}
+        taken = inspect.signature(trained.family.export).parameters
+        if foreign := [key for key in asked if key not in taken]:
+            words = {"dtype": "--dtype", "shard_bytes": "--shard-size", "merged": "--as merged"}
+            raise SetupError(
+                f"{words[foreign[0]]} means nothing to a model of kind {trained.family.kind()!r}: its export takes no "
+                f"{foreign[0]}. Leave it out."
+            )
+        extra: dict[str, Any] = asked
+        trained.family.export(trained.module, tensors, hidden, processor=trained.processor, **extra)
+
+
+def _write_state(
+    path: Path, entries: dict[str, Entry], tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+) -> None:
+    """One file with every tensor under the model's own name."""
+    if dtype is not None:
+        entries = {n: Entry(dtype, e.shape) if e.dtype.is_floating_point else e for n, e in entries.items()}
+    kind = SafetensorsStream if path.suffix in SAFE else TorchStream
+    with kind(path, entries=entries) as stream:
+        for name, tensor in tensors:
+            stream.add(name, tensor.to(entries[name].dtype))
+
+
+def free(text: str, checkpoint: Path) -> Path:
+    """The path that OUT means: nothing lies there yet, and it is no part of what is exported."""
+    if "://" in text:
+        raise SetupError(f"OUT = {text}: exports go to a local path. Write it here, then copy it there.")
+    out = Path(text).expanduser()
+    if isinstance(checkpoint, Path) and checkpoint in out.resolve().parents:
+        raise SetupError(f"OUT = {out} lies inside the checkpoint. Choose a place outside it.")
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise SetupError(f"OUT = {out} exists and is not empty. Choose another name, or remove it first.")
+    return out
+
+
+@contextlib.contextmanager
+def _hidden(out: Path) -> Iterator[Path]:
+    """A path beside `out` that takes its name at the end; what an interrupted export left there is removed."""
+    # Not .unfinished-*: in a run folder that is swept by the next save.
+    hidden = out.with_name(f".export-{out.name}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        _remove(hidden)
+        yield hidden
+        hidden.rename(out)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} cannot be written ({error.strerror or error}). Check disk space and permissions; nothing was left."
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+__all__ = ["FORMS", "Wish", "free", "names_for", "settle", "write"]

@@ -1,0 +1,74 @@
+"""An export needs less memory than one and a half of its largest files, however large the model is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fullshard.checkpoint import integrity
+from fullshard.checkpoint.storage import Writer
+from fullshard.models.hf import Hf, Lora
+from fullshard.part import plain
+from tests.unit.export import peak
+
+SHARD_BYTES = 40_000_000
+SHAPE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a model of 200 MB, and one of adapters on a model as large."""
+    path = tmp_path_factory.mktemp("memory")
+    whole = Hf(architecture="llama", overrides=SHAPE)
+    module = whole.build(processor=None)
+    checkpoint(path / "whole", whole, module)
+    whole.export(module, tensors(module), path / "model", processor=None)
+    adapters = Hf(path=str(path / "model"), lora=Lora(r=8))
+    checkpoint(path / "adapters", adapters, adapters.build(processor=None))
+    return path
+
+
+def tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is trained, with values that cost little: how many there are is what matters."""
+    return ((name, torch.ones(p.shape)) for name, p in module.named_parameters() if p.requires_grad)
+
+
+def checkpoint(path: Path, family: Hf, module: nn.Module) -> None:
+    state = {f"model/{name}": tensor for name, tensor in tensors(module)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, storage_writer=Writer(path, threads=1), no_dist=True)
+    (path / "state.json").write_text(json.dumps({"recipe": {"model": plain(family)}}))
+    described = integrity.describe(path, {file.name: integrity.checksum(file) for file in path.iterdir()})
+    (path / "manifest.json").write_text(json.dumps({"format": "sharded", "files": described, "tensors": {}}))
+
+
+def test_peak_memory_stays_near_one_file(folder: Path) -> None:
+    words = []
+    for name, form in (("whole", "hf"), ("adapters", "merged")):
+        words += [str(folder / name), str(folder / form), form, str(SHARD_BYTES)]
+    command = [sys.executable, "-m", peak.__name__, *words]
+    said = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert said.returncode == 0, said.stderr
+    for form, above in zip(("hf", "merged"), map(int, said.stdout.split()), strict=True):
+        sizes = [path.stat().st_size for path in (folder / form).glob("*.safetensors")]
+        assert sum(sizes) > 4.5 * SHARD_BYTES
+        assert max(sizes) < 1.01 * SHARD_BYTES
+        assert above < 1.5 * max(sizes), form
