@@ -97,7 +97,9 @@ def test_under_a_launcher_we_join(calls: Any, monkeypatch: pytest.MonkeyPatch) -
     for name, value in zip(LAUNCHER_VARIABLES, values, strict=True):
         monkeypatch.setenv(name, value)
     call("train", "r.yaml", "--resume", "some/checkpoint")
-    assert (calls[0][0], calls[0][2]) == ("join", {"resume": "some/checkpoint"})
+    assert (calls[0][0], calls[0][2]) == ("join", {"resume": "some/checkpoint", "anyway": False})
+    call("train", "r.yaml", "--resume-anyway")
+    assert (calls[1][0], calls[1][2]) == ("join", {"resume": "auto", "anyway": True})
     result = call("train", "r.yaml", "--node-rank=1", code=2)
     assert "this process was started by torchrun as rank 1 of 2. Leave these options out." in result.stderr
 

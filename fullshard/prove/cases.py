@@ -1,0 +1,225 @@
+"""From the user's recipe to the few short runs that prove it, and what each of them must equal.
+
+Every run takes the same samples in the same steps; one thing at a time is other than in the straight run.
+Must not start anything, nor know how runs are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import RecipeError
+from fullshard.ground import Ground
+from fullshard.launch.base import Ranks
+from fullshard.part import decode, did_you_mean
+from fullshard.prove.kill import Kill
+from fullshard.prove.noise import still
+from fullshard.recipe import Recipe
+
+STEPS, SAVE_EVERY, KILLS = 6, 2, (3, 5)
+"""A checkpoint every second step, and a kill after the step behind each of the first two."""
+MOST_ACCUMULATED = 4
+"""A recipe with more micro-batches per step and rank is given a smaller step."""
+NAMES = ("resume", "world", "split", "strategy")
+"""What can be asked for with --cases."""
+_OTHER_STRATEGY = {"full": "grad_op", "grad_op": "full", "hybrid": "grad_op", "none": "full"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a recipe of its own, and the ranks it takes."""
+
+    name: str
+    title: str
+    recipe: Recipe
+    ranks: Ranks
+
+    @property
+    def folder(self) -> Path:
+        return self.recipe.folder
+
+    def killed_after(self, step: int) -> Case:
+        """The same run, killed after a step."""
+        kill = Kill(step=step, of=str(self.folder))
+        evaluate = self.recipe.evaluate.model_copy(update={"parts": [kill], "every_steps": 1})
+        return replace(self, recipe=self.recipe.model_copy(update={"evaluate": evaluate}))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What the runs have at hand."""
+
+    folder: Path
+    """Where their run folders go."""
+    ranks: Ranks
+    """The recipe's own, on this machine."""
+    device: str
+    num_gpus: int
+    half: bool
+    """The recipe computes in half precision here."""
+    strategy: str
+    """The recipe's own, with `auto` resolved."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs, in the order they are made, and what is to be said about them."""
+
+    straight: Case
+    killed: Case | None
+    reference: Case | None
+    """What the others must be near, where that is not the straight run: one without half precision and noise."""
+    others: tuple[Case, ...]
+    samples_per_step: int
+    notes: tuple[str, ...]
+    left_out: Mapping[str, str]
+    """Cases that cannot be had, and why."""
+
+
+def plan(recipe: Recipe, place: Place, ground: Ground, *, cases: tuple[str, ...]) -> Plan:
+    """The runs for the cases that are asked for."""
+    world, samples_per_step = place.ranks.per_node, ground.plan.global_size
+    other_world = 2 if world == 1 else world // 2
+    gpus = len(place.ranks.device_ids) if place.ranks.device_ids else place.num_gpus
+    shared = place.device == "cuda" and other_world > gpus
+    own, split = _splits(recipe.batch.per_device, half=place.half)
+    # Two ranks on one GPU have its memory once.
+    elsewhere = min(own, split) if shared else own
+    # A step that all of them can divide.
+    passes = [recipe.batch.per_device * world, own * world, own * other_world, split * world, elsewhere * other_world]
+    step = _samples(samples_per_step, math.lcm(*passes), recipe.batch.per_device * world)
+    straight = _shrunk(recipe, place, samples=step)
+    quiet, removed, noisy = still(recipe, ground.module, ground.processor, half=place.half)
+    changed = bool(removed) or own != recipe.batch.per_device
+    base = _with(straight, **{key: getattr(quiet, key) for key in ("model", "precision", "optimizer")})
+    base = _batch(_with(base, checkpoint=base.checkpoint.model_copy(update={"every_steps": STEPS})), own)
+    wanted = {name for name in cases if name != "resume"}
+    left_out = {name: noisy for name in sorted(wanted)} if noisy else {}
+    reference = _case("reference", f"straight, {removed[0] if removed else 'fp32'}", base, place) if changed else None
+    others = [] if noisy else _others(base, place, other_world, split=split, elsewhere=elsewhere, shared=shared)
+    chosen = tuple(case for case in others if case.name in wanted)
+    killed = _case("killed", "killed", straight, place) if "resume" in cases else None
+    first = _case("straight", "straight", straight, place)
+    if killed is None and chosen and reference is not None:
+        first, reference = reference, None
+    return Plan(
+        first,
+        killed,
+        reference if chosen else None,
+        chosen,
+        step,
+        tuple(_notes(recipe, place, step, samples_per_step, removed if chosen else [], own)),
+        left_out,
+    )
+
+
+def _splits(per_device: int, *, half: bool) -> tuple[int, int]:
+    """Samples per micro-batch of the runs in fp32, and another split of the same step. Activations are twice as large
+    in fp32, so a recipe in half precision is given smaller micro-batches there."""
+    own = max(per_device // 2, 1) if half else per_device
+    return own, own // 2 if own > 1 else 2
+
+
+def _samples(asked: int, unit: int, per_pass: int) -> int:
+    """Samples per step: the recipe's own where it is small and can be divided, else a few micro-batches."""
+    accumulated = asked // per_pass
+    if asked % unit == 0 and accumulated <= MOST_ACCUMULATED:
+        return asked
+    return unit * (2 if accumulated > 1 and unit == per_pass else 1)
+
+
+def _shrunk(recipe: Recipe, place: Place, *, samples: int) -> Recipe:
+    """The recipe as a run of a few steps: nothing else is other than in the real one."""
+    batch = {"per_device": recipe.batch.per_device, "global": samples}
+    evaluate = recipe.evaluate.model_copy(
+        update={"parts": [], "every_steps": None, "every_epochs": None, "patience": None}
+    )
+    saves = {"every_steps": SAVE_EVERY, "every_epochs": None, "every_minutes": None, "keep": None, "store": None}
+    # The save of the last step is one of every second step; `at_end` would export the model as well.
+    checkpoint = recipe.checkpoint.model_copy(update=saves | {"best": None, "export": "last", "at_end": False})
+    return _with(
+        recipe,
+        output=place.folder,
+        batch=decode(type(recipe.batch), batch),
+        duration=decode(type(recipe.duration), {"steps": STEPS}),
+        evaluate=evaluate,
+        checkpoint=checkpoint,
+        log=recipe.log.model_copy(update={"every_steps": 1, "sample_ids": True, "sinks": []}),
+    )
+
+
+def _others(base: Recipe, place: Place, other_world: int, *, split: int, elsewhere: int, shared: bool) -> list[Case]:
+    """The runs that must be near the reference."""
+    world = place.ranks.per_node
+    backend = "gloo" if shared else base.topology.backend
+    moved = _with(_batch(base, elsewhere), topology=base.topology.model_copy(update={"backend": backend}))
+    where = ", one GPU" if shared else ""
+    strategy = _OTHER_STRATEGY[place.strategy]
+    sharding = base.sharding.model_copy(update={"strategy": strategy})
+    # One rank has nothing to shard: another strategy shows on two.
+    spread = (other_world, _with(moved, sharding=sharding)) if world == 1 else (world, _with(base, sharding=sharding))
+    on = f", on {_ranks(spread[0])}" if world == 1 else ""
+    title = f"micro-batches of {split} instead of {base.batch.per_device}"
+    return [
+        _case("split", title, _batch(base, split), place),
+        _case("world", f"{_ranks(other_world)} instead of {world}{where}", moved, place, world=other_world),
+        _case("strategy", f"{strategy} instead of {place.strategy}{on}", spread[1], place, world=spread[0]),
+    ]
+
+
+def _case(name: str, title: str, recipe: Recipe, place: Place, *, world: int | None = None) -> Case:
+    number = world or place.ranks.per_node
+    ids = place.ranks.device_ids
+    # Ranks that share a GPU are given the one that is there.
+    ranks = replace(place.ranks, per_node=number, nodes=1, node_rank=0, master=None, device_ids=ids and ids[:number])
+    topology = recipe.topology.model_copy(update={"devices": number, "nodes": 1})
+    return Case(name, title, _with(recipe, name=name, topology=topology), ranks)
+
+
+def _notes(recipe: Recipe, place: Place, step: int, samples_per_step: int, removed: list[str], own: int) -> list[str]:
+    lines = []
+    if step != samples_per_step:
+        lines.append(f"{step:,} samples a step instead of {samples_per_step:,}: a few micro-batches are enough.")
+    if recipe.topology.nodes > 1:
+        lines.append(f"One node instead of {recipe.topology.nodes}.")
+    if recipe.checkpoint.store is not None:
+        lines.append("Checkpoints beside the output, not in checkpoint.store.")
+    if place.device == "cuda":
+        lines.append("Deterministic kernels, so that two runs can be compared bit by bit.")
+    if removed:
+        smaller = f", in micro-batches of {own}" if own != recipe.batch.per_device else ""
+        lines.append(
+            f"Other ranks, splits and strategies are compared {' and '.join(removed)}{smaller}: there they give the "
+            "same numbers but for rounding."
+        )
+    return lines
+
+
+def check_names(text: str | None) -> tuple[str, ...]:
+    """What --cases asks for."""
+    if text is None:
+        return NAMES
+    names = tuple(word.strip() for word in text.split(",") if word.strip())
+    for name in names:
+        if name not in NAMES:
+            raise RecipeError(f"--cases {text}: {name!r} is not a case{did_you_mean(name, NAMES)}: {', '.join(NAMES)}.")
+    return names or NAMES
+
+
+def _batch(recipe: Recipe, per_device: int) -> Recipe:
+    return _with(recipe, batch=recipe.batch.model_copy(update={"per_device": per_device}))
+
+
+def _with(recipe: Recipe, **sections: Any) -> Recipe:
+    return recipe.model_copy(update=sections)
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+__all__ = ["KILLS", "NAMES", "SAVE_EVERY", "STEPS", "Case", "Place", "Plan", "check_names", "plan"]

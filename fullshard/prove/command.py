@@ -1,0 +1,139 @@
+"""`fullshard prove`: lays the ground, plans the runs, makes them in a folder of their own, and tells what came of it.
+
+Must not know how a run is made or compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fullshard.dist.ranks import count
+from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, EXIT_USER, SetupError
+
+if TYPE_CHECKING:
+    from fullshard.ground import Ground
+    from fullshard.launch.base import Ranks
+    from fullshard.prove.cases import Place
+    from fullshard.read import Reading
+    from fullshard.recipe import Recipe, Topology
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user asked of the proof."""
+
+    cases: str | None = None
+    keep: bool = False
+    as_json: bool = False
+
+
+def prove(reading: Reading, ranks: Ranks, wish: Wish) -> int:
+    """Proves a recipe; returns the exit code: 0 no drift, 3 drift, 2 where a run could not be made."""
+    from fullshard.prove import cases, proof
+    from fullshard.prove.report import Report
+    from fullshard.prove.runs import Runs, start_ranks
+
+    names, report = cases.check_names(wish.cases), Report(as_json=wish.as_json)
+    with aside(wish.as_json), report.working("Reading the data and building the model"):
+        ground = _lay(reading.recipe, ranks)
+        place = _place(reading.recipe, ranks, ground)
+    with _folder(reading.recipe, keep=wish.keep) as folder:
+        with aside(wish.as_json):
+            plan = cases.plan(reading.recipe, replace(place, folder=folder), ground, cases=names)
+        title = f"Proving {reading.recipe.name}: {cases.STEPS} steps of {plan.samples_per_step:,} samples"
+        report.opening(f"{title} on {count(ranks.per_node, 'rank')}, {place.device}", plan.notes)
+        verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=wish.keep))
+        facts = {"steps": cases.STEPS, "samples_per_step": plan.samples_per_step, "notes": list(plan.notes)}
+        report.end(verdicts, facts=facts | ({"folder": str(folder)} if wish.keep else {}))
+    words = {verdict.word for verdict in verdicts}
+    return EXIT_NUMERICAL if "DRIFT" in words else EXIT_USER if "not run" in words else EXIT_DONE
+
+
+def refuse_launcher(launcher: str) -> None:
+    """The runs need ranks that can be killed and started again."""
+    if launcher != "none":
+        raise SetupError(
+            f"fullshard prove starts, kills and restarts ranks by itself, and this process is a rank of {launcher}. "
+            "Run it as one plain process: fullshard prove RECIPE."
+        )
+
+
+def own_ranks(topology: Topology) -> Ranks:
+    """The recipe's ranks on this machine; the runs are made on one node."""
+    from fullshard.run import ranks_of
+
+    return ranks_of(topology.model_copy(update={"nodes": 1}))
+
+
+def _lay(recipe: Recipe, ranks: Ranks) -> Ground:
+    """The data and the empty model: mistakes in them are told before any rank starts, and the ranks find the cache."""
+    from fullshard.ground import lay_ground
+    from fullshard.log import libraries
+    from fullshard.log.console import Console
+
+    console = Console(silent=True)
+    with libraries.route(console):
+        return lay_ground(recipe, world_size=ranks.per_node * recipe.topology.nodes, console=console)
+
+
+def _place(recipe: Recipe, ranks: Ranks, ground: Ground) -> Place:
+    import torch
+
+    from fullshard.dist.mesh import choose_layout
+    from fullshard.dist.world import World, choose_device_type
+    from fullshard.precision import resolve_precision
+    from fullshard.prove.cases import Place
+
+    device = torch.device(choose_device_type(recipe.topology.device))
+    world = World(0, ranks.per_node, 0, ranks.per_node, device, recipe.topology.backend)
+    parameters = list(ground.module.parameters())
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    state_bytes = 16 * trained + 4 * (sum(p.numel() for p in parameters) - trained)
+    return Place(
+        folder=recipe.output,
+        ranks=ranks,
+        device=device.type,
+        num_gpus=torch.cuda.device_count() if device.type == "cuda" else 0,
+        half=resolve_precision(recipe.precision, device).compute != torch.float32,
+        strategy=choose_layout(recipe.sharding.strategy, world, state_bytes=state_bytes).strategy,
+    )
+
+
+@contextlib.contextmanager
+def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
+    """A folder for the runs, on the disk of the real one; removed at the end, with the folders that it needed."""
+    output = Path(tempfile.gettempdir()) if "://" in str(recipe.output) else recipe.output.absolute()
+    made = [path for path in (output, *output.parents) if not path.exists()]
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".prove-{recipe.name}-", dir=output))
+    except OSError as error:
+        raise SetupError(
+            f"output = {str(recipe.output)!r}: no folder can be made there ({error.strerror or error}). Choose a "
+            "folder that you may write to: output=DIR, or --output DIR."
+        ) from None
+    try:
+        yield folder
+    finally:
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+@contextlib.contextmanager
+def aside(as_json: bool) -> Iterator[None]:
+    """For machines, standard output has the one JSON object; what a user's part prints goes to standard error."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+__all__ = ["Wish", "aside", "own_ranks", "prove", "refuse_launcher"]

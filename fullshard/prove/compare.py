@@ -1,0 +1,217 @@
+"""What two runs have in common: the samples and numbers of each step, and the tensors of their checkpoints.
+
+Names the first step and the tensor that differ. Must not know which runs these are, nor how they came about.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+NUMBERS = ("loss", "grad_norm", "lr", "loss_scale")
+"""What must be equal of a step, where a run logs it."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """How near two runs must be."""
+
+    exact: bool
+    """Bit by bit, and samples in the same order."""
+    losses: float = 0.0
+    """How far losses may be apart in the first three steps, relative to their size; later ten times as far, for every
+    update carries the rounding of the one before on."""
+    norms: float = 0.0
+    """The same for gradient norms."""
+    tensors: float = 0.0
+    """The norm of the difference of a weight tensor, or of its first moment, relative to the norm of the tensor."""
+
+    def allows(self, name: str, step: int) -> float:
+        """How far a number of a step may be off."""
+        if self.exact:
+            return 0.0
+        return self.norms if name == "grad_norm" else self.losses * (1 if step <= 3 else 10)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One look at two runs: what to say in a table, and the drift in a sentence, if there is one."""
+
+    word: str
+    drift: str | None = None
+    worst: float = 0.0
+    """The largest relative difference."""
+    step: int | None = None
+    """The first step that differs."""
+    tensor: str | None = None
+    """The tensor that differs most."""
+
+
+@dataclass
+class Steps:
+    """What a run wrote down of each step."""
+
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    numbers: dict[int, dict[str, float | None]] = field(default_factory=dict)
+
+
+def steps_of(records: Iterable[Mapping[str, Any]], *, last: int | None = None) -> Steps:
+    """The steps in the records of metrics.jsonl, up to `last`."""
+    steps = Steps()
+    for record in records:
+        step = record.get("step")
+        if not isinstance(step, int) or (last is not None and step > last):
+            continue
+        if record.get("event") == "samples":
+            steps.samples[step] = list(record["sample_ids"])
+        elif record.get("kind") == "train":
+            steps.numbers[step] = {name: record[name] for name in NUMBERS if name in record}
+    return steps
+
+
+def compare_samples(found: Steps, expected: Steps, *, law: Law) -> Seen:
+    """Whether each step has read the samples it should; on other ranks only their order within the step may differ."""
+    for step, ids in sorted(expected.samples.items()):
+        other = found.samples.get(step)
+        if other is None:
+            return Seen("missing", f"step {step} was not taken", math.inf, step)
+        if sorted(other) != sorted(ids):
+            wrong, right = sorted(set(other) - set(ids)), sorted(set(ids) - set(other))
+            if not wrong and not right:
+                return Seen(f"step {step}", f"step {step} reads some samples more than once", math.inf, step)
+            text = f"step {step} reads other samples: {_some(wrong)} instead of {_some(right)}"
+            return Seen(f"step {step}", text, math.inf, step)
+        if law.exact and other != ids:
+            return Seen(f"step {step}", f"step {step} reads its samples in another order", math.inf, step)
+    return Seen("same")
+
+
+def compare_numbers(found: Steps, expected: Steps, *, law: Law) -> Seen:
+    """Losses, gradient norms and rates of each step; the first step beyond the law is named."""
+    worst = 0.0
+    for step, numbers in sorted(expected.numbers.items()):
+        others = found.numbers.get(step)
+        if others is None:
+            return Seen("missing", f"step {step} was not taken", math.inf, step)
+        for name, value in numbers.items():
+            other = others.get(name)
+            apart = _apart(other, value)
+            worst = max(worst, apart) if name == "loss" or law.exact else worst
+            if apart > law.allows(name, step):
+                allowed = "bitwise" if law.exact else f"{law.allows(name, step):.0e}"
+                text = f"step {step} has {_NAMES[name]} {other!r} instead of {value!r}"
+                return Seen(f"step {step}", f"{text} (apart {apart:.1e}, allowed: {allowed})", apart, step)
+    return Seen("bitwise" if worst == 0.0 else f"{worst:.0e}", worst=worst)
+
+
+_NAMES = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "loss_scale": "loss scale"}
+
+
+def _apart(found: float | None, expected: float | None) -> float:
+    """Relative to what was expected; a number that is none equals only another such."""
+    if found is None or expected is None:
+        return 0.0 if found is expected else math.inf
+    return abs(found - expected) / abs(expected) if expected else (0.0 if found == expected else math.inf)
+
+
+def _some(ids: Sequence[int], most: int = 4) -> str:
+    shown = ", ".join(str(i) for i in ids[:most]) or "none"
+    return f"{shown} and {len(ids) - most} more" if len(ids) > most else shown
+
+
+class Tensors(Protocol):
+    """The tensors of a checkpoint."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor: ...
+
+
+def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int) -> Seen:
+    """Every weight and optimizer tensor bit by bit; or, under a law of nearness, weights and first moments where there
+    is something to learn."""
+    names = sorted(name for name in expected.names() if law.exact or name.startswith("model/") or _is_moment(name))
+    missing = sorted(expected.names() - found.names())
+    surplus = sorted(found.names() - expected.names())
+    if missing or surplus:
+        what = f"lacks {len(missing)}" if missing else f"has {len(surplus)} too many"
+        name = (missing or surplus)[0]
+        text = f"the checkpoint of step {step} {what} of {len(expected.names())} tensors, first {name}"
+        return Seen("names", text, math.inf, step, name)
+    floor = 0.0 if law.exact else _floor(expected)
+    apart = {name: _tensor_apart(found, expected, name, exact=law.exact, floor=floor) for name in names}
+    beyond = [name for name in names if apart[name] > (0.0 if law.exact else law.tensors)]
+    worst = max(apart, key=lambda name: apart[name], default="")
+    largest = apart.get(worst, 0.0)
+    if not beyond:
+        return Seen(f"{largest:.0e}" if largest else "bitwise", worst=largest)
+    allowed = "bitwise" if law.exact else f"{law.tensors:.0e}"
+    text = f"after step {step}, {len(beyond)} of {len(names)} tensors differ, most {worst}"
+    return Seen(f"{len(beyond)} differ", f"{text} (apart {largest:.1e}, allowed: {allowed})", largest, step, worst)
+
+
+NOISE = 1e-5
+"""Elements whose gradients are smaller than this share of the usual ones have rounding noise for gradients: the bias of
+attention keys is such a one, for a softmax does not feel it. Adam makes full updates of them, and they differ wherever
+sums round in another order; losses do not feel them either."""
+
+
+def _is_moment(name: str) -> bool:
+    return name.startswith("optimizer/") and name.endswith("/exp_avg")
+
+
+def _second(tensors: Tensors, name: str) -> torch.Tensor | None:
+    """Adam's second moment of a weight or of its first moment; None where the optimizer keeps none, or it is frozen."""
+    bare = name.removeprefix("model/") if name.startswith("model/") else name[len("optimizer/") : -len("/exp_avg")]
+    key = f"optimizer/{bare}/exp_avg_sq"
+    return _read(tensors, key).double().reshape(-1) if key in tensors.names() else None
+
+
+def _floor(tensors: Tensors) -> float:
+    """The second moment below which a gradient is noise, by the tensors' median."""
+    means = [_second(tensors, name) for name in tensors.names() if name.startswith("model/")]
+    usual = sorted(float(mean.mean()) for mean in means if mean is not None)
+    return usual[len(usual) // 2] * NOISE**2 if usual else 0.0
+
+
+def _tensor_apart(found: Tensors, expected: Tensors, name: str, *, exact: bool, floor: float = 0.0) -> float:
+    """The norm of the difference, relative to the tensor's; infinite where the two cannot be subtracted."""
+    import torch
+
+    if found.shape(name) != expected.shape(name) or found.dtype(name) != expected.dtype(name):
+        return math.inf
+    ours, theirs = _read(found, name).reshape(-1), _read(expected, name).reshape(-1)
+    if torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
+        return 0.0
+    second = _second(expected, name) if floor else None
+    if second is not None:
+        learned = second >= max(floor, float(second.mean()) * NOISE**2)
+        ours, theirs = ours[learned], theirs[learned]
+    difference, size = 0.0, 0.0
+    for a, b in zip(ours.split(_PIECE), theirs.split(_PIECE), strict=True):
+        difference += float((a.double() - b.double()).square().sum())
+        size += float(b.double().square().sum())
+    if difference == 0.0:
+        return 5e-324 if exact else 0.0  # zeros of another sign
+    apart = math.sqrt(difference / size) if size else math.inf
+    return math.inf if math.isnan(apart) else apart
+
+
+_PIECE = 2**24
+"""Elements that are compared at once, in fp64."""
+
+
+def _read(tensors: Tensors, name: str) -> torch.Tensor:
+    return tensors.read(name, 0, (tensors.shape(name) or (1,))[0])
+
+
+__all__ = ["Law", "Seen", "Steps", "compare_numbers", "compare_samples", "compare_tensors", "steps_of"]

@@ -1,0 +1,115 @@
+"""Makes the runs of a plan and holds each against the one it must equal.
+
+Must not know how runs are started, nor how the outcome is shown.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.reader import open_tensors
+from fullshard.prove.cases import KILLS, STEPS, Case, Plan
+from fullshard.prove.compare import Law, Seen, compare_numbers, compare_samples, compare_tensors
+from fullshard.prove.runs import RunFailed, Runs, taken
+
+EXACT = Law(exact=True)
+NEAR = Law(exact=False, losses=1e-6, norms=1e-4, tensors=1e-3)
+"""Sums over other ranks and splits round in another order."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one case."""
+
+    name: str
+    title: str
+    law: Law | None = None
+    samples: Seen | None = None
+    numbers: Seen | None = None
+    tensors: Seen | None = None
+    remark: str | None = None
+    """What the differences mean, where that is known."""
+    failure: str | None = None
+    """Why there was nothing to compare."""
+    left_out: str | None = None
+    """Why it was not tried."""
+
+    @property
+    def drifts(self) -> list[str]:
+        looks = (self.samples, self.numbers, self.tensors)
+        found = [look.drift for look in looks if look is not None and look.drift]
+        return [*found, self.remark] if found and self.remark else found
+
+    @property
+    def word(self) -> str:
+        if self.left_out:
+            return "left out"
+        if self.failure:
+            return "not run"
+        if self.drifts:
+            return "DRIFT"
+        return "exact" if self.law is not None and self.law.exact else "equal"
+
+
+def prove(plan: Plan, runs: Runs) -> list[Verdict]:
+    """Every case of the plan; RunFailed when not even the straight run ends well."""
+    runs.make(plan.straight, plan.straight.title)
+    verdicts = _resumed(plan.straight, plan.killed, runs) if plan.killed is not None else []
+    failure = _failure(plan.reference, runs) if plan.reference is not None else None
+    for case in plan.others:
+        if why := failure or _failure(case, runs):
+            verdicts.append(Verdict(case.name, case.title, NEAR, failure=why))
+        else:
+            verdicts.append(_judge(case, case.title, plan.reference or plan.straight, NEAR, step=STEPS))
+        runs.remove(case)
+    return [*verdicts, *(Verdict(name, name, left_out=why) for name, why in plan.left_out.items())]
+
+
+def _failure(case: Case, runs: Runs) -> str | None:
+    """Makes a run; why it failed, if it did."""
+    try:
+        runs.make(case, case.title)
+    except RunFailed as failed:
+        return str(failed)
+    return None
+
+
+def _resumed(straight: Case, case: Case, runs: Runs) -> list[Verdict]:
+    """Killed twice and resumed twice; held against the straight run after each resume."""
+    verdicts: list[Verdict] = []
+    title = f"killed after step {KILLS[0]}"
+    try:
+        first = runs.kill(case, KILLS[0], title)
+        title = f"killed after step {KILLS[0]}, resumed from {first}"
+        second = runs.kill(case, KILLS[1], f"resumed from {first}, killed after step {KILLS[1]}")
+        verdicts.append(_judge(case, title, straight, EXACT, step=second, resumed_from=first))
+        title = f"killed after step {KILLS[1]}, resumed from {second}"
+        runs.make(case, f"resumed from {second}")
+        verdicts.append(_judge(case, title, straight, EXACT, step=STEPS, resumed_from=first))
+    except RunFailed as failed:
+        verdicts.append(Verdict("resume", title, EXACT, failure=str(failed)))
+    runs.remove(case)
+    return verdicts
+
+
+def _judge(case: Case, title: str, against: Case, law: Law, *, step: int, resumed_from: int | None = None) -> Verdict:
+    """Holds the steps that were taken, and the checkpoint of `step`, against those of another run."""
+    found = taken(case)
+    expected = taken(against, last=max(found.numbers, default=STEPS))
+    samples, numbers = compare_samples(found, expected, law=law), compare_numbers(found, expected, law=law)
+    ours, theirs = (open_tensors(run.folder / files.name_of(step)) for run in (case, against))
+    tensors = compare_tensors(ours, theirs, law=law, step=step)
+    begun = min((look.step for look in (samples, numbers) if look.step is not None), default=math.inf)
+    remark = None
+    if resumed_from is not None and begun <= resumed_from:
+        remark = (
+            f"step {begun} was taken before the first kill: already two runs of this recipe differ. Something in it is "
+            "not deterministic: a part of your own that looks at the clock, or random numbers without a seed"
+        )
+    name = "resume" if law.exact else case.name
+    return Verdict(name, title, law, samples, numbers, tensors, remark)
+
+
+__all__ = ["EXACT", "NEAR", "Verdict", "prove"]

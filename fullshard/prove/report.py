@@ -1,0 +1,149 @@
+"""Shows a proof: a line for each start while it goes, then a table, then the verdict; or one JSON object.
+
+Must not know how anything is found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.log.console import FILE_WIDTH
+from fullshard.log.screen import is_terminal, open_screen
+from fullshard.prove.compare import Seen
+from fullshard.prove.proof import NEAR, Verdict
+
+_COLOURS = {"exact": "green", "equal": "green", "DRIFT": "bold red", "not run": "bold red", "left out": "yellow"}
+
+_ALLOWED = (
+    f"Allowed: where resumed nothing, bit by bit, optimizer included; in the others {NEAR.losses:.0e} in losses "
+    f"({10 * NEAR.losses:.0e} from step 4 on), {NEAR.norms:.0e} in gradient norms, and {NEAR.tensors:.0e} in each "
+    "weight tensor and its momentum (norm of the difference by norm of the tensor): sums round in another order there."
+)
+
+
+class Report:
+    """The screen of a proof, and its verdict."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._on_terminal = is_terminal(sys.stdout)
+        self._screen = open_screen(None, on_terminal=self._on_terminal, stderr=False)
+        columns = shutil.get_terminal_size().columns if self._on_terminal else FILE_WIDTH
+        self._width = max(min(columns, 120), 60)
+
+    def opening(self, title: str, notes: Sequence[str]) -> None:
+        """What is about to be done, and what is other than in the recipe."""
+        self._show(Text(f"\n{title}", style="bold"))
+        for note in notes:
+            self._wrapped(note, indent="  ", style="dim")
+        self._show(Text(""))
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Says what takes long while it does."""
+        shown = self._on_terminal and not self._as_json
+        with self._screen.status(f"{what} ...") if shown else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Says what takes long while it does, and then how long it took."""
+        begun = time.monotonic()
+        with self.working(what):
+            yield
+        seconds = f"{time.monotonic() - begun:6.1f} s"
+        lines = textwrap.wrap(what, self._width - len(seconds) - 4, break_on_hyphens=False)
+        self._show(Text.assemble("  ", (seconds, "dim"), f"  {lines[0]}"))
+        for line in lines[1:]:
+            self._show(Text(" " * (len(seconds) + 4) + line))
+
+    def end(self, verdicts: Sequence[Verdict], *, facts: dict[str, Any]) -> None:
+        """The table and the verdict."""
+        drifting = [verdict for verdict in verdicts if verdict.word in ("DRIFT", "not run")]
+        if self._as_json:
+            cases = [_as_dict(verdict) for verdict in verdicts]
+            sys.stdout.write(json.dumps({"equal": not drifting, **facts, "cases": cases}, indent=1) + "\n")
+            return
+        self._show(Text(""))
+        self._screen.print(_table(verdicts), soft_wrap=False, width=self._width)
+        self._show(Text(""))
+        self._wrapped(_ALLOWED, indent="  ", style="dim")
+        self._verdict(verdicts, drifting)
+        if "folder" in facts:
+            self._show(Text(f"  The runs are kept in {facts['folder']}"))
+
+    def _verdict(self, verdicts: Sequence[Verdict], drifting: Sequence[Verdict]) -> None:
+        left_out = [verdict for verdict in verdicts if verdict.left_out]
+        if drifting:
+            self._show(Text(f"\n{_many(len(drifting), 'case')} of {len(verdicts)} not proven", style="bold red"))
+            for verdict in drifting:
+                self._show(Text(f"  {verdict.title}", style="bold"))
+                for line in verdict.drifts:
+                    self._wrapped(line, indent="    ")
+                for line in (verdict.failure or "").splitlines():
+                    self._show(Text(f"    {line}"))
+        elif any(verdict.name == "resume" for verdict in verdicts):
+            self._show(Text("\nResume is EXACT", style="bold green"))
+        else:
+            self._show(Text("\nNo drift", style="bold green"))
+        for verdict in left_out:
+            self._wrapped(f"Left out: {verdict.title}: {verdict.left_out}.", indent="  ", style="yellow")
+
+    def _wrapped(self, text: str, *, indent: str, style: str = "") -> None:
+        for line in textwrap.wrap(text, self._width - len(indent), break_on_hyphens=False, break_long_words=False):
+            self._show(Text(indent + line, style=style))
+
+    def _show(self, text: Text) -> None:
+        if not self._as_json:
+            self._screen.print(text, soft_wrap=True)
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_edge=False, header_style="bold")
+    table.add_column("  case", overflow="fold")
+    for name in ("samples", "losses", "weights", "verdict"):
+        table.add_column(name, no_wrap=True)
+    for verdict in verdicts:
+        looks = [_cell(look) for look in (verdict.samples, verdict.numbers, verdict.tensors)]
+        table.add_row(Text(f"  {verdict.title}"), *looks, Text(verdict.word, style=_COLOURS[verdict.word]))
+    return table
+
+
+def _cell(look: Seen | None) -> Text:
+    return Text("-", style="dim") if look is None else Text(look.word, style="red" if look.drift else "")
+
+
+def _as_dict(verdict: Verdict) -> dict[str, Any]:
+    looks = {"samples": verdict.samples, "losses": verdict.numbers, "weights": verdict.tensors}
+    return {
+        "case": verdict.name,
+        "title": verdict.title,
+        "verdict": verdict.word.lower(),
+        **{name: None if look is None else _look(look) for name, look in looks.items()},
+        "remark": verdict.remark if verdict.drifts else None,
+        "failure": verdict.failure,
+        "left_out": verdict.left_out,
+    }
+
+
+def _look(look: Seen) -> dict[str, Any]:
+    apart = look.worst if math.isfinite(look.worst) else None
+    return {"equal": look.drift is None, "apart": apart, "step": look.step, "tensor": look.tensor, "drift": look.drift}
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+__all__ = ["Report"]

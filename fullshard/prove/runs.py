@@ -1,0 +1,119 @@
+"""Makes the runs of a plan: starts ranks, kills them, starts them again; keeps what they said.
+
+Must not know how runs are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.checkpoint import folder as files
+from fullshard.errors import EXIT_PREEMPTED, FullshardError
+from fullshard.log.metrics import FILE, read
+from fullshard.prove.cases import STEPS, Case
+from fullshard.prove.compare import Steps, steps_of
+from fullshard.prove.rank import RECIPE
+from fullshard.read import Reading, hand_on
+
+Start = Callable[[Case, Path], int]
+"""Starts the ranks of a case and waits for them; what they say goes into the folder. Gives the exit code."""
+_LINES = 12
+"""How much of what a failed run said is shown."""
+
+
+class RunFailed(FullshardError):
+    """A run of the proof did not end as it should; the message has what it said last."""
+
+    def __init__(self, message: str, *, case: str, code: int) -> None:
+        super().__init__(message)
+        self.case, self.exit_code = case, code
+
+
+class Stopped(FullshardError):
+    """The user, or whoever gives out the machine, wants no more runs."""
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code
+
+
+@dataclass
+class Runs:
+    """The runs that are made so far."""
+
+    folder: Path
+    start: Start
+    watch: Callable[[str], AbstractContextManager[None]]
+    """Shows what is being done, and when it is over how long it took."""
+    keep: bool = False
+    number: int = 0
+
+    def make(self, case: Case, what: str) -> None:
+        """Runs a case to its last step; RunFailed when it does not get there."""
+        code, told = self._start(what, case)
+        if code or max(taken(case).numbers, default=0) < STEPS:
+            raise _failed(case, f"ended with exit code {code}, before step {STEPS} was saved", code, told)
+
+    def kill(self, case: Case, step: int, what: str) -> int:
+        """Runs a case until it is killed after a step; gives the step of the checkpoint that is left."""
+        code, told = self._start(what, case.killed_after(step))
+        if not (case.folder / f"killed-{step}").exists():
+            how = f"ended with exit code {code} before" if code else "found no checkpoint to be killed behind, at"
+            raise _failed(case, f"{how} step {step}", code, told)
+        return max(int(path.name.rpartition("-")[2]) for path in files.published(case.folder))
+
+    def remove(self, case: Case) -> None:
+        """Gives the disk back once a run has been compared, unless the user wants to see it."""
+        if not self.keep:
+            shutil.rmtree(case.folder, ignore_errors=True)
+
+    def _start(self, what: str, case: Case) -> tuple[int, Path]:
+        self.number += 1
+        told = self.folder / f"start-{self.number}"
+        told.mkdir()
+        with self.watch(what):
+            code = self.start(case, told)
+        if code == EXIT_PREEMPTED or code >= 128:
+            raise Stopped(f"Stopped by a signal, in the middle of: {what}.", code=code)
+        return code, told
+
+
+def start_ranks(reading: Reading) -> Start:
+    """Starts ranks with the recipe's own launcher."""
+
+    def start(case: Case, told: Path) -> int:
+        hand_on(Reading(case.recipe, reading.name, reading.source), told / RECIPE)
+        command = [sys.executable, "-m", "fullshard", "prove", str(told), "--as-rank"]
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):  # the launcher's words; the ranks have files of their own
+                return case.recipe.topology.launcher.start(command, case.ranks)
+        finally:
+            (told / "launcher.txt").write_text(said.getvalue(), encoding="utf-8")
+
+    return start
+
+
+def taken(case: Case, *, last: int | None = None) -> Steps:
+    """What a run wrote down of its steps, up to `last`."""
+    path = case.folder / FILE
+    return steps_of(read(path) if path.exists() else [], last=last)
+
+
+def _failed(case: Case, how: str, code: int, told: Path) -> RunFailed:
+    """What the rank that failed said last; of several, the one that said a mistake."""
+    said = [(path, path.read_text(encoding="utf-8", errors="replace")) for path in sorted(told.glob("*.txt"))]
+    telling = [(path, text) for path, text in said if "Error" in text] or [(p, t) for p, t in said if t.strip()]
+    lines = [line for line in telling[0][1].splitlines() if line.strip()][-_LINES:] if telling else ["(nothing)"]
+    text = "\n".join(f"    {line}" for line in lines)
+    return RunFailed(f"The run `{case.title}` {how}. It said last:\n{text}", case=case.name, code=code or 1)
+
+
+__all__ = ["RunFailed", "Runs", "Start", "Stopped", "start_ranks", "taken"]
