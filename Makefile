@@ -9,8 +9,9 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt --editable
 quickstart: .venv/.installed
 	$(BIN)/fullshard train quickstart
 
+# The files in their order: the many small ones come last and fill both workers.
 test: .venv/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/.installed-check
 	$(BIN)/ruff format --check .

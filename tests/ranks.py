@@ -15,13 +15,24 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 TIMEOUT_S = 150  # blocks and 8-bit updates compile for a minute while the other rank waits
+SHARED = [
+    "fullshard.build",
+    "fullshard.check.preflight",
+    "fullshard.loop",
+    "fullshard.objectives.causal_lm",
+    "peft",
+    "torch.distributed.checkpoint",
+    "transformers.models.qwen3.modeling_qwen3",
+]
+"""What most runs import: read once, in the process that every rank is forked from before it does anything."""
 
 
 class RankPool:
     """Up to `size` ranks; each call runs a module-level function on the first `world` of them."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(SHARED)
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, world: int, nodes: int = 1, **kwargs: Any) -> list[Any]:

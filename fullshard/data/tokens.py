@@ -47,7 +47,7 @@ def collate_tokens(samples: Sequence[Features], *, length: int | None) -> dict[s
     """
     import torch
 
-    from fullshard.ops.varlen_attention import document_bounds
+    from fullshard.ops.document_bounds import document_bounds
 
     longest = max(len(entry["input_ids"]) for entry in samples)
     width = longest if length is None else length

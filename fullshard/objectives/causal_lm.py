@@ -13,9 +13,9 @@ from torch import nn
 
 from fullshard.errors import SetupError
 from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.ops.document_bounds import document_bounds
 from fullshard.ops.finite import finite
 from fullshard.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
-from fullshard.ops.varlen_attention import document_bounds
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far two ways of computing the same logits may lie apart, relative to the largest."""

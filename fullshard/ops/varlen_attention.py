@@ -13,24 +13,9 @@ import torch
 from torch.nn.attention.varlen import varlen_attn
 
 NAME = "fullshard_varlen"
-BOUNDS_MULTIPLE = 16
-"""Bounds are padded to a multiple of this many entries, so that compiled code sees few shapes; not more, because
-the kernels start blocks for every entry."""
 
 # Until torch 2.12 fewer key than query heads were simply taken; since then it must be said.
 _GQA_IS_ASKED_FOR = "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def document_bounds(position_ids: torch.Tensor) -> torch.Tensor:
-    """Cumulative document lengths of the flattened rows, from positions that restart at 0 with each document.
-
-    Padded with the total: documents of length nothing, which the kernels skip."""
-    flat = position_ids.reshape(-1)
-    starts = torch.nonzero(flat == 0).reshape(-1)
-    padded = -(-(len(starts) + 1) // BOUNDS_MULTIPLE) * BOUNDS_MULTIPLE
-    bounds = torch.full((padded,), len(flat), dtype=torch.int32)
-    bounds[: len(starts)] = starts.to(torch.int32)
-    return bounds
 
 
 def register() -> str:

@@ -17,14 +17,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"lora": {"r": 4, "alpha": 8, "dropout": 0.0, "targets": "all-linear"}},
 }
-RATES = {"full": 5e-3, "lora": 1e-2}
+RATES = {"full": 5e-3, "lora": 1.5e-2}
 STRATEGIES = {"full": (2, 1), "grad_op": (2, 1), "hybrid": (4, 2), "none": (2, 1)}
 """Each with its ranks and nodes."""
-BAND = {("full", "bf16"): 4e-3, ("full", "fp16"): 5e-4, ("lora", "bf16"): 3e-3, ("lora", "fp16"): 8e-4}
+BAND = {("full", "bf16"): 2e-3, ("full", "fp16"): 2.5e-4, ("lora", "bf16"): 2e-3, ("lora", "fp16"): 6e-4}
 """The largest relative distance of the loss from that of fp32, by averages over ten steps, anywhere in the run.
 
-Found over the strategies, and for the last average: full bf16 1.1e-3 to 1.4e-3 (1.0e-3 to 1.4e-3), full fp16 0.9e-4 to
-2.1e-4 (0.5e-5 to 1.2e-5), LoRA bf16 0.7e-3 to 1.0e-3 (0.2e-4 to 2.6e-4), LoRA fp16 2.9e-4 to 3.2e-4 (0.3e-5 to 0.7e-4).
+Found over the strategies, and for the last average: full bf16 4.7e-4 to 6.9e-4 (0.3e-5 to 1.9e-4), full fp16 0.4e-4 to
+0.8e-4 (0.9e-5 to 2.4e-5), LoRA bf16 3.8e-4 to 5.5e-4 (0.4e-4 to 4.0e-4), LoRA fp16 1.8e-4 to 2.1e-4 (1.3e-4 to 2.1e-4).
 """
 
 Losses = Callable[[str, str, str], list[float]]
@@ -33,7 +33,7 @@ Losses = Callable[[str, str, str], list[float]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("band")
-    model_folder(path / "model", num_hidden_layers=2)
+    model_folder(path / "model", num_hidden_layers=1)
     token_file(path / "train.jsonl", records=400, longest=20)
     return path
 
@@ -97,7 +97,7 @@ def test_half_precision_stays_in_the_band(
 
 
 def test_the_band_can_be_left(losses: Losses) -> None:
-    """By weights that are kept in bf16 (found: 4.4e-2); and bf16 is not within the band of fp16."""
+    """By weights that are kept in bf16 (found: 5.4e-2); and bf16 is not within the band of fp16."""
     exact = losses("full", "fp32", "full")
     assert apart(losses("full", "bf16-pure", "full"), exact) > 3 * BAND["full", "bf16"]
     assert apart(losses("full", "bf16", "full"), exact) > BAND["full", "fp16"]
