@@ -34,10 +34,6 @@ class Progress:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Progress:
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class Result:

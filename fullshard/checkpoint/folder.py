@@ -52,9 +52,10 @@ def _numbered(run: Path) -> list[Path]:
 
 
 def _inside(run: Path) -> list[Path]:
-    """What lies in a folder, also in one that is not there; of a store that cannot be reached nobody knows."""
+    """What lies in a folder, also in one that is not there, or in a file; of a store that cannot be reached nobody
+    knows."""
     with store.reaching(run):
-        return list(run.iterdir()) if store.exists(run) else []
+        return list(run.iterdir()) if store.exists(run) and not run.is_file() else []
 
 
 def begin(run: Path, step: int) -> Path:

@@ -17,7 +17,7 @@ from torch import nn
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.full import read_full
-from fullshard.checkpoint.reader import Full, open_tensors
+from fullshard.checkpoint.reader import Full, StoredTensors, open_tensors
 from fullshard.checkpoint.storage import Reader
 from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
 from fullshard.checkpoint.together import together
@@ -57,23 +57,23 @@ def _spoil(state: Tensors) -> None:
 
 
 def _read(path: Path, state: Tensors, *, left_out: Collection[str], weights_only: bool = False) -> None:
+    opened: list[StoredTensors] = []
     wanted: Tensors = {}
 
     def fit() -> None:
-        stored = open_tensors(path)
-        shapes = {name: stored.shape(name) for name in stored.names()}
+        shapes = {name: opened[0].shape(name) for name in opened[0].names()}
         if weights_only:
             shapes = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
         _check_fit(shapes, state, left_out=left_out)
         wanted.update({name: tensor for name, tensor in state.items() if name in shapes})
 
     def read() -> None:
-        stored = open_tensors(path)
-        if isinstance(stored, Full):
-            read_full(stored, wanted)
+        if isinstance(opened[0], Full):
+            read_full(opened[0], wanted)
         else:
             dcp.load(dict(wanted), storage_reader=Reader(path))
 
+    together(lambda: opened.append(open_tensors(path)), f"{path} cannot be read", advice=_OTHER_CHECKPOINT)
     together(fit, f"{path} does not fit this run", advice=_OTHER_SETTINGS)
     together(read, f"{path} cannot be read", advice=_OTHER_CHECKPOINT)
 

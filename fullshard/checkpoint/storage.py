@@ -115,7 +115,7 @@ class Writer(FileSystemWriter):
     def __init__(self, path: Path, *, threads: int) -> None:
         # Nothing is copied ahead: what is written asynchronously lies in host memory already.
         local = not is_remote(path)  # a remote file is whole when it is closed, and has nothing to sync
-        super().__init__(path, sync_files=local, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
+        super().__init__(str(path), sync_files=local, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
         self.fs, self.path = cast(Any, Files()), cast(Any, path)
         self._threads = threads
 
@@ -150,7 +150,7 @@ class Reader(FileSystemReader):
     """Reads what DCP wrote; the metadata, which is a pickle, only as the plain data that it should be."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
+        super().__init__(str(path))  # DCP takes strings; where it really is follows
         self.fs, self.path = cast(Any, Files()), cast(Any, path)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -210,19 +210,24 @@ _DO_NOT_USE = "Do not use this checkpoint, and find out where it came from."
 def _untouched(path: Path) -> Iterator[None]:
     """Refuses a pickle that sets attributes of the classes it may name, and puts them right again."""
     things: list[Any] = [getattr(importlib.import_module(m), name) for m, names in _KNOWN.items() for name in names]
-    before = [(thing, dict(vars(thing))) for thing in things]
+    before = [(thing, _members(thing)) for thing in things]
     try:
         yield
     finally:
-        changed = [(thing, known) for thing, known in before if dict(vars(thing)) != known]
+        changed = [(thing, known) for thing, known in before if _members(thing) != known]
         for thing, known in changed:
-            for name in vars(thing).keys() - known.keys():
-                delattr(thing, name)
-            for name, value in known.items():
-                if vars(thing)[name] is not value:
-                    setattr(thing, name, value)
+            for name, value in _members(thing).items():
+                if name not in known:
+                    delattr(thing, name)
+                elif value is not known[name]:
+                    setattr(thing, name, known[name])
     if changed:
         raise CheckpointError(f"{path} changes {changed[0][0].__qualname__} when it is loaded. {_DO_NOT_USE}")
+
+
+def _members(thing: Any) -> dict[str, Any]:
+    # Not what Python notes on a class when one of its objects is pickled, perhaps by a save in another thread.
+    return {name: value for name, value in vars(thing).items() if name != "__slotnames__"}
 
 
 class _Plain(pickle.Unpickler):

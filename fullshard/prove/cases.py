@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint import folder as files
 from fullshard.errors import RecipeError
 from fullshard.ground import Ground
 from fullshard.launch.base import Ranks
@@ -37,6 +38,8 @@ class Case:
     title: str
     recipe: Recipe
     ranks: Ranks
+    resume: str = "auto"
+    """The checkpoint of another run that this one goes on from."""
 
     @property
     def folder(self) -> Path:
@@ -96,16 +99,18 @@ def plan(recipe: Recipe, place: Place, ground: Ground, *, cases: tuple[str, ...]
     quiet, removed, noisy = still(recipe, ground.module, ground.processor, half=place.half)
     changed = bool(removed) or own != recipe.batch.per_device
     base = _with(straight, **{key: getattr(quiet, key) for key in ("model", "precision", "optimizer")})
-    base = _batch(_with(base, checkpoint=base.checkpoint.model_copy(update={"every_steps": STEPS})), own)
+    base = _batch(base, own)
     wanted = {name for name in cases if name != "resume"}
     left_out = {name: noisy for name in sorted(wanted)} if noisy else {}
     reference = _case("reference", f"straight, {removed[0] if removed else 'fp32'}", base, place) if changed else None
-    others = [] if noisy else _others(base, place, other_world, split=split, elsewhere=elsewhere, shared=shared)
+    start = place.folder / ("reference" if reference else "straight") / files.name_of(SAVE_EVERY)
+    once = _with(base, checkpoint=base.checkpoint.model_copy(update={"every_steps": STEPS}))
+    others = [] if noisy else _others(once, place, other_world, start, split=split, elsewhere=elsewhere, shared=shared)
     chosen = tuple(case for case in others if case.name in wanted)
     killed = _case("killed", "killed", straight, place) if "resume" in cases else None
     first = _case("straight", "straight", straight, place)
     if killed is None and chosen and reference is not None:
-        first, reference = reference, None
+        first, reference = reference, None  # it keeps its folder, from which the run on other ranks goes on
     return Plan(
         first,
         killed,
@@ -152,8 +157,11 @@ def _shrunk(recipe: Recipe, place: Place, *, samples: int) -> Recipe:
     )
 
 
-def _others(base: Recipe, place: Place, other_world: int, *, split: int, elsewhere: int, shared: bool) -> list[Case]:
-    """The runs that must be near the reference."""
+def _others(
+    base: Recipe, place: Place, other_world: int, start: Path, *, split: int, elsewhere: int, shared: bool
+) -> list[Case]:
+    """The runs that must be near the reference. The one on other ranks goes on from its first checkpoint, the others
+    begin at the beginning."""
     world = place.ranks.per_node
     backend = "gloo" if shared else base.topology.backend
     moved = _with(_batch(base, elsewhere), topology=base.topology.model_copy(update={"backend": backend}))
@@ -166,7 +174,16 @@ def _others(base: Recipe, place: Place, other_world: int, *, split: int, elsewhe
     title = f"micro-batches of {split} instead of {base.batch.per_device}"
     return [
         _case("split", title, _batch(base, split), place),
-        _case("world", f"{_ranks(other_world)} instead of {world}{where}", moved, place, world=other_world),
+        replace(
+            _case(
+                "world",
+                f"{_ranks(other_world)} instead of {world}{where}, from step {SAVE_EVERY}",
+                moved,
+                place,
+                world=other_world,
+            ),
+            resume=str(start),
+        ),
         _case("strategy", f"{strategy} instead of {place.strategy}{on}", spread[1], place, world=spread[0]),
     ]
 

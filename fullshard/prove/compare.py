@@ -60,12 +60,12 @@ class Steps:
     numbers: dict[int, dict[str, float | None]] = field(default_factory=dict)
 
 
-def steps_of(records: Iterable[Mapping[str, Any]], *, last: int | None = None) -> Steps:
-    """The steps in the records of metrics.jsonl, up to `last`."""
+def steps_of(records: Iterable[Mapping[str, Any]], *, first: int = 1, last: int | None = None) -> Steps:
+    """The steps in the records of metrics.jsonl, from `first` up to `last`."""
     steps = Steps()
     for record in records:
         step = record.get("step")
-        if not isinstance(step, int) or (last is not None and step > last):
+        if not isinstance(step, int) or step < first or (last is not None and step > last):
             continue
         if record.get("event") == "samples":
             steps.samples[step] = list(record["sample_ids"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.prove.cases import KILLS, STEPS, Case, Plan
+from fullshard.prove.cases import KILLS, SAVE_EVERY, STEPS, Case, Plan
 from fullshard.prove.compare import Law, Seen, compare_numbers, compare_samples, compare_tensors
 from fullshard.prove.runs import RunFailed, Runs, taken
 
@@ -97,7 +97,8 @@ def _resumed(straight: Case, case: Case, runs: Runs) -> list[Verdict]:
 def _judge(case: Case, title: str, against: Case, law: Law, *, step: int, resumed_from: int | None = None) -> Verdict:
     """Holds the steps that were taken, and the checkpoint of `step`, against those of another run."""
     found = taken(case)
-    expected = taken(against, last=max(found.numbers, default=STEPS))
+    first = 1 if case.resume == "auto" else SAVE_EVERY + 1
+    expected = taken(against, first=first, last=max(found.numbers, default=STEPS))
     samples, numbers = compare_samples(found, expected, law=law), compare_numbers(found, expected, law=law)
     ours, theirs = (open_tensors(run.folder / files.name_of(step)) for run in (case, against))
     tensors = compare_tensors(ours, theirs, law=law, step=step)

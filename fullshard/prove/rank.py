@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-RECIPE = "recipe.yaml"
+RECIPE, RESUME = "recipe.yaml", "resume"
 
 
 def run_one(folder: Path) -> int:
@@ -24,7 +24,7 @@ def run_one(folder: Path) -> int:
         # Otherwise some kernels add up in another order every time, and no two runs are equal bit by bit.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    return run.join(read(folder / RECIPE), resume="auto")
+    return run.join(read(folder / RECIPE), resume=(folder / RESUME).read_text(encoding="utf-8"))
 
 
 def _speak_into(path: Path) -> None:
@@ -35,4 +35,4 @@ def _speak_into(path: Path) -> None:
             os.dup2(file.fileno(), stream.fileno())
 
 
-__all__ = ["RECIPE", "run_one"]
+__all__ = ["RECIPE", "RESUME", "run_one"]

@@ -19,7 +19,7 @@ from fullshard.errors import EXIT_PREEMPTED, FullshardError
 from fullshard.log.metrics import FILE, read
 from fullshard.prove.cases import STEPS, Case
 from fullshard.prove.compare import Steps, steps_of
-from fullshard.prove.rank import RECIPE
+from fullshard.prove.rank import RECIPE, RESUME
 from fullshard.read import Reading, hand_on
 
 Start = Callable[[Case, Path], int]
@@ -90,6 +90,7 @@ def start_ranks(reading: Reading) -> Start:
 
     def start(case: Case, told: Path) -> int:
         hand_on(Reading(case.recipe, reading.name, reading.source), told / RECIPE)
+        (told / RESUME).write_text(case.resume, encoding="utf-8")
         command = [sys.executable, "-m", "fullshard", "prove", str(told), "--as-rank"]
         said = io.StringIO()
         try:
@@ -101,10 +102,10 @@ def start_ranks(reading: Reading) -> Start:
     return start
 
 
-def taken(case: Case, *, last: int | None = None) -> Steps:
-    """What a run wrote down of its steps, up to `last`."""
+def taken(case: Case, *, first: int = 1, last: int | None = None) -> Steps:
+    """What a run wrote down of its steps, from `first` up to `last`."""
     path = case.folder / FILE
-    return steps_of(read(path) if path.exists() else [], last=last)
+    return steps_of(read(path) if path.exists() else [], first=first, last=last)
 
 
 def _failed(case: Case, how: str, code: int, told: Path) -> RunFailed:

@@ -67,13 +67,13 @@ class Lopsided(CausalLM):
         return super().loss(model, batch, aux)
 
 
-def run_case(settings: dict[str, Any], told: str) -> int:
+def run_case(settings: dict[str, Any], told: str, resume: str) -> int:
     """One rank of a run; its exit code."""
     from fullshard.read import read
     from fullshard.run import join
 
     try:
-        return join(read(settings), resume="auto")
+        return join(read(settings), resume=resume)
     except Abandoned:
         return 1
     except Exception as error:
@@ -89,6 +89,6 @@ def start_in(pool: RankPool, started: list[str]) -> Callable[[Case, Path], int]:
         settings = plain(case.recipe)
         for part in settings["evaluate"]["parts"]:
             part["kind"] = f"{__name__}.Abandon"
-        return int(max(pool.run(run_case, settings, str(told), world=case.ranks.per_node)))
+        return int(max(pool.run(run_case, settings, str(told), case.resume, world=case.ranks.per_node)))
 
     return start

@@ -143,7 +143,7 @@ def test_a_dropout_without_a_setting_is_left_out_with_its_name(folder: Path) -> 
 def test_one_gpu_is_shared_by_two_ranks_over_gloo(folder: Path, num_gpus: int, ids: tuple[int, ...] | None) -> None:
     _, found = planned(folder, place(device="cuda", num_gpus=num_gpus, ranks=Ranks(1, device_ids=ids)))
     split, world, strategy = found.others
-    assert world.title == "2 ranks instead of 1, one GPU"
+    assert world.title == "2 ranks instead of 1, one GPU, from step 2"
     for case in (world, strategy):
         topology = case.recipe.topology
         assert (topology.backend, topology.devices, case.ranks.per_node) == ("gloo", 2, 2)

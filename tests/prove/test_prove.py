@@ -92,7 +92,7 @@ def test_a_loss_that_depends_on_the_split_and_a_run_that_fails(folder: Path, sta
     assert result.exit_code == 3
     assert (split["title"], split["verdict"]) == ("micro-batches of 2 instead of 4", "drift")
     assert (split["losses"]["step"], split["samples"]["equal"]) == (1, True)
-    assert (world["title"], world["verdict"]) == ("2 ranks instead of 1", "not run")
+    assert (world["title"], world["verdict"]) == ("2 ranks instead of 1, from step 2", "not run")
     assert "two ranks are too many. Use one." in world["failure"]
     assert started == ["straight", "split", "world"]
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner
 
+from fullshard.check import room
+from fullshard.check.store import look as check
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import remote, store
-from fullshard.errors import CheckpointError, SetupError
+from fullshard.cli import app
+from fullshard.errors import CheckpointError, RecipeError, SetupError
+from fullshard.read import read
 from tests import bucket
 from tests.unit.checkpoint.test_folder import make, names
 
@@ -218,3 +226,77 @@ def test_what_a_library_raises_becomes_a_sentence(tmp_path: Path, monkeypatch: p
     for act in (lambda: files.named(address), lambda: files.candidates(run), lambda: files.read_state(run)):
         with pytest.raises(CheckpointError, match=r"cannot be used \(LibraryError: no route to host\). Check the addr"):
             act()
+
+
+# Settings
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {"model": {"path": "m"}, "data": {"train": "t.jsonl"}, **changes}
+
+
+def test_an_output_that_is_an_address_is_the_store_and_the_local_folder_stays() -> None:
+    recipe = read(settings(output="memory://box/runs/", name="a")).recipe
+    assert (recipe.folder, str(recipe.checkpoints)) == (Path("runs/a"), "memory://box/runs/a")
+    assert recipe == read(settings(name="a", checkpoint={"store": "memory://box/runs/"})).recipe
+    assert read(settings(name="a")).recipe.checkpoints == Path("runs/a")
+
+
+def test_output_on_the_command_line_may_be_an_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("model: {path: m}\ndata: {train: t.jsonl}\ntopology: {device: cpu}\n")
+    seen: list[Any] = []
+
+    def train(reading: Any, **_: Any) -> int:
+        seen.append(reading.recipe)
+        return 0
+
+    monkeypatch.setattr("fullshard.run.train", train)
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "r.yaml"), "--output", "memory://box/runs"])
+    assert result.exit_code == 0, result.output
+    assert str(seen[0].checkpoints) == "memory://box/runs/run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"output": "memory://a", "checkpoint": {"store": "memory://b"}}, "are two stores; give one of them"),
+        ({"output": Path("s3://a/runs")}, "output = 's3:/a/runs' is a URL that has lost a slash"),
+        ({"checkpoint": {"store": "/a/runs"}}, "is not a URL like s3://bucket/runs"),
+        ({"output": "memory://a", "checkpoint": {"format": "full"}}, "cannot be read in part from a remote store"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(said)):
+        read(settings(**changes))
+
+
+# Checks
+
+
+def test_a_check_tries_the_store_and_leaves_nothing(tmp_path: Path) -> None:
+    addresses = [bucket.url(tmp_path / "b"), f"file://{tmp_path}/f/deep", "memory://checked"]
+    for address in addresses:
+        [found] = check(read(settings(output=address)).recipe, num_ranks=1)
+        assert (found.level, found.check) == ("ok", "store"), found
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "b"]
+    assert list(check(read(settings()).recipe, num_ranks=1)) == []
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    monkeypatch.setattr(bucket.Bucket, "_open", lambda *_, **__: let_go.wait(30))
+    [found] = check(read(settings(output=bucket.url(tmp_path / "b"))).recipe, num_ranks=1, patience_s=0.2)
+    let_go.set()
+    assert found.level == "error"
+    assert "cannot be written there and read back (TimeoutError: no answer within 0.2 s)" in found.text
+
+
+def test_a_store_needs_no_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5_000))
+    sizes: dict[str, Any] = {"parameters": 1_000, "trainable": 1_000}
+    [local] = room.disk(read(settings(output=str(tmp_path))).recipe, **sizes)
+    assert local.level == "error"
+    away, here = room.disk(read(settings(output="memory://box")).recipe, **sizes)
+    assert "a checkpoint takes 11.7 KiB, 5 of them at memory://box" in away.text
+    assert here.level == "ok"
+    assert "needed for the export" in here.text
