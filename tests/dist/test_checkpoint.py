@@ -19,6 +19,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.command import problems
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
 from fullshard.log.metrics import FILE, last_step, read
 from tests.ranks import RankPool
@@ -238,6 +239,7 @@ def test_a_full_disk_under_one_rank_stops_all(ranks: RankPool, folder: Path, ran
     run = run_folder(chosen)
     assert checkpoints(run) == ["checkpoint-2"]
     assert os.readlink(run / "last") == "checkpoint-2"
+    assert problems(run / "checkpoint-2") == [], "the one before is whole"
     # With room again the run goes on from the last whole checkpoint and clears up.
     assert ranks.run(outcome, chosen, world=2) == [("stopped", "done")] * 2
     assert not list(run.glob(".unfinished-*"))

@@ -437,6 +437,8 @@ def test_frozen_weights_keep_half_precision(tmp_path: Path) -> None:
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters()) - trainable
     assert room.weight_bytes(asked, module) == 2 * frozen + 4 * trainable
+    # The folder holds the frozen ones: a checkpoint has adapters and their moments alone.
+    assert room.budget(asked, parameters=frozen + trainable, trainable=trainable)[0] == 12 * trainable
 
 
 def _product(shape: list[int]) -> int:

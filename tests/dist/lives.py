@@ -1,0 +1,213 @@
+"""A run that is killed in its saves again and again, started by `python -m tests.dist.lives FOLDER KILLS STEPS`.
+
+Ranks are forked from this process, which has imported everything and started no thread: a life of the run costs a
+second. What happened is written to FOLDER/lives.json; test_kill.py judges it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+WORLD = 2
+LOOK_S = 0.004
+PATIENCE_S = 10
+"""How long a rank that has lost the other may take to end by itself."""
+TINY: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+_SEEN = "seen"
+"""Marks what an earlier life has left, so that a new save of the same step is known from it."""
+
+
+@dataclass
+class Life:
+    """One start of the run and what it left."""
+
+    number: int
+    victims: list[int]
+    asynchronous: bool
+    format: str
+    killed: bool = False
+    inside: bool = False
+    """The kill left an unfinished checkpoint behind."""
+    stuck: list[int] = field(default_factory=list)
+    """Ranks that did not end by themselves after they had lost another."""
+    published: list[str] = field(default_factory=list)
+    last: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def settings(folder: Path, name: str, steps: int, **checkpoint: Any) -> dict[str, Any]:
+    from tests.small import recipe
+
+    return recipe(
+        folder,
+        name=name,
+        model={"overrides": {"attention_dropout": 0.2}},
+        data={"shuffle": True},
+        batch={"per_device": 4, "global": 8},
+        duration={"steps": steps},
+        checkpoint={"every_steps": 1, "keep": 3, **checkpoint},
+    )
+
+
+def prepare(folder: Path) -> None:
+    """Imports and caches whatever a rank needs, so that it need not, and leaves no thread behind."""
+    import torch
+    import tqdm  # type: ignore[import-untyped]
+
+    tqdm.tqdm.monitor_interval = 0
+    torch.set_num_threads(1)
+    import fullshard.build
+    import fullshard.check.preflight
+    import fullshard.header
+    import fullshard.hf.attention
+    import fullshard.hf.start
+    import fullshard.log.libraries
+    import fullshard.log.sinks
+    import fullshard.run  # noqa: F401
+    from fullshard.ground import lay_ground
+    from fullshard.log.console import Console
+    from fullshard.precision import avoid_broken_amx
+    from fullshard.read import read
+    from tests.small import model_folder, token_file
+
+    avoid_broken_amx()
+    model_folder(folder / "model", **TINY)
+    token_file(folder / "train.jsonl", records=90)
+    lay_ground(read(settings(folder, "straight", 1)).recipe, world_size=WORLD, console=Console(silent=True))
+    assert len(os.listdir("/proc/self/task")) == 1, "forked ranks must not inherit a thread's locks"
+
+
+def start(chosen: dict[str, Any], log: Path) -> list[ForkProcess]:
+    """The ranks of one life."""
+    store = log.with_suffix(".store")
+    processes = [get_context("fork").Process(target=_rank, args=(rank, chosen, log, store)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _rank(rank: int, chosen: dict[str, Any], log: Path, store: Path) -> None:
+    from fullshard.read import read
+    from fullshard.run import execute
+    from tests.ranks import _enter
+
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    _enter({"rank": rank, "world": WORLD, "nodes": 1, "store": str(store)})
+    execute(read(chosen), resume="auto")
+
+
+def saving(run: Path) -> set[str]:
+    """The saves under way."""
+    found = {path.name for path in run.glob(".unfinished-checkpoint-*")}
+    return {name for name in found if not (run / name / _SEEN).exists()}
+
+
+def kill_in_save(processes: list[ForkProcess], run: Path, life: Life, *, save: int, delay_s: float) -> None:
+    """Kills the victims so long after the beginning of the life's first or second save."""
+    sentinels = [process.sentinel for process in processes]
+    seen: set[str] = set()
+    while len(seen) < save:
+        if wait(sentinels, timeout=LOOK_S):
+            return
+        seen |= saving(run)
+    wait(sentinels, timeout=delay_s)
+    for rank in life.victims:
+        os.kill(processes[rank].pid or 0, signal.SIGKILL)
+    life.killed = True
+
+
+def end(processes: list[ForkProcess], *, patience_s: float) -> list[int]:
+    """Waits for all ranks, and ends as the launcher would those that do not end by themselves, which it gives."""
+    deadline = time.monotonic() + patience_s
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    stuck = [rank for rank, process in enumerate(processes) if process.exitcode is None]
+    for process in processes:
+        process.kill()
+        process.join()
+    return stuck
+
+
+def look(run: Path, life: Life) -> None:
+    """What a life has left in the run folder."""
+    from fullshard.checkpoint import folder as files
+    from fullshard.checkpoint.command import problems
+
+    life.inside = bool(saving(run))
+    for name in saving(run):
+        (run / name / _SEEN).touch()
+    found = files.published(run)
+    last = files.pointed(run, "last")
+    life.published, life.last = [path.name for path in found], last.name if last else None
+    life.problems = [line for path in found for line in problems(path)]
+
+
+def straight(folder: Path, steps: int) -> float:
+    """The run that nobody kills; gives the seconds that a save of it takes."""
+    chosen = settings(folder, "straight", steps, keep=None)
+    processes, run = start(chosen, folder / "straight.txt"), folder / "runs" / "straight"
+    sentinels, begun, lengths = [process.sentinel for process in processes], 0.0, []
+    while not wait(sentinels, timeout=LOOK_S):
+        under_way = bool(saving(run))
+        if under_way and not begun:
+            begun = time.monotonic()
+        if begun and not under_way:
+            lengths.append(time.monotonic() - begun)
+            begun = 0.0
+    end(processes, patience_s=PATIENCE_S)
+    assert [process.exitcode for process in processes] == [0] * WORLD, (folder / "straight.txt").read_text()
+    return statistics.median(lengths)
+
+
+def lives(folder: Path, kills: int, steps: int, save_s: float) -> list[Life]:
+    """Life after life of one run, each killed in a save, the last one left alone."""
+    draw, run = random.Random(4), folder / "runs" / "killed"
+    kinds = list(itertools.islice(itertools.cycle(itertools.product(([0], [1], [0, 1]), (False, True))), kills))
+    draw.shuffle(kinds)
+    found: list[Life] = []
+    for number, (victims, asynchronous) in enumerate(kinds):
+        life = Life(number, victims, asynchronous, draw.choice(["sharded", "full"]))
+        done = int(found[-1].last.rpartition("-")[2]) if found and found[-1].last else 0
+        chosen = settings(folder, "killed", steps, asynchronous=asynchronous, format=life.format)
+        processes = start(chosen, folder / f"life-{number}.txt")
+        save = 2 if done < (steps - 8) * number / kills else 1
+        kill_in_save(processes, run, life, save=save, delay_s=draw.uniform(0, 1.5) * save_s)
+        life.stuck = end(processes, patience_s=PATIENCE_S)
+        look(run, life)
+        found.append(life)
+    life = Life(kills, [], True, "sharded")
+    life.stuck = end(start(settings(folder, "killed", steps), folder / "end.txt"), patience_s=120)
+    look(run, life)
+    return [*found, life]
+
+
+def main(folder: Path, kills: int, steps: int) -> None:
+    prepare(folder)
+    save_s = straight(folder, steps)
+    found = lives(folder, kills, steps, save_s)
+    (folder / "lives.json").write_text(json.dumps({"save_s": save_s, "lives": [asdict(life) for life in found]}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
