@@ -16,7 +16,7 @@ from fullshard.checkpoint.tensors import all_tensors, materialise_state
 from fullshard.checkpoint.write import Target
 from fullshard.dist import reduce
 from fullshard.dist.world import World
-from fullshard.errors import SetupError
+from fullshard.errors import RecipeError, SetupError
 from fullshard.ground import Ground
 from fullshard.host import memory_left
 from fullshard.log.console import Console
@@ -49,6 +49,11 @@ def make_saver(
     console: Console,
 ) -> Saver:
     """A saver without a background: that comes with `go_background`, when the optimizer's state is known."""
+    if recipe.checkpoint.format == "full" and recipe.optimizer.kind() == "adamw_8bit":
+        raise RecipeError(
+            "checkpoint.format = full cannot hold the state of optimizer.kind = adamw_8bit, which is quantised slice "
+            "by slice. Use checkpoint.format: sharded, or optimizer.kind: adamw."
+        )
     # A GPU's host has cores to spare beside the one that feeds it.
     target = Target(
         recipe.checkpoints, recipe.checkpoint.format, recipe.checkpoint.keep, 4 if world.device.type == "cuda" else 1

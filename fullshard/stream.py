@@ -45,6 +45,10 @@ _PIECE_BYTES = 16 << 20
 """One call to write: object stores copy what they are given into a buffer."""
 
 
+_ROWS_BYTES = 4 << 20
+"""What is read, converted and written at a time, so that no copy of a large tensor is made."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of a file: what is known of it before its bytes are."""
@@ -59,6 +63,16 @@ class Entry:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Entry:
         return cls(tensor.dtype, tuple(tensor.shape))
+
+
+def in_rows(tensor: Any) -> Iterator[torch.Tensor]:
+    """A tensor, or whatever reads rows of one when it is indexed, in pieces of a few rows."""
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        yield tensor[...].cpu()
+        return
+    rows = max(_ROWS_BYTES * tensor.shape[0] // (tensor.numel() * 4), 1)
+    for start in range(0, tensor.shape[0], rows):
+        yield tensor[start : start + rows].cpu()
 
 
 class _Stream:

@@ -8,24 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fullshard import resume
-from fullshard.check.findings import Finding, ok
+from fullshard.check.findings import Finding, ok, warning
 from fullshard.checkpoint import folder as files
-from fullshard.errors import CheckpointError
 from fullshard.ground import Ground
 from fullshard.part import plain
 from fullshard.recipe import Recipe
 
 
 def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
-    """The checkpoint that `train` goes on from by itself; CheckpointError when it is damaged, or when its steps mean
+    """The checkpoint that `train` goes on from by itself; CheckpointError when all are damaged, or when its steps mean
     other samples than those of this recipe. Nothing where there is none."""
-    if (checkpoint := next(iter(files.candidates(recipe.checkpoints)), None)) is None:
+    warnings: list[str] = []
+    among = files.candidates(recipe.checkpoints)
+    checkpoint = resume.choose(
+        among, "auto", problems=lambda path: resume.look(path, checksums=False), warn=warnings.append
+    )
+    for line in warnings:
+        yield warning("earlier run", line, "train goes on from the newest one before it that is whole.")
+    if checkpoint is None:
         return
-    if found := resume.look(checkpoint, checksums=False):
-        raise CheckpointError(
-            f"{resume.damage(checkpoint, found)} `fullshard train` would go on from the newest one that is whole; "
-            "--resume never starts over."
-        )
     standing = resume.stand(checkpoint, identity=ground.identity, recipe=plain(recipe))
     progress, total = standing.progress, ground.plan.total_steps
     if progress.finished and progress.step >= total:

@@ -93,12 +93,11 @@ class Sharded(StoredTensors):
             begin, end = max(start, offset[0]), min(stop, offset[0] + size[0])
             if begin < end:
                 parts.append((info, slice(begin - offset[0], end - offset[0])))
-        if len(parts) == 1:  # as it lies there, without a copy
-            return self._complete(name, self._reader.chunk(parts[0][0])[parts[0][1]], stop - start)
         found, done = torch.empty((max(stop - start, 0), *entry.size[1:]), dtype=entry.properties.dtype), 0
         for info, rows in parts:
-            found[done : done + rows.stop - rows.start] = self._reader.chunk(info)[rows]
-            done += rows.stop - rows.start
+            number = rows.stop - rows.start
+            self._reader.rows(info, rows.start, found[done : done + number])
+            done += number
         return self._complete(name, found[:done], stop - start)
 
     def _complete(self, name: str, found: torch.Tensor, rows: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from fullshard.models.base import Family, Weights
 from fullshard.part import decode
 from fullshard.stream import Entry
 
+LARGE = 32 * 2**20
+"""Bytes from which a tensor is not read whole."""
 MOVED = "Where the run's base model has moved, say where it is now: --base PATH."
 
 
@@ -62,7 +64,7 @@ class Trained:
         base = self.base.names() if self.base is not None else set()
         for name in names:
             if name in stored:
-                yield name, self.stored.whole(name)
+                yield name, self._read(name)
             elif self.base is not None and name in base:
                 yield name, self._frozen(name, own[name], self.base)
             elif not own[name].is_meta:
@@ -72,6 +74,12 @@ class Trained:
                     f"{self.checkpoint} does not hold {name}, and the run's model settings name no weights to take it "
                     f"from. {MOVED}"
                 )
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A stored tensor; a large one as its rows, which are read when they are written."""
+        num_bytes = torch.Size(self.stored.shape(name)).numel() * self.stored.dtype(name).itemsize
+        large = num_bytes > LARGE and not is_adapter(name)
+        return cast(torch.Tensor, _Rows(self.stored, name)) if large else self.stored.whole(name)
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
         """The dtype that the run kept it in."""
@@ -85,6 +93,27 @@ class Trained:
                 f"differs. Give the base model that the run had: --base PATH."
             )
         return values
+
+
+class _Rows:
+    """A stored tensor as far as an export looks at it: what it is, and some of its rows."""
+
+    def __init__(self, stored: StoredTensors, name: str) -> None:
+        self._stored, self._name = stored, name
+        self.shape, self.dtype = torch.Size(stored.shape(name)), stored.dtype(name)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        start, stop, _ = rows.indices(self.shape[0])
+        return self._stored.read(self._name, start, stop)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
 
 
 def open_trained(checkpoint: Path, *, base: str | None, trust_remote_code: bool) -> Trained:

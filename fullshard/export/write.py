@@ -18,7 +18,7 @@ import torch
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
 from fullshard.hf.edits import is_adapter
-from fullshard.stream import Entry, SafetensorsStream, TorchStream
+from fullshard.stream import Entry, SafetensorsStream, TorchStream, in_rows
 
 FORMS = ("hf", "adapter", "merged", "state")
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
@@ -92,7 +92,7 @@ def _write_state(
     kind = SafetensorsStream if path.suffix in SAFE else TorchStream
     with kind(path, entries=entries) as stream:
         for name, tensor in tensors:
-            stream.add(name, tensor.to(entries[name].dtype))
+            stream.add_rows(name, entries[name], (piece.to(entries[name].dtype) for piece in in_rows(tensor)))
 
 
 def free(text: str, checkpoint: Path) -> Path:

@@ -24,12 +24,10 @@ from fullshard.errors import CheckpointError
 from fullshard.hf.adapter import stored_names
 from fullshard.hf.edits import adapter_config, base_name, is_adapter
 from fullshard.hf.merge import Merge
-from fullshard.stream import Entry, SafetensorsStream
+from fullshard.stream import Entry, SafetensorsStream, in_rows
 
 SHARD_BYTES = 5_000_000_000
 """The size of one file, the ecosystem's habit."""
-PIECE_BYTES = 32 << 20
-"""What is converted at a time, so that no second copy of a large tensor is made."""
 
 
 @dataclass(frozen=True)
@@ -176,13 +174,10 @@ class _Writer:
         return stored if found is probe and not more else None
 
     def _pieces(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        if tensor.dim() == 0 or tensor.numel() == 0:
-            yield tensor.cpu().to(dtype)
-            return
-        rows = max(PIECE_BYTES * tensor.shape[0] // (tensor.numel() * 4), 1)
-        for start in range(0, tensor.shape[0], rows):
-            piece = tensor[start : start + rows].cpu()
-            yield (self._merge.rows(name, piece, start) if self._merge else piece).to(dtype)
+        start = 0
+        for piece in in_rows(tensor):
+            yield (self._merge.rows(name, piece, start) if self._merge and piece.dim() else piece).to(dtype)
+            start += len(piece) if piece.dim() else 1
 
     def _release(self) -> None:
         """Writes what is held of a block, in the form that Transformers stores."""

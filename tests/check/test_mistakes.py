@@ -491,8 +491,8 @@ def a_broken_tokenizer(seed: Seed) -> None:
     path.write_text(path.read_text()[:-200])
 
 
-@mistake("model", "model: model", "holds no config.json", remedy="a folder written by save_pretrained")
-def a_folder_of_adapters(seed: Seed) -> None:
+@mistake("model", "model: model", "no base model named", remedy="model.base = FOLDER or hub name")
+def adapters_that_name_no_base(seed: Seed) -> None:
     folder = seed.folder / "model"
     (folder / "config.json").rename(folder / "adapter_config.json")
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")

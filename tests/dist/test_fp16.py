@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
 from fullshard.log.metrics import FILE, read
 from fullshard.objectives.base import Batch, Terms
 from fullshard.objectives.causal_lm import CausalLM
@@ -167,8 +168,11 @@ def resumed_from(checkpoint: Path, target: Path, **scaler: Any) -> Path:
     state = json.loads((target / "state.json").read_text())
     assert scaler.keys() <= state["scaler"].keys()
     state["scaler"] |= scaler
-    # As long as before, or the file passes for damaged.
-    (target / "state.json").write_text(json.dumps(state).ljust((checkpoint / "state.json").stat().st_size))
+    files.write_json(target / files.STATE, state)
+    manifest = files.read_manifest(target)
+    digests = {files.STATE: integrity.checksum(target / files.STATE)}
+    manifest["files"] |= integrity.describe(target, digests)  # or it passes for damaged
+    files.write_json(target / files.MANIFEST, manifest)
     return target
 
 

@@ -20,7 +20,7 @@ def resident(key: str) -> int:
     return int(found[1]) * 1024
 
 
-def rise(checkpoint: str, out: str, form: str, shard_bytes: str) -> int:
+def rise(checkpoint: str, out: str, form: str, shard_bytes: str, dtype: str) -> int:
     trained = open_trained(Path(checkpoint), base=None, trust_remote_code=False)
     names = list(write.names_for(trained, form))
     peak, done = 0, threading.Event()
@@ -33,12 +33,12 @@ def rise(checkpoint: str, out: str, form: str, shard_bytes: str) -> int:
 
     before, watcher = resident("RssAnon"), threading.Thread(target=watch)
     watcher.start()
-    write.write(trained, Path(out), write.Wish(form, "original", int(shard_bytes)), trained.tensors(names))
+    write.write(trained, Path(out), write.Wish(form, dtype, int(shard_bytes)), trained.tensors(names))
     done.set()
     watcher.join()
     return peak - before
 
 
 if __name__ == "__main__":
-    for start in range(1, len(sys.argv), 4):
-        print(rise(*sys.argv[start : start + 4]))
+    for start in range(1, len(sys.argv), 5):
+        print(rise(*sys.argv[start : start + 5]))

@@ -23,10 +23,10 @@ from tests.unit.export import peak
 
 SHARD_BYTES = 40_000_000
 SHAPE: dict[str, Any] = {
-    "vocab_size": 4096,
+    "vocab_size": 36_000,  # embedding and head have 74 MB each
     "hidden_size": 512,
     "intermediate_size": 1536,
-    "num_hidden_layers": 14,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
 }
@@ -34,7 +34,7 @@ SHAPE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a model of 200 MB, and one of adapters on a model as large."""
+    """A checkpoint of a model of 200 MB, most of it in two tensors, and one of adapters on a model as large."""
     path = tmp_path_factory.mktemp("memory")
     whole = Hf(architecture="llama", overrides=SHAPE)
     module = whole.build(processor=None)
@@ -61,14 +61,15 @@ def checkpoint(path: Path, family: Hf, module: nn.Module) -> None:
 
 
 def test_peak_memory_stays_near_one_file(folder: Path) -> None:
+    """In bf16 the embedding has a file of its own, half as large as the tensor that it is read from."""
     words = []
-    for name, form in (("whole", "hf"), ("adapters", "merged")):
-        words += [str(folder / name), str(folder / form), form, str(SHARD_BYTES)]
+    for name, form, dtype in (("whole", "hf", "bf16"), ("adapters", "merged", "original")):
+        words += [str(folder / name), str(folder / form), form, str(SHARD_BYTES), dtype]
     command = [sys.executable, "-m", peak.__name__, *words]
     said = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert said.returncode == 0, said.stderr
     for form, above in zip(("hf", "merged"), map(int, said.stdout.split()), strict=True):
         sizes = [path.stat().st_size for path in (folder / form).glob("*.safetensors")]
-        assert sum(sizes) > 4.5 * SHARD_BYTES
-        assert max(sizes) < 1.01 * SHARD_BYTES
-        assert above < 1.5 * max(sizes), form
+        assert sum(sizes) > 2.5 * max(sizes)
+        assert max(sizes) < 1.01 * (SHARD_BYTES if form == "hf" else 74_000_000)
+        assert above < 1.5 * max(sizes), (form, above / max(sizes))
