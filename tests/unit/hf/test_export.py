@@ -159,7 +159,7 @@ def test_merged_weights_are_those_of_peft(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("fullshard.hf.export.PIECE_BYTES", 1000)  # a few rows at a time
+    monkeypatch.setattr("fullshard.stream._ROWS_BYTES", 1000)  # a few rows at a time
     build(architecture).save_pretrained(tmp_path / "base")  # type: ignore[operator]
     family = lora(tmp_path / "base", targets)
     module = real(family)
