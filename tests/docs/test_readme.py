@@ -1,4 +1,4 @@
-"""The README's commands and snippets, run as they stand, in a folder with a small model and small data."""
+"""The commands of README and docs, run as they stand and in their order, in a folder with a small model and data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from fullshard.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
 def commands() -> list[str]:
-    lines = "\n".join(blocks("bash")).splitlines()
+    lines = "\n".join([*blocks("bash"), *blocks("bash", CHECKPOINTS)]).splitlines()
     return [line.partition("#")[0].strip() for line in lines if line.startswith("fullshard")]
 
 
