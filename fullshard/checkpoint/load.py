@@ -19,7 +19,7 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.full import read_full
 from fullshard.checkpoint.reader import Full, StoredTensors, open_tensors
 from fullshard.checkpoint.storage import Reader
-from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
+from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, local, materialise_state, model_tensors, squares
 from fullshard.checkpoint.together import together
 from fullshard.checkpoint.write import norms
 from fullshard.dist.shard import reshard
@@ -98,13 +98,15 @@ def _prove(path: Path, state: Tensors) -> None:
     saved: dict[str, Any] = files.read_state(path).get("optimizer") or {}
     shares = squares(state)
     steps, read = counts(state), norms(list(shares), [float(share) for share in shares.values()])
+    # 8-bit state is quantised anew where its slices are cut in another way.
+    near = 1e-2 if any(type(local(tensor)) is not torch.Tensor for tensor in state.values()) else 1e-6
 
     def compare() -> None:
         if saved.get("steps") != steps:
             raise CheckpointError(f"step counts {saved.get('steps')} were saved, {steps} were read")
         for kind, norm in read.items():
             before = saved.get("norms", {}).get(kind)
-            if before is None or not math.isclose(before, norm, rel_tol=1e-6):
+            if before is None or not math.isclose(before, norm, rel_tol=near):
                 raise CheckpointError(f"a norm of {before} was saved for {kind}, {norm} was read")
 
     together(compare, f"{path}: the optimizer's state is not what was saved", advice=_OTHER_CHECKPOINT)
