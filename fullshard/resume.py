@@ -144,6 +144,9 @@ def choose(
         found = problems(checkpoint)
         if not found:
             return checkpoint
+        if files.is_remote(checkpoint) and (unread := [line for line in found if integrity.UNREAD in line]):
+            # The network may be down for a minute: that is no reason to go on from an older one.
+            raise CheckpointError(f"{unread[0]}. Try again when the store can be reached. {_ANOTHER}")
         damaged.append(damage(checkpoint, found))
         if resume == "auto":
             warn(damaged[-1])

@@ -16,6 +16,8 @@ from fullshard.checkpoint import store
 
 BLOCK = 2**20
 THREADS = 4
+UNREAD = "cannot be checked"
+"""Said of a file that could not be read, which at a remote store need not mean damage."""
 
 
 def checksum(path: Path) -> str:
@@ -65,7 +67,7 @@ def _problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | Non
         if checksums and checksum(path) != entry["sha256"]:
             return f"{path} was changed: its {found:,} bytes have another checksum than what was written"
     except Exception as error:  # whatever a store's library raises is a finding about this file
-        return f"{path} cannot be checked ({type(error).__name__}: {error})"
+        return f"{path} {UNREAD} ({type(error).__name__}: {error})"
     return None
 
 
