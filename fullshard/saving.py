@@ -25,8 +25,8 @@ from fullshard.models.base import Weights
 from fullshard.part import plain
 from fullshard.recipe import Recipe
 
-TIMEOUT_S = 7200.0
-"""How long ranks wait for each other in a save: a slow disk is no reason to stop a run."""
+TIMEOUT_S = 1800.0
+"""How long ranks wait at least for each other in a save: a slow disk is no reason to stop a run."""
 SPARE = 0.1
 """Share of the host memory left that staging leaves alone."""
 

@@ -88,7 +88,10 @@ class Saver:
             self.console.note(f"Training waited {waited:.1f} s for the save before: save less often.")
 
     def close(self) -> None:
+        """Ends the background; after an error a save may still be under way, and is let to its end."""
         if self.background is not None:
+            if self.background.busy:
+                self.console.note("Waiting for the save that is under way.")
             self.background.close()
 
     def restore(self, checkpoint: Path) -> None:
@@ -126,12 +129,16 @@ class Saver:
     def _files_of_processor(self) -> dict[str, bytes]:
         """The tokenizer's files, so that a checkpoint can be exported wherever it is; they never change."""
         if self._processor_files is None:
-            self._processor_files = {}
-            if self.world.is_main and hasattr(self.processor, "save_pretrained"):
-                with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
-                    self.processor.save_pretrained(folder)
-                    for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
-                        self._processor_files[str(path.relative_to(folder))] = path.read_bytes()
+            found = self._processor_files = {}
+
+            def read() -> None:
+                if self.world.is_main and hasattr(self.processor, "save_pretrained"):
+                    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+                        self.processor.save_pretrained(folder)
+                        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+                            found[str(path.relative_to(folder))] = path.read_bytes()
+
+            together(read, "The tokenizer cannot be saved", group=self.group)
         return self._processor_files
 
     def _frozen_checksums(self) -> dict[str, int]:

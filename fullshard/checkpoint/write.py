@@ -83,9 +83,10 @@ def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
             digests.update(_put_facts(hidden, facts, snapshot.processor))
 
     together(put, f"{hidden} cannot be written", group=group)
-    described = integrity.describe(hidden, digests)
+    described: dict[str, dict[str, Any]] = {}
 
     def look() -> None:
+        described.update(integrity.describe(hidden, digests))
         if found := integrity.problems(hidden, described):
             raise CheckpointError(f"the storage does not give back what was written: {'; '.join(found)}")
 

@@ -34,9 +34,6 @@ DROPOUT = {"overrides": {"attention_dropout": 0.2}}
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("checkpoints")
     model_folder(path / "model")
-    model_folder(path / "wider", hidden_size=48)
-    model_folder(path / "deeper", num_hidden_layers=4)
-    overflowing(model_folder(path / "loud", tied=False))
     token_file(path / "train.jsonl", records=90)
     return path
 
