@@ -3,9 +3,9 @@
     python benchmarks/checkpoint.py              all three, and whether going on from a background save changes losses
     python benchmarks/checkpoint.py --runs none async
 
-A checkpoint is 20.6 GB (fp32 parameters and Adam's state). Steps are timed one by one; the stall of a save is what the
-step that saves and the one after it take more than the median step. The rate is over all steps after WARMUP, saves
-included. `--folder` says which disk; its speed is printed first.
+A checkpoint is 20.6 GB (fp32 parameters and Adam's state). The loop logs every ten steps, as by default; the stall of a
+save is what the ten steps after it take more than the median ten steps without saves. The rate is over all steps after
+WARMUP, saves included. `--folder` says which disk; its speed is printed first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from llm import RECIPE, write_text  # noqa: E402
 
-WARMUP = 11
+WARMUP = 10
+WINDOW = 10
 
 
 def disk_speed(folder: Path, gigabytes: int = 4) -> float:
@@ -45,7 +46,7 @@ def disk_speed(folder: Path, gigabytes: int = 4) -> float:
 def run(folder: Path, name: str, *overrides: str, resume: str = "never") -> list[dict[str, Any]]:
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
-    command = [sys.executable, "-m", "fullshard", "train", str(recipe), f"name={name}", "log.every_steps=1"]
+    command = [sys.executable, "-m", "fullshard", "train", str(recipe), f"name={name}", f"log.every_steps={WINDOW}"]
     command += [*overrides, "--resume", resume]
     print("$", " ".join(command[2:]), flush=True)
     with (folder / f"{name}.txt").open("w") as log:
@@ -58,28 +59,30 @@ def run(folder: Path, name: str, *overrides: str, resume: str = "never") -> list
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
-def seconds_of(records: list[dict[str, Any]]) -> dict[int, float]:
-    """How long each step took, with what happened after it."""
+def windows_of(records: list[dict[str, Any]]) -> dict[int, float]:
+    """How long each ten steps took, by their last one, with what happened in between."""
     ends = {r["step"]: r["seconds"] for r in records if r["kind"] == "train"}
-    return {step: ends[step] - ends[step - 1] for step in ends if step - 1 in ends}
+    return {step: ends[step] - ends[step - WINDOW] for step in ends if step - WINDOW >= WARMUP and step % WINDOW == 0}
 
 
-def row(label: str, records: list[dict[str, Any]], base: float | None) -> float:
-    steps = {step: each for step, each in seconds_of(records).items() if step > WARMUP}
+def row(label: str, records: list[dict[str, Any]], base: tuple[float, float] | None) -> tuple[float, float]:
+    """Prints a line; returns tokens per second and the median seconds of ten steps. `base` is that without saves."""
+    windows = windows_of(records)
     tokens = {r["step"]: r["tokens"] for r in records if r["kind"] == "train"}
-    rate = (tokens[max(steps)] - tokens[WARMUP]) / sum(steps.values())
-    median = statistics.median(steps.values())
-    saves = [r for r in records if r.get("event") == "saved" and r["step"] + 2 in steps]
-    # A save after step N falls between the ends of N and N + 1; the copy may hold up the update of N + 1.
-    stalls = [steps[r["step"] + 1] + steps[r["step"] + 2] - 2 * median for r in saves]
-    dip = f"{1 - rate / base:.2%}" if base else "-"
+    rate = (tokens[max(windows)] - tokens[WARMUP]) / sum(windows.values())
+    median = statistics.median(windows.values())
+    saves = [r for r in records if r.get("event") == "saved" and r["step"] + WINDOW in windows]
+    stalls = [windows[r["step"] + WINDOW] - (base[1] if base else median) for r in saves]
+    dip = f"{1 - rate / base[0]:.2%}" if base else "-"
     worst = f"{max(stalls):.2f}" if stalls else "-"
     blocked = f"{max(r['stall_seconds'] for r in saves):.3f}" if saves else "-"
-    count = len([r for r in records if r.get("event") == "saved"])
+    steps = len(windows) * WINDOW
     print(
-        f"| {label} | {len(steps)} | {count} | {rate:,.0f} | {dip} | {median:.3f} | {worst} | {blocked} |", flush=True
+        f"| {label} | {steps} | {len(saves)} | {rate:,.0f} | {dip} | {median / WINDOW:.3f} | {worst} | {blocked} |",
+        flush=True,
     )
-    return rate
+    print("ten steps each:", " ".join(f"{seconds:.2f}" for seconds in windows.values()), file=sys.stderr, flush=True)
+    return rate, median
 
 
 def main() -> None:
@@ -97,28 +100,29 @@ def main() -> None:
         same = ["batch.per_device=8", "checkpoint.keep=1", "checkpoint.best=null", *options.set]
         results: dict[str, list[dict[str, Any]]] = {}
         if "none" in options.runs:
-            results["no saves"] = run(folder, "none", *same, "duration.steps=100")
-        for name, wanted, steps in (("async", "true", 205), ("sync", "false", 105)):
+            results["no saves"] = run(folder, "none", *same, "duration.steps=71")
+        for name, wanted, steps in (("async", "true", 210), ("sync", "false", 60)):
             if name in options.runs:
                 saving = [f"checkpoint.asynchronous={wanted}", "checkpoint.every_steps=50", f"duration.steps={steps}"]
                 label = "in the background" if name == "async" else "training waits"
                 results[label] = run(folder, name, *same, *saving)
                 if name == "async" and "resume" in options.runs:
                     resumed = run(
-                        folder, "resumed", *same, "duration.steps=205", resume=str(folder / "runs" / name / "last")
+                        folder, "resumed", *same, "duration.steps=210", resume=str(folder / "runs" / name / "last")
                     )
                     results["went on from the last background save"] = resumed
                 shutil.rmtree(folder / "runs" / name)
         print("| saves | steps | saves | tokens/s | dip | median step s | worst stall s | host blocked s |")
         print("|---|---|---|---|---|---|---|---|")
-        base = None
+        base: tuple[float, float] | None = None
         for label, records in results.items():
             if "went on" not in label:
-                base = row(label, records, base) if label == "no saves" else (row(label, records, base), base)[1]
+                found = row(label, records, base)
+                base = found if label == "no saves" else base
         if "went on from the last background save" in results:
             straight = {r["step"]: r["loss"] for r in results["in the background"] if r["kind"] == "train"}
             again = [r for r in results["went on from the last background save"] if r["kind"] == "train"]
-            apart = max(abs(r["loss"] / straight[r["step"]] - 1) for r in again)
+            apart = max(abs(r["loss"] / straight[r["step"]] - 1) for r in again if r["step"] in straight)
             print(
                 f"losses of steps {again[0]['step']} to {again[-1]['step']} after the resume: at most {apart:.1e} apart"
             )

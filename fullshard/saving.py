@@ -98,6 +98,7 @@ def go_background(saver: Saver, wanted: bool | None) -> None:
     saver.background = Background(saver.optimizer, device=world.device)
     # Before the first step: pinning takes seconds.
     saver.background.reserve(need)
+    saver.prepare()
 
 
 def _state_to_come(saver: Saver) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the tensors waits for it. Must not know files, formats, ranks or when to save.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +20,9 @@ from fullshard.checkpoint.tensors import Tensors, local
 from fullshard.checkpoint.write import Snapshot, Written
 
 _ALIGNED = 64
+_SWITCH_S = 2e-4
+"""How long the thread that writes may keep the interpreter to itself. With Python's 5 ms the thread that feeds the
+device, which lets go of the interpreter in every operation, would wait that long each time to have it back."""
 
 
 class Background:
@@ -27,6 +31,7 @@ class Background:
     def __init__(self, optimizer: torch.optim.Optimizer, *, device: torch.device) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._future: Future[Written] | None = None
         self._memory: torch.Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -102,13 +107,21 @@ class Background:
         for name, tensor in tensors.items():
             mine = local(tensor)
             if type(mine) is torch.Tensor:
-                room = self._memory[start : start + mine.nbytes].view(mine.dtype).view(mine.shape)
+                room = self._room(start, mine)
                 room.copy_(mine, non_blocking=True)
                 start += _rounded(mine.nbytes)
             else:  # 8-bit state: a tensor of its own kind
                 room = mine.to("cpu", copy=True)
             copies[name] = DTensor(room, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else room
         return copies
+
+    def _room(self, start: int, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._memory is not None
+        if not tensor.numel():
+            return torch.empty_like(tensor, device="cpu")
+        # Not a view: DCP copies a tensor once more that is only a part of its storage.
+        room = torch.frombuffer(self._memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        return room.view(tensor.shape)
 
     def _let_copy_end(self) -> None:
         """Before an update: it must not overtake the copy of what it changes."""

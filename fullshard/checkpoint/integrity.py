@@ -14,7 +14,7 @@ from typing import Any
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import store
 
-BLOCK = 2**20
+BLOCK = 2**22
 THREADS = 4
 UNREAD = "cannot be checked"
 """Said of a file that could not be read, which at a remote store need not mean damage."""
@@ -22,10 +22,10 @@ UNREAD = "cannot be checked"
 
 def checksum(path: Path) -> str:
     """The sha256 of a file, which is read once."""
-    digest = hashlib.sha256()
+    digest, room = hashlib.sha256(), memoryview(bytearray(BLOCK))
     with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
+        while count := file.readinto(room):  # type: ignore[attr-defined]
+            digest.update(room[:count])
     return digest.hexdigest()
 
 

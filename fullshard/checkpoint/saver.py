@@ -56,6 +56,11 @@ class Saver:
     _processor_files: dict[str, bytes] | None = field(default=None, init=False)
     _frozen: dict[str, int] | None = field(default=None, init=False)
 
+    def prepare(self) -> None:
+        """Reads, before the first step, what every save holds and no step changes."""
+        self._files_of_processor()
+        self._frozen_checksums()
+
     def save(self, progress: Progress, best: bool, *, now: bool = False) -> None:
         """Publishes `checkpoint-STEP`, moves the pointers, removes what retention does not keep. In the background,
         if there is one, unless it is wanted `now`; the save before that is settled first."""
