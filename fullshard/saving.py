@@ -12,6 +12,7 @@ from torch import nn
 
 from fullshard.checkpoint.background import Background, staging_bytes
 from fullshard.checkpoint.saver import Saver
+from fullshard.checkpoint.sharded import Sharded
 from fullshard.checkpoint.tensors import all_tensors, materialise_state
 from fullshard.checkpoint.write import Target
 from fullshard.dist import reduce
@@ -55,9 +56,8 @@ def make_saver(
             "by slice. Use checkpoint.format: sharded, or optimizer.kind: adamw."
         )
     # A GPU's host has cores to spare beside the one that feeds it.
-    target = Target(
-        recipe.checkpoints, recipe.checkpoint.format, recipe.checkpoint.keep, 4 if world.device.type == "cuda" else 1
-    )
+    sharded = Sharded(threads=4 if world.device.type == "cuda" else 1)
+    target = Target(recipe.checkpoints, recipe.checkpoint.keep, None if recipe.checkpoint.format == "full" else sharded)
     return Saver(
         folder=recipe.folder,
         target=target,
@@ -80,7 +80,8 @@ def go_background(saver: Saver, wanted: bool | None) -> None:
     world = saver.world
     if wanted is False or (wanted is None and world.device.type != "cuda"):
         return
-    need = staging_bytes(_state_to_come(saver))
+    to_come = _state_to_come(saver)
+    need = staging_bytes(to_come)
     per_node: dict[int, list[int]] = {}
     for node, each, left in reduce.gather_objects((world.rank // world.local_size, need, memory_left())):
         total, least = per_node.get(node, [0, left])
@@ -98,7 +99,7 @@ def go_background(saver: Saver, wanted: bool | None) -> None:
     saver.background = Background(saver.optimizer, device=world.device)
     # Before the first step: pinning takes seconds.
     saver.background.reserve(need)
-    saver.prepare()
+    saver.prepare(to_come)
 
 
 def _state_to_come(saver: Saver) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import load, remote
 from fullshard.checkpoint.background import Background
-from fullshard.checkpoint.tensors import all_tensors, squares
+from fullshard.checkpoint.tensors import Tensors, all_tensors, squares
 from fullshard.checkpoint.together import together
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
 from fullshard.dist import reduce, values
@@ -56,10 +56,12 @@ class Saver:
     _processor_files: dict[str, bytes] | None = field(default=None, init=False)
     _frozen: dict[str, int] | None = field(default=None, init=False)
 
-    def prepare(self) -> None:
-        """Reads, before the first step, what every save holds and no step changes."""
+    def prepare(self, tensors: Tensors) -> None:
+        """Does before the first step what is the same in every save; `tensors` are like those that will be saved."""
         self._files_of_processor()
         self._frozen_checksums()
+        if self.target.sharded is not None:
+            self.target.sharded.agree(tensors, "A save cannot be planned", group=self.group)
 
     def save(self, progress: Progress, best: bool, *, now: bool = False) -> None:
         """Publishes `checkpoint-STEP`, moves the pointers, removes what retention does not keep. In the background,

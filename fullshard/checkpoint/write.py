@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity, store
 from fullshard.checkpoint.full import write_full
-from fullshard.checkpoint.storage import Writer
+from fullshard.checkpoint.sharded import Sharded
 from fullshard.checkpoint.tensors import Tensors, counts, tree
 from fullshard.checkpoint.together import together
 from fullshard.dist import reduce
@@ -45,9 +44,9 @@ class Target:
     """Where checkpoints go and how."""
 
     run: Path
-    format: str
     keep: int | None
-    threads: int = 1
+    sharded: Sharded | None
+    """None for the `full` format."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,12 @@ def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
     together(begin, f"{hidden} cannot be created", group=group)
     facts = snapshot.facts | {"optimizer": _evidence(snapshot, group)}
 
+    if target.sharded is not None:
+        digests.update(target.sharded.write(hidden, snapshot.tensors, group=group))
+
     def put() -> None:
-        if target.format == "full":
+        if target.sharded is None:
             digests.update(write_full(hidden, snapshot.tensors, group=group))
-        else:
-            writer = Writer(hidden, threads=target.threads)
-            dcp.save(dict(snapshot.tensors), storage_writer=writer, process_group=group)
-            digests.update(writer.digests)
         if main:
             digests.update(_put_facts(hidden, facts, snapshot.processor))
 
@@ -97,7 +95,7 @@ def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
     def finish() -> None:
         if main:
             epoch = snapshot.facts.get("progress", {}).get("epoch")
-            manifest = {"step": snapshot.step, "epoch": epoch, "format": target.format}
+            manifest = {"step": snapshot.step, "epoch": epoch, "format": "sharded" if target.sharded else "full"}
             _publish(target, snapshot, manifest | {"files": described, "tensors": tree(snapshot.tensors)})
 
     together(finish, f"{hidden} cannot be published", group=group)

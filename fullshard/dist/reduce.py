@@ -64,6 +64,20 @@ def gather_objects(value: Any, *, group: Any = None) -> list[Any]:
     return values
 
 
+def gather_to_main(value: Any, *, group: Any = None) -> list[Any]:
+    """Every rank's value, in rank order, on rank 0; nothing elsewhere."""
+    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values, dst=0, group=group)
+    return values or []
+
+
+def scatter_from_main(values: list[Any], *, group: Any = None) -> Any:
+    """To each rank its own of rank 0's values."""
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, values if dist.get_rank() == 0 else None, src=0, group=group)
+    return mine[0]
+
+
 def host_group(timeout_s: float) -> Any:
     """All ranks once more, over gloo: for what a second thread exchanges, which must not mix with training's."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -1,0 +1,90 @@
+"""The `sharded` format: every rank writes its own slices, as DCP's files.
+
+Which rank writes what is the same in every save of a run, so it is agreed on once and kept: that work would hold up the
+thread that feeds the device. Must not know what the tensors are, nor when a save is whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.storage import Writer
+from fullshard.checkpoint.tensors import Tensors
+from fullshard.checkpoint.together import together
+from fullshard.dist import reduce
+
+
+class Sharded:
+    """Writes the slices of one run, save after save."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads = threads
+        self._form: list[Any] = []
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
+        """The description of the whole, on rank 0."""
+
+    def write(self, folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
+        """Writes this rank's slices; gives the checksums of its files. Every rank fails when one does."""
+        problem = f"{folder} cannot be written"
+        writer = Writer(folder, threads=self._threads)
+        if self._plan is None or self._form != _form(tensors):
+            self.agree(tensors, problem, group=group)
+        results: list[WriteResult] = []
+
+        def put() -> None:
+            assert self._plan is not None
+            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner.set_up_planner(dict(tensors), is_coordinator=_is_main())
+            plan = planner.finish_plan(writer.prepare_local_plan(self._plan))
+            results.extend(writer.write_data(plan, planner).wait())
+
+        together(put, problem, group=group)
+        written = reduce.gather_to_main(results, group=group)
+
+        def finish() -> None:
+            if _is_main():
+                assert self._metadata is not None
+                writer.finish(self._metadata, written)
+
+        together(finish, problem, group=group)
+        return writer.digests
+
+    def agree(self, tensors: Tensors, problem: str, *, group: Any) -> None:
+        """Plans which rank writes what, for tensors of this form; done before the first save where that is known."""
+        planner = DefaultSavePlanner()
+        local: list[SavePlan] = []
+
+        def plan_mine() -> None:
+            planner.set_up_planner(dict(tensors), is_coordinator=_is_main())
+            local.append(planner.create_local_plan())
+
+        together(plan_mine, problem, group=group)
+        shares = reduce.gather_to_main(local[0], group=group)
+
+        def plan_all() -> None:
+            if _is_main():
+                planned, self._metadata = planner.create_global_plan(shares)
+                shares[:] = Writer(Path(), threads=1).prepare_global_plan(planned)
+
+        together(plan_all, problem, group=group)
+        self._plan, self._form = reduce.scatter_from_main(shares, group=group), _form(tensors)
+
+
+def _form(tensors: Tensors) -> list[Any]:
+    """All that a plan depends on; alike on every rank."""
+    return [
+        (name, t.dtype, t.shape, t._spec.placements if isinstance(t, DTensor) else None) for name, t in tensors.items()
+    ]
+
+
+def _is_main() -> bool:
+    return torch.distributed.get_rank() == 0
