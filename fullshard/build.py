@@ -101,7 +101,7 @@ def build(
         epochs=ground.plan.epochs,
         evaluations=recipe.evaluate.parts,
         evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, validation, world, console),
-        evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs),
+        evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,
         log_every=recipe.log.every_steps,

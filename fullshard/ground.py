@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 
 from fullshard.arithmetic import StepPlan, plan_steps
+from fullshard.data.base import Encoder
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.errors import RecipeError
 from fullshard.log.console import Console
-from fullshard.part import did_you_mean
+from fullshard.part import decode, did_you_mean
 from fullshard.placement import check_model
 from fullshard.recipe import Recipe
 
@@ -49,13 +50,20 @@ def find_processor(recipe: Recipe) -> Any:
     """Fetches the model, or trains its tokenizer; gives the tokenizer or processor, None without one."""
     cache = cache_folder(recipe)
     fingerprint = recipe.data.train.open().fingerprint()
-    recipe.model.prepare(texts(recipe.data.train, recipe.data.encode), cache=cache, fingerprint=fingerprint)
+    recipe.model.prepare(texts(recipe.data.train, encoder_of(recipe)), cache=cache, fingerprint=fingerprint)
     return recipe.model.processor(cache=cache, fingerprint=fingerprint)
+
+
+def encoder_of(recipe: Recipe) -> Encoder | None:
+    """The encoder that the recipe names, or the one that goes with its objective; None: to be chosen from the data."""
+    usual = recipe.objective.encoder
+    return recipe.data.encode or (decode(Encoder, {"kind": usual}, where="data.encode") if usual else None)
 
 
 def build_module(recipe: Recipe, processor: Any) -> nn.Module:
     """The empty model, with its edits."""
     module = recipe.model.build(processor=processor)
+    recipe.objective.extend(module)
     check_model(recipe, module)
     return module
 
@@ -65,7 +73,7 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     data = prepare(
         train=recipe.data.train,
         validation=recipe.data.validation,
-        encode=recipe.data.encode,
+        encode=encoder_of(recipe),
         processor=processor,
         length=recipe.data.sequence_length,
         pack=recipe.data.pack,
@@ -85,6 +93,9 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
         epochs=recipe.duration.epochs,
         steps=recipe.duration.steps,
     )
+    for stored in (data.train_from, data.validation_from):
+        if stored is not None:
+            recipe.objective.check_data(stored, samples_per_step=plan.global_size)
     for line in without_effect(recipe, data, plan):
         console.warn(line)
     identity = {

@@ -84,6 +84,8 @@ def fit(parts: Parts) -> Result:
     parts.console.run_begin(parts.total_steps, done=progress.step)
     with parts.stop_signals:
         windows = parts.windows(progress.step)
+        if parts.evaluate_due.at_start and progress.step == 0:
+            _evaluate(parts, at_end=False)
         stopped = "done" if progress.settled else _settle(parts)
         while progress.step < parts.total_steps and stopped == "done":
             stopped = _epoch(parts, windows)
@@ -309,6 +311,7 @@ def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
     if numbers:
         epoch = round(parts.progress.step / parts.steps_per_epoch, 4)
         parts.write({"kind": "validation", "step": parts.progress.step, "epoch": epoch, **numbers})
+        parts.console.validated(numbers)
     for text in texts:
         parts.console.say(text)
     return numbers

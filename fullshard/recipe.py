@@ -204,6 +204,8 @@ class Evaluate(Section):
     """Validate every so many steps."""
     every_epochs: int | None = Field(1, ge=1)
     """Validate at the end of every so many epochs."""
+    at_start: bool = False
+    """Validate before the first step, too."""
     per_device: int | None = Field(None, ge=1)
     """Samples in one validation batch of one rank; null: as in training."""
     parts: list[Evaluation] = Field(

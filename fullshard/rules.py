@@ -12,6 +12,7 @@ class Due:
     every_steps: int | None
     every_epochs: int | None
     every_minutes: float | None = None
+    at_start: bool = False
 
     def after_step(self, step: int) -> bool:
         return self.every_steps is not None and step % self.every_steps == 0

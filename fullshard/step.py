@@ -16,7 +16,7 @@ from torch import nn
 
 from fullshard.dist import reduce
 from fullshard.dist.gradients import not_finite
-from fullshard.dist.shard import one_by_one
+from fullshard.dist.turns import one_by_one
 from fullshard.errors import NumericalError
 from fullshard.objectives.base import Batch, Objective, Terms
 from fullshard.precision import SMALLEST_SCALE

@@ -87,6 +87,8 @@ class Encoder(Part):
     required: ClassVar[tuple[str, ...]] = ("encode or encode_many", "collate")
     divisible: ClassVar[bool] = False
     """Whether a sample may be cut anywhere and go on in another row, as running text may; others are packed whole."""
+    lays_out: ClassVar[bool] = False
+    """Whether the objective lays texts out in rows by itself; the feature `lengths` then has an entry for each text."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -95,7 +97,8 @@ class Encoder(Part):
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
         """The samples of one record; none when nothing in it can be learned from.
 
-        What is longer than `length` is cut at its end by the caller, and counted. Raises DataError in words about the
+        `input_ids` longer than `length` are cut at their end by the caller, and counted. An encoder that cuts by itself
+        says so in a feature `cut` of one entry, which is counted and not kept. Raises DataError in words about the
         record alone; the caller adds the place."""
         raise NotImplementedError
 
@@ -109,6 +112,10 @@ class Encoder(Part):
 
     def notes(self, processor: Any) -> list[str]:
         """What was decided about the layout of samples that the user did not say, a line each, for the report."""
+        return []
+
+    def reads(self, record: Record) -> list[str]:
+        """Which columns of a record were taken for what, where the user did not say, a line each, for the report."""
         return []
 
     def leave_on(self, processor: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.data.base import Encoder, Record, Records, Samples, Source
-from fullshard.data.encode import chat, text
+from fullshard.data.encode import chat, pairs, text
 from fullshard.data.order import HOLDOUT, generator
 from fullshard.data.pack import Fitted, Plain, Wrapped
 from fullshard.data.records import counted, keys_found, origins
@@ -52,10 +52,12 @@ def choose_encoder(record: Record) -> Encoder:
     is_text, is_chat = text.Text.accepts(record), chat.Chat.accepts(record)
     if is_text != is_chat:
         return text.Text() if is_text else chat.Chat()
+    if not is_text and pairs.Pairs.accepts(record):
+        return pairs.Pairs()
     problem = "the record has both a text and a conversation" if is_text else "the record has no form that is known"
     raise DataError(
-        f"{problem}. {keys_found(record)} Accepted: {text.FORMS}; {chat.FORMS}. "
-        "Choose with data.encode: text or chat, and name other columns there."
+        f"{problem}. {keys_found(record)} Accepted: {text.FORMS}; {chat.FORMS}; {pairs.FORMS}. "
+        "Choose with data.encode: text, chat or pairs, and name other columns there."
     )
 
 
@@ -91,7 +93,7 @@ def prepare(
     stored = length if not (pack and encoder.divisible) else _WHOLE
     store = encoded(records, encoder, processor, length=stored, cache=cache, say=say)
     report = [f"encoder: {encoder.kind()}{'' if encode else ' (chosen by the keys of the first record)'}"]
-    report += encoder.notes(processor)
+    report += encoder.notes(processor) + encoder.reads(records[0])
     report += _account("data", records, store)
     _check_any("data.train", store)
     chosen = np.arange(len(store))
@@ -161,7 +163,7 @@ def _samples(
     name: str, store: Store, chosen: np.ndarray, encoder: Encoder, length: int, pack: bool, report: list[str]
 ) -> Samples:
     packable = set(store.names) == {"input_ids", "labels"}
-    if pack and not packable:
+    if pack and not packable and not encoder.lays_out:
         report.append(f"{name}: not packed, the encoder gives more than tokens ({', '.join(store.names)})")
     samples: Samples
     if pack and packable:
@@ -171,6 +173,8 @@ def _samples(
     else:
         samples = Plain(store, chosen)
         rows = "not packed"
+        if encoder.lays_out:
+            rows = counted(int(store.sizes("lengths")[chosen].sum()), "text")
     num_records = len(np.unique(store.records[chosen]))
     counts = [(num_records, "record"), (len(chosen), "sample"), (samples.num_tokens, "token")]
     report.append(f"{name}: {', '.join(counted(*count) for count in counts)}, {rows}")

@@ -64,7 +64,7 @@ class Store:
         self.names: list[str] = meta["names"]
         self._columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in self.names}
         self._starts = {name: np.load(folder / f"{name}.starts.npy", mmap_mode="r") for name in self.names}
-        first = "input_ids" if "input_ids" in self._starts else self.names[0] if self.names else None
+        first = next((name for name in ("input_ids", "tokens", *self.names) if name in self._starts), None)
         self.lengths: np.ndarray = np.diff(self._starts[first]) if first else np.zeros(0, dtype=np.int64)
         """Tokens of each sample; for samples without tokens, entries of the first feature."""
 
@@ -83,6 +83,14 @@ class Store:
             name: np.array(column[self._starts[name][index] : self._starts[name][index + 1]])
             for name, column in self._columns.items()
         }
+
+    def sizes(self, name: str) -> np.ndarray:
+        """How many entries of a feature each sample has."""
+        return np.asarray(np.diff(self._starts[name]))
+
+    def flat(self, name: str) -> np.ndarray:
+        """A feature of one entry, of all samples."""
+        return np.asarray(self._columns[name])
 
     def slice(self, index: int, start: int, stop: int) -> Features:
         """Positions `start` to `stop` of one sample whose features are all equally long."""
@@ -112,7 +120,11 @@ def processor_fingerprint(processor: Any) -> str:
     template = getattr(tokenizer, "chat_template", None)
     special = sorted((k, str(v)) for k, v in getattr(tokenizer, "special_tokens_map", {}).items())
     outer = processor.to_json_string() if processor is not tokenizer and hasattr(processor, "to_json_string") else ""
-    return combine(type(processor).__qualname__, core, json.dumps([template, special]), outer)
+    parts = [type(processor).__qualname__, core, json.dumps([template, special]), outer]
+    # What an embedding model puts before its texts.
+    if prompts := getattr(processor, "prompts", None):
+        parts.append(json.dumps(prompts, sort_keys=True))
+    return combine(*parts)
 
 
 def store_key(records: Records, encoder: Encoder, processor: Any, *, length: int) -> str:
@@ -262,6 +274,9 @@ class _Writer:
             self._counts.beyond += 1
 
     def _cut(self, features: Features) -> Features:
+        if "cut" in features:
+            self._counts.truncated += bool(features["cut"].any())
+            return {name: values for name, values in features.items() if name != "cut"}
         size = len(features["input_ids"]) if "input_ids" in features else 0
         if size <= self._length:
             return features

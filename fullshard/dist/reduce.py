@@ -50,6 +50,52 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(tensor.item())
 
 
+def place() -> tuple[int, int]:
+    """How many ranks there are, and which one this is."""
+    return dist.get_world_size(), dist.get_rank()
+
+
+def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
+    """The largest of each number over all ranks."""
+    if dist.get_world_size() == 1:
+        return numbers
+    tensor = torch.tensor(numbers, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [int(number) for number in tensor.tolist()]
+
+
+class _Gather(torch.autograd.Function):
+    """Every rank has its say on every row: their gradients are added up."""
+
+    @staticmethod
+    def forward(context: Any, share: torch.Tensor) -> torch.Tensor:
+        whole = share.new_empty((dist.get_world_size() * share.shape[0], *share.shape[1:]))
+        gather_tensor(whole, share.contiguous())
+        return whole
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        summed = gradient.clone()
+        dist.all_reduce(summed, op=dist.ReduceOp.SUM)
+        return summed.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather_rows(share: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, in rank order; every rank brings equally many. Gradients flow back to whose they are."""
+    gathered: torch.Tensor = _Gather.apply(share)
+    return gathered
+
+
+@torch.no_grad()
+def gather_uneven(share: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, in rank order, however many each has."""
+    sizes = gather_objects(len(share))
+    padded = share.new_zeros((max(sizes), *share.shape[1:]))
+    padded[: len(share)] = share
+    whole = gather_rows(padded)
+    return torch.cat([whole[max(sizes) * rank :][:size] for rank, size in enumerate(sizes)])
+
+
 def from_main(value: Any) -> Any:
     """Rank 0's value, on every rank."""
     holder = [value]

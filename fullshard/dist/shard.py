@@ -8,7 +8,7 @@ Edits (LoRA, frozen parts, resized embedding) come before, in the family. Must n
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -28,7 +28,6 @@ from fullshard.dist import exact, outputs, recompute, values
 from fullshard.dist.mesh import Layout
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.models.base import Family, Weights
-from fullshard.objectives.base import Batch
 
 
 @dataclass(frozen=True)
@@ -161,17 +160,6 @@ def reshard(module: nn.Module) -> None:
     """Gives gathered parameters back, as after a forward pass that no backward pass follows."""
     for unit in fsdp_modules(module):
         unit.reshard()
-
-
-def one_by_one(module: nn.Module, batches: Sequence[Batch]) -> Iterator[Batch]:
-    """Micro-batches of one step. Gradients are reduced into their slices after each, so accumulation costs no full-size
-    gradient; replicas are added up once, after the last."""
-    root = cast(FSDPModule, module)
-    for index, batch in enumerate(batches):
-        last = index == len(batches) - 1
-        root.set_is_last_backward(last)
-        root.set_requires_all_reduce(last)
-        yield batch
 
 
 def describe(module: nn.Module, plan: ShardPlan, ties: list[list[str]]) -> list[Unit]:

@@ -68,7 +68,7 @@ def export(
         wish = writing.Wish(writing.settle(trained, form, target), dtype, size if shard_size != "5GB" else None)
         names = list(writing.names_for(trained, wish.form))
         writing.write(trained, target, wish, _watched(trained.tensors(names), len(names), console))
-    _say_done(console, target, wish.form)
+    _say_done(console, target, wish.form, trained.family.loader)
 
 
 def parse_size(text: str) -> int:
@@ -117,7 +117,7 @@ def _watched(tensors: Iterator[tuple[str, Any]], total: int, console: Console) -
             bar.advance()
 
 
-def _say_done(console: Console, out: Path, form: str) -> None:
+def _say_done(console: Console, out: Path, form: str, loader: str) -> None:
     from fullshard.log import words
 
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
@@ -125,9 +125,9 @@ def _say_done(console: Console, out: Path, form: str) -> None:
     number = "1 file" if len(files) == 1 else f"{len(files)} files"
     pickled = f"torch.load({str(out)!r}, weights_only=True)"
     load = {
-        "hf": f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})",
-        "merged": f"transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})",
-        "adapter": f"peft.AutoPeftModelForCausalLM.from_pretrained({str(out)!r})",
+        "hf": f"{loader}({str(out)!r})",
+        "merged": f"{loader}({str(out)!r})",
+        "adapter": f"{loader.replace('transformers.Auto', 'peft.AutoPeft')}({str(out)!r})",
         "state": f"safetensors.torch.load_file({str(out)!r})" if out.suffix == ".safetensors" else pickled,
     }
     console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}). Load it with: {load[form]}")

@@ -77,9 +77,10 @@ def read_config(folder: Path) -> Any:
     where, kind = folder / CONFIG, str(settings.get("peft_type")).upper()
     if kind != "LORA":
         raise RecipeError(f"{where}: peft_type = {kind}, and only LORA can be trained on. {_MERGE}.")
-    if settings.get("task_type") not in (None, "CAUSAL_LM"):
+    if settings.get("task_type") not in (None, "CAUSAL_LM", "FEATURE_EXTRACTION"):
         raise RecipeError(
-            f"{where}: task_type = {settings['task_type']}, and a causal language model (CAUSAL_LM) is trained here."
+            f"{where}: task_type = {settings['task_type']}, and a language model (CAUSAL_LM) or an embedding model "
+            "(FEATURE_EXTRACTION) is trained here."
         )
     settings.pop("runtime_config", None)
     usual = {f.name: getattr(LoraConfig(), f.name) for f in dataclasses.fields(LoraConfig)}

@@ -24,7 +24,14 @@ ADAPTER = "default"
 
 
 def add_lora(
-    module: nn.Module, *, r: int, alpha: float, dropout: float, targets: str | list[str], base: str | None
+    module: nn.Module,
+    *,
+    r: int,
+    alpha: float,
+    dropout: float,
+    targets: str | list[str],
+    base: str | None,
+    task: str = "CAUSAL_LM",
 ) -> None:
     """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta."""
     from peft import LoraConfig
@@ -39,8 +46,10 @@ def add_lora(
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules=targets,
-        task_type="CAUSAL_LM",
+        task_type=task,
         base_model_name_or_path=base,
+        # No embedding comes out of a pooler: an adapter there would never learn.
+        exclude_modules=r"(.*\.)?pooler\..*" if task == "FEATURE_EXTRACTION" and hasattr(module, "pooler") else None,
         # GPT-2's layers keep their matrix transposed.
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
     )

@@ -14,9 +14,10 @@ from torch import nn
 from fullshard.errors import RecipeError
 
 
-def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool) -> nn.Module:
-    """The causal language model of a config; `attention`: its kernel, None for the model's own."""
-    from transformers import AutoModelForCausalLM
+def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, headless: bool = False) -> nn.Module:
+    """The causal language model of a config, or with `headless` its backbone; `attention`: its kernel, None for the
+    model's own."""
+    from transformers import AutoModel, AutoModelForCausalLM
 
     _refuse_layerdrop(config)
     config.use_cache = False
@@ -24,7 +25,8 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool) 
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
         with init_empty_weights(include_buffers=False):
-            module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **chosen)
+            auto = AutoModel if headless else AutoModelForCausalLM
+            module = auto.from_config(config, trust_remote_code=trust_remote_code, **chosen)
     except (ImportError, ValueError, RuntimeError, AssertionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise RecipeError(

@@ -24,6 +24,7 @@ from fullshard.errors import CheckpointError
 from fullshard.hf.adapter import stored_names
 from fullshard.hf.edits import adapter_config, base_name, is_adapter
 from fullshard.hf.merge import Merge
+from fullshard.ops.scalars import is_scalar
 from fullshard.stream import Entry, SafetensorsStream, in_rows
 
 SHARD_BYTES = 5_000_000_000
@@ -263,7 +264,8 @@ def _block_of(name: str) -> str:
 
 def _base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters without adapters, by their names before adapters came in."""
-    return ((base_name(name), p) for name, p in module.named_parameters() if not is_adapter(name))
+    own = ((name, p) for name, p in module.named_parameters() if not is_adapter(name) and not is_scalar(name))
+    return ((base_name(name), p) for name, p in own)
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,6 +5,7 @@ Must not know configs, modules or ranks.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ _UNWANTED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safeten
 
 def local_folder(name: str, *, revision: str | None, where: str) -> Path:
     """The folder of a model that is on disk already; never touches the network."""
-    folder = Path(name).expanduser()
+    folder = _in_package(name, where=where) or Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
     _refuse_paths(name, where=where)
@@ -33,7 +34,7 @@ def local_folder(name: str, *, revision: str | None, where: str) -> Path:
 
 def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: str) -> Path:
     """The folder of a model, downloaded when it is a hub name that is not on disk yet."""
-    folder = Path(name).expanduser()
+    folder = _in_package(name, where=where) or Path(name).expanduser()
     if folder.is_dir():
         return folder.resolve()
     _refuse_paths(name, where=where)
@@ -48,6 +49,23 @@ def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: 
         )
     except Exception as error:
         raise _explain(error, name, revision=revision, where=where) from error
+
+
+def _in_package(name: str, *, where: str) -> Path | None:
+    """The folder that `package:NAME/FOLDER` means: one that comes with an installed Python package."""
+    if not name.startswith("package:"):
+        return None
+    package, _, inside = name.removeprefix("package:").partition("/")
+    found = importlib.util.find_spec(package) if package.isidentifier() else None
+    if found is None or not found.submodule_search_locations:
+        raise SetupError(
+            f"{where} = {name!r}: the Python package {package!r} is not installed. Install it: "
+            f"pip install {package.replace('_', '-')}"
+        )
+    folder = Path(found.submodule_search_locations[0]) / inside
+    if not folder.is_dir():
+        raise RecipeError(f"{where} = {name!r}: the package {package!r} has no folder {inside!r}. Check the spelling.")
+    return folder
 
 
 def _refuse_paths(name: str, *, where: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,6 +42,10 @@ def _initialise(
             _initialise(child, _owner(child) or owner, shielded, shared)
     if adapters:
         _reset_adapters(module)
+        return
+    if hasattr(module, "set_first_values"):  # not Transformers' own
+        if not any(p.is_meta for p in module.parameters()):
+            cast(Any, module).set_first_values()
         return
     owner(module)
     # A tied tensor takes the rule of the first module that holds it (the input embedding, with its zero padding row).

@@ -23,6 +23,7 @@ from fullshard.hf.stored import Entry, Stored
 from fullshard.hf.torch_state import Renamed, open_state
 from fullshard.hf.weights import AdapterWeights, StoredWeights, Together
 from fullshard.models.base import Weights
+from fullshard.ops.scalars import is_scalar
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,9 @@ def start_weights(
             StoredWeights(names, module, place=place, advice=_ADVICE, resized=resized, own_names=True, may_miss=absent)
         )
     have = {name for source in sources for name in source.names()}
-    if base is not None and any(n not in have and not is_adapter(n) for n in module.state_dict(keep_vars=True)):
+    if base is not None and any(
+        n not in have and not is_adapter(n) and not is_scalar(n) for n in module.state_dict(keep_vars=True)
+    ):
         sources.append(base())
     return Together(*sources)
 

@@ -22,6 +22,16 @@ from fullshard.part import Section
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+"""A folder with none of these has no tokenizer; Transformers would make up an empty one."""
+
 
 class TokenizerTraining(Section):
     """A byte-level BPE trained on the training texts; no text is out of its vocabulary."""

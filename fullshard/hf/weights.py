@@ -19,6 +19,7 @@ from fullshard.errors import CheckpointError
 from fullshard.hf.edits import base_name, is_adapter
 from fullshard.hf.stored import Stored, open_folder
 from fullshard.models.base import Weights
+from fullshard.ops.scalars import is_scalar
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|position_ids$")
 """Buffers that older versions of Transformers stored; they are computed now."""
@@ -30,7 +31,8 @@ class StoredWeights:
 
     `resized` allows another number of rows in the embedding and the head: old rows are exact, rows beyond the stored
     ones are the mean of the stored rows. `own_names`: stored under the module's own names, as far as they are known
-    there. `may_miss` says which of the module's names need not be stored.
+    there. `may_miss` says which of the module's names need not be stored. `headless`: the module is the backbone of the
+    stored model, whose heads are left where they are.
     """
 
     def __init__(
@@ -43,12 +45,15 @@ class StoredWeights:
         resized: bool = False,
         own_names: bool = False,
         may_miss: Callable[[str], bool] = lambda name: False,
+        headless: bool = False,
     ) -> None:
         self._place, self._advice = place, advice
+        self._headless = headless
         self._module = module
         self._stored = stored
         self._own_names, self._may_miss = own_names, may_miss
-        self._targets = {base_name(name): name for name in module.state_dict(keep_vars=True) if not is_adapter(name)}
+        names = [name for name in module.state_dict(keep_vars=True) if not is_adapter(name) and not is_scalar(name)]
+        self._targets = {base_name(name): name for name in names}
         self._shapes = {n: tuple(t.shape) for n, t in module.state_dict(keep_vars=True).items()}
         self._resizable = _vocabulary_names(module) if resized else set()
         self._plain: dict[str, str] = {}
@@ -177,7 +182,7 @@ class StoredWeights:
         check_names(
             f"{self._place} does not hold the weights of {type(self._module).__name__} ({self._kind()})",
             missing=[name for name in missing if not any(map(self._may_miss, self._aliases(name)))],
-            extra=[n for n in unexpected if not any(p.search(n) for p in may_exceed)],
+            extra=[n for n in unexpected if not any(p.search(n) for p in may_exceed) and not self._is_head(n)],
             shapes={
                 name: (found, self._shapes[name])
                 for name, source in self._plain.items()
@@ -185,6 +190,12 @@ class StoredWeights:
             },
             advice=self._advice,
         )
+
+    def _is_head(self, name: str) -> bool:
+        """Whether a stored tensor belongs to what sits on top of the backbone."""
+        model: Any = self._module
+        inside = f"{model.base_model_prefix}."
+        return self._headless and any(source.startswith(inside) for source in self._stored) != name.startswith(inside)
 
     def _aliases(self, name: str) -> list[str]:
         return next((group for group in _tied_groups(self._module) if name in group), [name])
@@ -212,9 +223,18 @@ class StoredWeights:
 class SafetensorsWeights(StoredWeights):
     """The weights in one folder that Transformers or a hub wrote."""
 
-    def __init__(self, folder: Path, module: nn.Module, *, resized: bool = False) -> None:
+    def __init__(self, folder: Path, module: nn.Module, *, resized: bool = False, headless: bool = False) -> None:
         advice = "Check that config.json belongs to these weights and that model.overrides changes no shape."
-        super().__init__(open_folder(folder), module, place=folder, advice=advice, resized=resized)
+        # The pooler of an encoder is left out by models that were trained without it; an embedding has no use for it.
+        may_miss = _is_pooler if headless else (lambda name: False)
+        stored = open_folder(folder)
+        super().__init__(
+            stored, module, place=folder, advice=advice, resized=resized, may_miss=may_miss, headless=headless
+        )
+
+
+def _is_pooler(name: str) -> bool:
+    return name.startswith("pooler.")
 
 
 class AdapterWeights:

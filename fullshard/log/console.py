@@ -140,6 +140,11 @@ class Console:
         if val_loss is not None:
             self._emit(f"Average Val Loss: {val_loss:.6f}")
 
+    def validated(self, numbers: Mapping[str, float]) -> None:
+        """What a validation found beside the loss, which ends the epoch's lines."""
+        if found := [f"{name} {value:.4g}" for name, value in numbers.items() if name != "loss"]:
+            self._emit(f"Validation: {', '.join(found)}")
+
     def new_best(self, value: float, metric: str = "loss") -> None:
         self._emit(f">>>>>> New Best Val {metric.replace('_', ' ').title()}: {value:.6f}", style="green")
 

@@ -34,6 +34,8 @@ class Family(Part):
     folder: ClassVar[str] = "fullshard.models"
     default_kind: ClassVar[str | None] = "hf"
     required: ClassVar[tuple[str, ...]] = ("build",)
+    loader: ClassVar[str] = "transformers.AutoModelForCausalLM.from_pretrained"
+    """What reads an exported folder, as one would type it."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
     """Methods of the module, besides `forward`, that an objective calls."""
 

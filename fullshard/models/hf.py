@@ -18,6 +18,7 @@ from fullshard.hf import recorded
 from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
 from fullshard.hf.sizes import check_architecture, check_size, make_config
 from fullshard.hf.tokenizer import (
+    TOKENIZER_FILES,
     TokenizerTraining,
     at_most,
     fingerprint_of,
@@ -35,16 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen")
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
-"""A folder with none of these has no tokenizer; Transformers would make up an empty one."""
 
 
 class Lora(Section):
@@ -91,6 +82,8 @@ class Hf(Family):
     """A causal language model of Transformers."""
 
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
+    headless: ClassVar[bool] = False
+    """Whether the model is the backbone alone."""
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("path", "architecture"),
         ("path", "size"),
@@ -203,18 +196,17 @@ class Hf(Family):
         from fullshard.hf.edits import add_lora, freeze
         from fullshard.hf.empty import empty_model
         from fullshard.hf.export import stored_conversions
-        from fullshard.hf.head import bind
 
         config = self._config()
         if processor is not None:
             self._fit_vocabulary(config, processor)
         # varlen is switched on by whoever provides that kernel; the model is built with the one it replaces.
         attention = None if self.attention in ("auto", "varlen") else self.attention
-        module = empty_model(config, attention=attention, trust_remote_code=self.trust_remote_code)
+        code = self.trust_remote_code
+        module = empty_model(config, attention=attention, trust_remote_code=code, headless=self.headless)
         # Before adapters: they replace layers, and the rule is about the model itself.
-        rule = bind(module)
+        self._bind(module)
         module._weight_conversions = stored_conversions(module)  # type: ignore[assignment]
-        logger.info("head: %s", rule.reason)
         if self.lora is not None:
             settings = self.lora
             if self.path is None and self.start is None:
@@ -225,12 +217,19 @@ class Hf(Family):
                 alpha=settings.alpha,
                 dropout=settings.dropout,
                 targets=settings.targets,
+                task="FEATURE_EXTRACTION" if self.headless else "CAUSAL_LM",
                 base=self.path if self.stored_in() is not None else self.start,
             )
         elif (adapter := self._adapter()) is not None:
             add_stored(module, adapter, base=self._base()[0])
         freeze(module, self.freeze)
         return module
+
+    def _bind(self, module: nn.Module) -> None:
+        """Gives the module the method that objectives call."""
+        from fullshard.hf.head import bind
+
+        logger.info("head: %s", bind(module).reason)
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
         from fullshard.hf.attention import choose_attention
@@ -252,7 +251,7 @@ class Hf(Family):
         resized = rows != self._config().get_text_config(decoder=True).vocab_size
 
         def folder() -> Weights:
-            return SafetensorsWeights(self._folder(), module, resized=resized)
+            return SafetensorsWeights(self._folder(), module, resized=resized, headless=self.headless)
 
         adapter = self._adapter()
         if self.start is not None:
@@ -302,8 +301,9 @@ class Hf(Family):
 
     def exports(self, module: nn.Module, name: str) -> bool:
         from fullshard.hf.edits import has_adapters, is_adapter
+        from fullshard.ops.scalars import is_scalar
 
-        return is_adapter(name) or not has_adapters(module)
+        return is_adapter(name) or not (has_adapters(module) or is_scalar(name))
 
     def export(
         self,

@@ -37,6 +37,8 @@ class Objective(Part):
     required: ClassVar[tuple[str, ...]] = ("count", "loss")
     needs: ClassVar[tuple[str, ...]] = ()
     """The batch keys it reads."""
+    encoder: ClassVar[str | None] = None
+    """The kind of encoder meant where the recipe names none; None: chosen from the first record."""
     numbers: ClassVar[tuple[str, ...] | None] = None
     """What a validation of it measures, the loss included; None: known only when it has run."""
 
@@ -51,6 +53,13 @@ class Objective(Part):
     def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(rows, vocabulary) of what may follow each row; only for objectives that predict tokens."""
         raise RecipeError(f"objective.kind = {self.kind()} predicts no tokens: leave evaluations that sample text out.")
+
+    def extend(self, module: nn.Module) -> None:
+        """Gives a freshly built module, parameters on meta, what this objective trains beside it; refuses what the
+        module cannot do."""
+
+    def check_data(self, stored: Any, *, samples_per_step: int) -> None:
+        """Refuses data that it cannot learn from, by what is stored of it; called before ranks meet."""
 
     def derived(self, numbers: dict[str, float]) -> dict[str, float]:
         """Numbers that follow from the averages, such as perplexity from the loss."""

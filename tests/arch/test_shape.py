@@ -64,6 +64,7 @@ LOWER_LAYERS = {
     "schedules": ("dist", "objectives", "data", "optim", "loop", "step", "build", "run"),
     "sinks": ("dist", "objectives", "data", "optim", "loop", "step", "build", "run"),
     "log": ("dist", "objectives", "data", "optim", "loop", "step", "build", "run", "recipe"),
+    "similarity": ("dist", "objectives", "data", "optim", "models", "hf", "checkpoint", "loop", "step", "build", "run"),
     "ops": ("dist", "objectives", "data", "optim", "models", "loop", "step", "build", "run"),
     "launch": ("objectives", "data", "optim", "models", "loop", "step", "build", "run"),
 }
@@ -74,6 +75,8 @@ def test_layers_do_not_look_up(folder: str) -> None:
     for path in (PACKAGE / folder).rglob("*.py"):
         for name in imported(path):
             parts = name.split(".")
+            if folder == "objectives" and (parts[1:3] in (["dist"], ["dist", "reduce"], ["dist", "turns"])):
+                continue  # a loss over all samples of a step gathers them; it does not know how
             if parts[0] == "fullshard" and len(parts) > 1:
                 assert parts[1] not in LOWER_LAYERS[folder], f"{path} imports {name}"
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from fullshard.data.base import IGNORE, Encoder, Features, Record
-from fullshard.data.pack import Fitted, Plain, Wrapped, best_fit
+from fullshard.data.pack import Fitted, Plain, Wrapped
 from fullshard.data.records import Listed
 from fullshard.data.store import Store, encoded
 from fullshard.data.tokens import collate_tokens, sample, shifted
+from fullshard.ops.best_fit import best_fit
 
 
 class Numbers(Encoder):

@@ -1,0 +1,24 @@
+"""The forward and backward passes of one step, in turn, and what ranks exchange after each.
+
+Must not know what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+def one_by_one(module: nn.Module, batches: Sequence[Any], *, reduce_once: bool = False) -> Iterator[Any]:
+    """Micro-batches of one step. Gradients are reduced into their slices after each, so accumulation costs no full-size
+    gradient; replicas are added up once, after the last. With `reduce_once` slices are, too: for many small ones."""
+    root = cast(FSDPModule, module)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        root.set_is_last_backward(last)
+        root.set_requires_gradient_sync(last or not reduce_once)
+        root.set_requires_all_reduce(last)
+        yield batch

@@ -1,0 +1,106 @@
+"""Embeddings from a Transformers model: the backbone on rows of texts, then one vector a text.
+
+`bind` gives a module the method `embed`. Rows may hold one text each or several; either way a text sees itself only.
+Must not know losses, files or ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.ops.scalars import NAME as SCALARS
+
+Pooling = Literal["mean", "cls", "last"]
+
+
+@dataclass(frozen=True)
+class EmbedRule:
+    """How one model makes embeddings."""
+
+    pooling: str
+    normalize: bool
+    causal: bool
+    takes_positions: bool
+    position_offset: int
+    """Where a model counts positions from; those of the RoBERTa family leave room for the padding index."""
+
+
+def bind(module: nn.Module, *, pooling: str, normalize: bool) -> EmbedRule:
+    """Gives the module its method `embed`, and freezes what takes no part in it."""
+    bound: Any = module
+    takes = "position_ids" in inspect.signature(bound.forward).parameters
+    rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module))
+    bound.embed_rule = rule
+    bound.embed = types.MethodType(embed, module)
+    for name, parameter in module.named_parameters():
+        if name.startswith("pooler."):
+            parameter.requires_grad_(False)
+    return rule
+
+
+def is_causal(module: nn.Module) -> bool:
+    """Whether tokens see only what comes before them."""
+    return any(getattr(part, "is_causal", False) is True for part in module.modules())
+
+
+def position_offset(module: nn.Module) -> int:
+    """What position 0 is called."""
+    for name, part in module.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            return part.padding_idx + 1
+    return 0
+
+
+def embed(
+    module: Any,
+    *,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    real: torch.Tensor,
+    places: torch.Tensor,
+    lengths: torch.Tensor,
+    bounds: torch.Tensor | None,
+    packed: bool,
+    tokens: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(texts, width) in fp32, or (all tokens, width) with `tokens`; and the numbers that the objective learns.
+
+    `positions`, `real`: of each place in the rows; `places`, `lengths`: see Layout. `bounds` are the cumulative lengths
+    of packed texts, for an attention kernel that takes them."""
+    rule: EmbedRule = module.embed_rule
+    inputs: dict[str, Any] = {"input_ids": input_ids}
+    if not packed:
+        inputs["attention_mask"] = real.long()
+    elif bounds is not None and getattr(module, "takes_bounds", False):
+        inputs["cu_seq_lens_q"] = bounds
+    elif not rule.causal:
+        inputs["attention_mask"] = _same_text(positions)
+    if packed and rule.takes_positions:
+        inputs["position_ids"] = positions + rule.position_offset
+    hidden = module.forward(**inputs).last_hidden_state
+    chosen = hidden.reshape(-1, hidden.shape[-1])[places].float()
+    vectors = chosen if tokens else _pool(chosen, lengths, rule.pooling)
+    if rule.normalize or tokens:
+        vectors = F.normalize(vectors, dim=-1)
+    scalars = getattr(module, SCALARS, None)
+    return vectors, scalars() if scalars is not None else None
+
+
+def _same_text(positions: torch.Tensor) -> torch.Tensor:
+    """(rows, 1, length, length): which places belong to one text."""
+    text = (positions == 0).cumsum(-1)
+    return (text[:, :, None] == text[:, None, :])[:, None]
+
+
+def _pool(vectors: torch.Tensor, lengths: torch.Tensor, pooling: str) -> torch.Tensor:
+    if pooling == "mean":
+        return torch.segment_reduce(vectors, "mean", lengths=lengths)
+    ends = lengths.cumsum(0)
+    return vectors[ends - 1] if pooling == "last" else vectors[ends - lengths]

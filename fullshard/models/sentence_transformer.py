@@ -1,0 +1,107 @@
+"""The embedding family: a folder of sentence-transformers, or any encoder or decoder of Transformers, pooled.
+
+Everything about weights, adapters and edits is the Transformers family's. Must not know objectives, ranks or sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from fullshard.errors import RecipeError
+from fullshard.hf.sentence import Sentence, read_sentence, write_sentence
+from fullshard.models.hf import Hf
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class SentenceTransformer(Hf):
+    """A model that turns a text into one vector."""
+
+    forward_methods: ClassVar[tuple[str, ...]] = ("embed",)
+    headless: ClassVar[bool] = True
+    loader: ClassVar[str] = "sentence_transformers.SentenceTransformer"
+
+    pooling: Literal["mean", "cls", "last"] | None = None
+    """How tokens become one vector: their mean, the first one, the last one. null: as stored; for a plain model the
+    mean of an encoder, the last token of a decoder."""
+    normalize: bool | None = None
+    """Vectors of length 1; null: as stored, and yes for a plain model."""
+
+    def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
+        """The tokenizer, with the stored prompts on it."""
+        processor = super().processor(cache=cache, fingerprint=fingerprint)
+        if processor is not None:
+            processor.prompts = dict(self._sentence().prompts)
+        return processor
+
+    def longest(self, module: nn.Module) -> int | None:
+        from fullshard.hf.embed import position_offset
+
+        found = super().longest(module)
+        return None if found is None else found - position_offset(module)
+
+    def export(
+        self,
+        module: nn.Module,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        folder: Path,
+        *,
+        processor: Any,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int | None = None,
+        merged: bool = False,
+    ) -> None:
+        """The backbone or its adapters, and what `SentenceTransformer(folder)` reads beside them."""
+        form: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_bytes, "merged": merged}
+        super().export(module, tensors, folder, processor=processor, **form)
+        model: Any = module
+        write_sentence(
+            folder,
+            width=width_of(module),
+            longest=self._sentence().longest or self.longest(module),
+            pooling=model.embed_rule.pooling,
+            normalize=model.embed_rule.normalize,
+            prompts=getattr(processor, "prompts", {}),
+        )
+
+    def _bind(self, module: nn.Module) -> None:
+        from fullshard.hf.embed import bind, is_causal
+
+        model: Any = module
+        if model.config.is_encoder_decoder:
+            raise RecipeError(
+                f"model.kind = sentence_transformer: {type(module).__name__} has an encoder and a decoder, and an "
+                "embedding comes from one of them. Use an encoder or a decoder."
+            )
+        stored = self._sentence()
+        usual = stored.pooling or ("last" if is_causal(module) else "mean")
+        normalize = stored.normalize if stored.pooling else True
+        bind(
+            module,
+            pooling=self.pooling or usual,
+            normalize=normalize if self.normalize is None else self.normalize,
+        )
+
+    def _sentence(self) -> Sentence:
+        if self.path is None:
+            return Sentence()
+        places = [folder for folder in (self._adapter(), super()._folder()) if folder is not None]
+        return next((found for folder in places if (found := read_sentence(folder))), Sentence())
+
+    def _folder(self) -> Path:
+        folder = super()._folder()
+        stored = read_sentence(folder)
+        return folder / stored.backbone if stored else folder
+
+
+def width_of(module: nn.Module) -> int:
+    """Numbers in one embedding."""
+    model: Any = module
+    return int(model.config.get_text_config(decoder=True).hidden_size)
+
+
+__all__ = ["SentenceTransformer"]

@@ -1,0 +1,83 @@
+"""InfoNCE, also known as multiple negatives ranking: each query finds its positive among the texts of the step.
+
+Must not know models, texts, ranks, caches or Matryoshka dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from pydantic import Field, model_validator
+
+from fullshard.ops.candidates import Candidates, Reach, cross_entropy, present
+from fullshard.ops.row_blocks import rows_of, sum_over_rows
+from fullshard.similarity.base import Embedded, SimilarityLoss
+
+LARGEST_SCALE = 100.0
+"""A learned scale grows no further; beyond, a few hard samples make all of the gradient."""
+
+
+class InfoNCE(SimilarityLoss):
+    """Cross-entropy of the query's own positive among all its candidates, by cosine over temperature."""
+
+    temperature: float = Field(0.05, gt=0)
+    """Cosines are divided by it; the lower, the more the hardest negatives count. The first value, where learned."""
+    learn_temperature: bool = False
+    """Train the temperature with the model; it stays at or above 0.01."""
+    negatives: Reach = "shared"
+    """What a query is compared with beside its own positive. shared: the positives and hard negatives of all samples of
+    the step; in_batch: the positives of all samples and its own hard negatives; own: its own hard negatives only, which
+    every record must then have."""
+    bidirectional: bool = False
+    """Let each positive look for its query among all queries too; the loss is the mean of both directions."""
+    mask_labels: bool = True
+    """Another sample's positive is no negative when both samples have the same label."""
+    mask_equal: bool = True
+    """A text equal to the query's own positive is no negative."""
+
+    @model_validator(mode="after")
+    def _directions(self) -> InfoNCE:
+        if self.bidirectional and self.negatives == "own":
+            raise ValueError(
+                "bidirectional compares a positive with the queries of other samples, and negatives: own compares no "
+                "samples with each other. Use negatives: in_batch, or bidirectional: false"
+            )
+        return self
+
+    def requires_negatives(self) -> bool:
+        return self.negatives == "own"
+
+    @property
+    def in_batch(self) -> bool:
+        return self.negatives != "own"
+
+    def learned(self) -> dict[str, float]:
+        return {"log_scale": math.log(1 / self.temperature)} if self.learn_temperature else {}
+
+    def loss(self, embedded: Embedded) -> torch.Tensor:
+        step = present(embedded)
+        candidates = Candidates(step, self.negatives, mask_labels=self.mask_labels, mask_equal=self.mask_equal)
+
+        def term(
+            rows: slice, queries: torch.Tensor, positives: torch.Tensor, negatives: torch.Tensor, scale: torch.Tensor
+        ) -> torch.Tensor:
+            scores = scale * candidates.cosines(rows, queries, positives, negatives)
+            found = cross_entropy(scores, candidates.targets(rows), candidates.left_out(rows))
+            if not self.bidirectional:
+                return found
+            back = scale * (positives[rows] @ queries.T)
+            return (found + cross_entropy(back, candidates.targets(rows), candidates.same(rows))) / 2
+
+        inputs = [*candidates.embeddings(), self._scale(embedded)]
+        return sum_over_rows(term, step.own, inputs, block=rows_of(candidates.columns))
+
+    def _scale(self, embedded: Embedded) -> torch.Tensor:
+        if not self.learn_temperature:
+            return torch.full((), 1 / self.temperature, device=embedded.queries.device)
+        scale = embedded.scalars["log_scale"].float().exp()
+        # The gradient passes the limit, or a scale that once went beyond it would never come back.
+        return scale + (scale.clamp(max=LARGEST_SCALE) - scale).detach()
+
+
+__all__ = ["InfoNCE"]

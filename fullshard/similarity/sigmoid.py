@@ -1,0 +1,57 @@
+"""Sigmoid loss, as in SigLIP: each pair of query and text is a question of its own, same or not.
+
+Must not know models, texts, ranks, caches or Matryoshka dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from fullshard.ops.candidates import Candidates, present
+from fullshard.ops.row_blocks import rows_of, sum_over_rows
+from fullshard.similarity.base import Embedded, SimilarityLoss
+
+
+class Sigmoid(SimilarityLoss):
+    """The sum, over a query's own positive, the positives of all other samples and its own hard negatives, of how
+    wrong the sigmoid of scale * cosine + bias is."""
+
+    log_scale: float = Field(2.6592, le=math.log(100))
+    """The logarithm of the scale; 2.6592 is a scale of 14.3. The first value, where learned."""
+    bias: float = -10.0
+    """Makes up for there being far more wrong pairs than right ones. The first value, where learned."""
+    learn: bool = True
+    """Train scale and bias with the model."""
+    mask_labels: bool = True
+    """Another sample's positive does not count as wrong when both samples have the same label."""
+    mask_equal: bool = True
+    """A text equal to the query's own positive does not count as wrong."""
+
+    def learned(self) -> dict[str, float]:
+        return {"log_scale": self.log_scale, "bias": self.bias} if self.learn else {}
+
+    def loss(self, embedded: Embedded) -> torch.Tensor:
+        step = present(embedded)
+        candidates = Candidates(step, "in_batch", mask_labels=self.mask_labels, mask_equal=self.mask_equal)
+
+        def term(rows: slice, *inputs: torch.Tensor) -> torch.Tensor:
+            *embeddings, log_scale, bias = inputs
+            logits = log_scale.exp() * candidates.cosines(rows, *embeddings) + bias
+            right = F.one_hot(candidates.targets(rows), candidates.columns).bool()
+            terms = F.softplus(torch.where(right, -logits, logits))
+            return terms.masked_fill(candidates.left_out(rows), 0.0).sum()
+
+        inputs = [*candidates.embeddings(), *self._scalars(embedded)]
+        return sum_over_rows(term, step.own, inputs, block=rows_of(candidates.columns))
+
+    def _scalars(self, embedded: Embedded) -> list[torch.Tensor]:
+        if self.learn:
+            return [embedded.scalars[name].float() for name in ("log_scale", "bias")]
+        return [torch.full((), value, device=embedded.queries.device) for value in (self.log_scale, self.bias)]
+
+
+__all__ = ["Sigmoid"]

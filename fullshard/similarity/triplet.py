@@ -1,0 +1,47 @@
+"""Triplet: each positive is nearer to its query than its hard negatives are, by a margin.
+
+Must not know models, texts, ranks, caches or Matryoshka dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from fullshard.ops.candidates import present, unit
+from fullshard.similarity.base import Embedded, SimilarityLoss
+
+
+class Triplet(SimilarityLoss):
+    """By how much the margin is missed, as the mean over the sample's own hard negatives."""
+
+    margin: float = Field(0.2, gt=0)
+    """How much farther away than the positive a negative must be."""
+    distance: Literal["cosine", "euclidean"] = "cosine"
+    """cosine: one minus the cosine, from 0 to 2; euclidean: of the embeddings as they are, of any length."""
+
+    def requires_negatives(self) -> bool:
+        return True
+
+    @property
+    def in_batch(self) -> bool:
+        return False
+
+    def loss(self, embedded: Embedded) -> torch.Tensor:
+        step = present(embedded)
+        queries, positives = step.queries[step.own], step.positives[step.own]
+        negatives, there = step.negatives[step.own], step.has_negative[step.own]
+        near = self._apart(queries, positives)[:, None]
+        missed = F.relu(near - self._apart(queries[:, None], negatives) + self.margin)
+        return (torch.where(there, missed, 0.0).sum(1) / there.sum(1).clamp(min=1)).sum()
+
+    def _apart(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if self.distance == "euclidean":
+            return F.pairwise_distance(left.float(), right.float())
+        return 1 - (unit(left) * unit(right)).sum(-1)
+
+
+__all__ = ["Triplet"]
