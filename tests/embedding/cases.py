@@ -48,12 +48,12 @@ def encoder_folder(folder: Path, *, dropout: float = 0.0) -> Path:
     return folder
 
 
-def samples() -> list[dict[str, np.ndarray]]:
-    """Two or three hard negatives each, texts of very different lengths, labels of which some are equal."""
+def samples(texts: int | None = None) -> list[dict[str, np.ndarray]]:
+    """Two or three hard negatives each, or as many `texts` in all; very different lengths, some labels equal."""
     draw = random.Random(5)
     found = []
     for index in range(SAMPLES):
-        lengths = [draw.randrange(1, 9) for _ in range(4 + index % 2)]
+        lengths = [draw.randrange(1, 9) for _ in range(texts or 4 + index % 2)]
         tokens = [draw.randrange(VOCABULARY) for _ in range(sum(lengths))]
         found.append(
             {
@@ -65,9 +65,9 @@ def samples() -> list[dict[str, np.ndarray]]:
     return found
 
 
-def batches(rank: int, world: int, per_device: int) -> list[dict[str, Any]]:
+def batches(rank: int, world: int, per_device: int, texts: int | None = None) -> list[dict[str, Any]]:
     """The micro-batches of one rank, as the loader gives them."""
-    encoder, all_samples, found = Pairs(), samples(), []
+    encoder, all_samples, found = Pairs(), samples(texts), []
     for places in rank_slices(np.arange(SAMPLES), per_device=per_device, rank=rank, world=world):
         real = [all_samples[index] for index in places if index >= 0]
         rows = real + [encoder.blank((real or all_samples)[0])] * (len(places) - len(real))
@@ -191,11 +191,13 @@ def whole_step(parts: list[Texts], vectors: list[Any], scalars: Any, objective: 
     )
 
 
-def step(module: nn.Module, objective: Contrastive, rank: int, world: int, per_device: int) -> tuple[float, Any]:
+def step(
+    module: nn.Module, objective: Contrastive, rank: int, world: int, per_device: int, texts: int | None = None
+) -> tuple[float, Any]:
     """One sharded step, as train_step runs it; the loss over all ranks and whole gradients."""
     from fullshard.dist import reduce
 
-    mine = batches(rank, world, per_device)
+    mine = batches(rank, world, per_device, texts)
     total = torch.tensor(float(SAMPLES))
     torch.manual_seed(100 + rank)
     terms = objective.backward(module, one_by_one(module, mine), total, {}, lambda loss: loss)
@@ -223,8 +225,21 @@ def apart(
                     sharded, plain = build(model, objective, packed=packed)
                 value, ours = step(sharded, objective, rank, world, per_device)
                 right, theirs = reference(plain, objective, world, per_device)
-                assert ours.keys() == theirs.keys() and ours
+                assert ours.keys() == theirs.keys() != set()
                 scale = max(float(g.abs().max()) for g in theirs.values())
                 distance = max(float((ours[n] - theirs[n]).abs().max()) for n in ours) / scale
                 found[f"{loss['kind']} {matryoshka} {cache}"] = max(distance, abs(value / right - 1))
+    return found
+
+
+def steps_of(folder: Path, settings: list[dict[str, Any]], texts: int) -> list[tuple[float, Any]]:
+    """One sharded step for each objective: loss and gradients, by the names of plain Transformers."""
+    import os
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = []
+    for each in settings:
+        objective: Any = decode(Objective, {"kind": "contrastive", **each}, where="objective")
+        sharded, _ = build({"kind": "sentence_transformer", "path": str(folder)}, objective, packed=True)
+        found.append(step(sharded, objective, rank, world, 2, texts))
     return found

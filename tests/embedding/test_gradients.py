@@ -1,0 +1,46 @@
+"""Gradients of one step, sharded, cached, over ranks, against one plain process: equal, whatever the way.
+
+The whole product of losses, dimensions, caches, ranks, adapters and dropout is gone through by
+benchmarks/embedding_gradients.py; here every loss meets every cache and every number of ranks, and adapters, dropout
+and packed rows in turn.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.embedding import cases
+
+TOLERANCE = 1e-5
+LOSSES: list[dict[str, Any]] = [
+    {"kind": "infonce", "learn_temperature": True, "bidirectional": True},
+    {"kind": "triplet"},
+    {"kind": "cosent"},
+    {"kind": "sigmoid"},
+    {"kind": "in_batch_hard", "top_k": 3},
+    {"kind": "late_interaction"},
+]
+WAYS = [  # adapters, dropout, packed rows
+    (False, False, True),
+    (True, True, False),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    folder = tmp_path_factory.mktemp("encoders")
+    return {drop: cases.encoder_folder(folder / str(drop), dropout=0.3 if drop else 0.0) for drop in (False, True)}
+
+
+@pytest.mark.parametrize(("lora", "dropout", "packed"), WAYS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gradients_equal_those_of_one_plain_process(
+    ranks: Any, folders: dict[bool, Path], world: int, lora: bool, dropout: bool, packed: bool
+) -> None:
+    caches = {1: [None, 1, 3, 64], 2: [None, 3, 64], 4: [None, 1]}[world]
+    settings = {"lora": lora, "packed": packed}
+    for found in ranks.run(cases.apart, folders[dropout], LOSSES, caches, **settings, world=world):
+        assert {case: distance for case, distance in found.items() if distance > TOLERANCE} == {}
