@@ -22,6 +22,7 @@ from fullshard.dist.shard import ShardPlan, Unit, reshard, shard
 from fullshard.dist.world import World
 from fullshard.errors import DataError
 from fullshard.evaluate.base import EvaluationInputs
+from fullshard.frozen import frozen_models
 from fullshard.ground import Ground
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
@@ -89,7 +90,7 @@ def build(
     parts = Parts(
         model=model.module,
         objective=recipe.objective,
-        aux={},
+        aux=(aux := frozen_models(recipe, ground, world, precision)),
         optimizer=optimizer,
         scaler=scaler,
         schedule=recipe.schedule,
@@ -100,7 +101,7 @@ def build(
         total_steps=ground.plan.total_steps,
         epochs=ground.plan.epochs,
         evaluations=recipe.evaluate.parts,
-        evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, validation, world, console),
+        evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, aux, validation, world, console),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,
@@ -203,12 +204,18 @@ def _check_first_batch(recipe: Recipe, model: ShardedModel, train: Loader, world
 
 
 def _evaluation_inputs(
-    recipe: Recipe, ground: Ground, module: nn.Module, validation: Loader | None, world: World, console: Console
+    recipe: Recipe,
+    ground: Ground,
+    module: nn.Module,
+    aux: Any,
+    validation: Loader | None,
+    world: World,
+    console: Console,
 ) -> EvaluationInputs:
     return EvaluationInputs(
         model=module,
         objective=recipe.objective,
-        aux={},
+        aux=aux,
         batches=validation.once if validation else (lambda: iter(())),
         num_batches=validation.num_batches if validation else 0,
         processor=ground.processor,

@@ -58,6 +58,10 @@ class Objective(Part):
         """Gives a freshly built module, parameters on meta, what this objective trains beside it; refuses what the
         module cannot do."""
 
+    def frozen(self) -> dict[str, Any]:
+        """Families of the models that it looks at and does not train; they come back, sharded, as `aux`."""
+        return {}
+
     def check_data(self, stored: Any, *, samples_per_step: int) -> None:
         """Refuses data that it cannot learn from, by what is stored of it; called before ranks meet."""
 

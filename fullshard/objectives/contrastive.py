@@ -20,6 +20,7 @@ from torch import nn
 from fullshard.dist import reduce
 from fullshard.dist.turns import one_by_one
 from fullshard.errors import DataError, RecipeError
+from fullshard.models.base import Family
 from fullshard.objectives.base import Batch, Objective, Terms
 from fullshard.ops.chunks import Chunk, Texts, cut, fill_up, inputs, spread, there
 from fullshard.ops.layout import lay_out
@@ -103,8 +104,19 @@ class Contrastive(Objective):
     """Train the first numbers of each embedding as embeddings: true, a list of dimensions, or settings."""
     cache: Cache | None = None
     """Two passes in chunks, so that memory does not grow with the batch: so many texts, {chunk: 64} or {tokens: N}."""
+    teacher: Family | None = None
+    """The frozen model that objective.loss: distillation learns from; it must have the same tokenizer."""
     across_ranks: bool = True
     """Samples of other ranks are negatives too; without it the loss depends on the number of ranks."""
+
+    @model_validator(mode="after")
+    def _teacher(self) -> Contrastive:
+        if self.similarity.needs_teacher != (self.teacher is not None):
+            raise ValueError("objective.teacher goes with objective.loss: distillation, and it needs one")
+        return self
+
+    def frozen(self) -> dict[str, Any]:
+        return {"teacher": self.teacher} if self.teacher is not None else {}
 
     def extend(self, module: nn.Module) -> None:
         model: Any = module
@@ -173,7 +185,7 @@ class Contrastive(Objective):
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         plan = self._plan([batch])
         vectors, scalars = self._first_pass(model, plan, [])
-        embedded = self._embedded(vectors, scalars, plan)
+        embedded = self._embedded(vectors, scalars, plan, self._taught(plan, aux))
         return Terms(self._reduced(embedded), {} if self.similarity.tokens else {"accuracy": _accuracy(embedded)})
 
     def backward(
@@ -185,17 +197,18 @@ class Contrastive(Objective):
         scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[Terms]:
         plan = self._plan(list(batches))
+        taught = self._taught(plan, aux)
         if len(plan.chunks) == 1:
             vectors, scalars = self._embed(model, plan.texts, plan.chunks[0], longest=plan.longest)
             vectors = vectors[_inverse(plan.chunks, plan.texts)]
-            loss = self._reduced(self._embedded(vectors, scalars, plan))
+            loss = self._reduced(self._embedded(vectors, scalars, plan, taught))
             scale(loss / total).backward()
         else:
             states: list[Randomness] = []
             with torch.no_grad():
                 vectors, scalars = self._first_pass(model, plan, states)
             leaves = [leaf.requires_grad_() for leaf in (vectors, scalars) if leaf is not None]
-            loss = self._reduced(self._embedded(vectors, scalars, plan))
+            loss = self._reduced(self._embedded(vectors, scalars, plan, taught))
             scale(loss / total).backward()
             self._second_pass(model, plan, states, *(leaf.grad for leaf in leaves))
         return [Terms(loss.detach(), {"padding": _padding(plan, packed=_packs(model))})]
@@ -256,7 +269,19 @@ class Contrastive(Objective):
                 surrogate = surrogate + (scalars * (of_scalars if number == last else 0.0)).sum()
             surrogate.backward()
 
-    def _embedded(self, vectors: torch.Tensor, scalars: torch.Tensor | None, plan: _Plan) -> Embedded:
+    def _taught(self, plan: _Plan, aux: dict[str, nn.Module]) -> torch.Tensor | None:
+        """What the teacher makes of the same texts."""
+        if self.teacher is None:
+            return None
+        with torch.no_grad():
+            before = Randomness.now(plan.texts.device)
+            vectors, _ = self._first_pass(aux["teacher"], plan, [])
+            before.restore(plan.texts.device)
+        return vectors
+
+    def _embedded(
+        self, vectors: torch.Tensor, scalars: torch.Tensor | None, plan: _Plan, taught: torch.Tensor | None
+    ) -> Embedded:
         """Queries, positives and negatives of all ranks."""
         texts, device = plan.texts, plan.texts.device
         firsts, number = texts.firsts[:, None], np.arange(2, 2 + plan.negatives)[None]
@@ -287,6 +312,9 @@ class Contrastive(Objective):
             query_tokens=real(query),
             positive_tokens=real(positive),
             negative_tokens=real(negative),
+            teacher_queries=None if taught is None else self._all(taught[query]),
+            teacher_positives=None if taught is None else self._all(taught[positive]),
+            teacher_negatives=None if taught is None else self._all(taught[negative]),
         )
 
     def _all(self, mine: torch.Tensor) -> torch.Tensor:

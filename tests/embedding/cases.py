@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,18 @@ from fullshard.dist.wrap import find_blocks
 from fullshard.models.base import Family
 from fullshard.objectives.base import Objective
 from fullshard.objectives.contrastive import Contrastive
-from fullshard.ops.chunks import Texts, cut, inputs
+from fullshard.ops.chunks import Chunk, Texts, cut, inputs
 from fullshard.part import decode
 
 SAMPLES = 5  # no number of ranks divides it: the last place of a step is a filler
 VOCABULARY = 60
 
 
-def encoder_folder(folder: Path, *, dropout: float = 0.0) -> Path:
+def encoder_folder(folder: Path, *, dropout: float = 0.0, seed: int = 3) -> Path:
     """A tiny BERT with fixed random weights, saved by Transformers."""
     from transformers import BertConfig, BertModel
 
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     config = BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
@@ -120,7 +121,7 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def reference(
-    module: Any, objective: Contrastive, world: int, per_device: int
+    module: Any, objective: Contrastive, world: int, per_device: int, teacher: Any = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """One process, every text embedded once with gradients, one loss over all samples, one backward pass.
 
@@ -141,6 +142,12 @@ def reference(
         vectors.append([found[place] for place in order])
         parts.append(texts)
     embedded = whole_step(parts, vectors, scalars, objective)
+    if teacher is not None:
+        with torch.no_grad():
+            rows = [inputs(t, Chunk(np.arange(len(t.lengths))), packed=False, pad=0) for t in parts]
+            taught = whole_step(parts, [list(teacher.embed(**given)[0]) for given in rows], None, objective)
+        names = ("queries", "positives", "negatives")
+        embedded = replace(embedded, **{f"teacher_{name}": getattr(taught, name) for name in names})
     loss = objective._reduced(embedded) / SAMPLES
     loss.backward()
     return float(loss.detach()), gradients(module)

@@ -41,6 +41,8 @@ _SURE = (("anchor", "positive"), ("sentence1", "sentence2"), ("query_text", "pos
 _NUMBERED = re.compile(r"negative(?:_(\d+))?")
 _DOCUMENT = ("document", "passage", "corpus")
 """What models call the prompt of a document."""
+_ALONE = ("text", "passage")
+"""Other columns of a record that is a document and no pair."""
 _MAPPING = "data.encode.column_mapping"
 
 
@@ -54,7 +56,7 @@ class Prompts(Section):
 
 
 @dataclass(frozen=True)
-class _Pair:
+class Pair:
     """A record's texts: the query, the positive, then the negatives."""
 
     texts: list[str]
@@ -95,18 +97,18 @@ class Pairs(Encoder):
 
     def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
         tokenizer = tokenizer_of(processor, needed_by="pairs")
-        query, document = self._prompts(processor)
-        pairs = [self._pair(record) for record in records]
+        query, document = self.prompts_for(processor)
+        pairs = [self.pair(record) for record in records]
         texts = [(document if at else query) + text for pair in pairs for at, text in enumerate(pair.texts)]
         tokenised = iter(_tokenise(texts, tokenizer, length=length))
         return [[_features([next(tokenised) for _ in pair.texts], pair.label)] for pair in pairs]
 
     def texts(self, record: Record) -> list[str]:
-        return self._pair(record).texts
+        return self.pair(record).texts
 
     def notes(self, processor: Any) -> list[str]:
         said = []
-        for side, used in zip(("query", "document"), self._prompts(processor), strict=True):
+        for side, used in zip(("query", "document"), self.prompts_for(processor), strict=True):
             whose = " (the model's own)" if used and getattr(self.prompts, side) is None else ""
             said.append(f"{side} {used!r}{whose}" if used else f"{side} none")
         return [f"prompts: {', '.join(said)}"]
@@ -117,7 +119,7 @@ class Pairs(Encoder):
         return [f"columns: {'; '.join(said)} (by the keys of the first record)"] if said else []
 
     def leave_on(self, processor: Any) -> None:
-        used = zip(("query", "document"), self._prompts(processor), strict=True)
+        used = zip(("query", "document"), self.prompts_for(processor), strict=True)
         processor.prompts = {side: prompt for side, prompt in used if prompt}
 
     def blank(self, sample: Features) -> Features:
@@ -140,7 +142,7 @@ class Pairs(Encoder):
             "keys": torch.from_numpy(np.frombuffer(digests, dtype="<i8").astype(np.int64)),
         }
 
-    def _prompts(self, processor: Any) -> tuple[str, str]:
+    def prompts_for(self, processor: Any) -> tuple[str, str]:
         """What is put before queries and before documents."""
         own = getattr(processor, "prompts", None) or {}
         query, document = self.prompts.query, self.prompts.document
@@ -150,7 +152,8 @@ class Pairs(Encoder):
             document = next((own[name] for name in _DOCUMENT if own.get(name)), None)
         return query or "", document or ""
 
-    def _pair(self, record: Record) -> _Pair:
+    def pair(self, record: Record) -> Pair:
+        """The texts and the label of a record, by the names of its columns."""
         columns = {name: self._columns(record, name) for name in ALIASES}
         _refuse_images(record, columns)
         for name in ("query", "positive"):
@@ -162,7 +165,16 @@ class Pairs(Encoder):
         query, positive = (_text(record[columns[name][0]], columns[name][0]) for name in ("query", "positive"))
         negatives = [text for column in columns["negatives"] for text in _several(record[column], column)]
         labels = [_label(record[column], column) for column in columns["label"]]
-        return _Pair([query, positive, *negatives[: self.negatives]], labels[0] if labels else math.nan)
+        return Pair([query, positive, *negatives[: self.negatives]], labels[0] if labels else math.nan)
+
+    def document(self, record: Record) -> str:
+        """The text of a record that is no pair but one document: what a pair has as its positive, or a `text`."""
+        columns = self._columns(record, "positive") or [key for key in _ALONE if key in record]
+        if len(columns) != 1:
+            known = ", ".join(("positive", *ALIASES["positive"], *_ALONE))
+            problem = "it is not clear which column is the document" if columns else "no document in the record"
+            raise DataError(f"{problem}. {keys_found(record)} Accepted for it: one of {known}.")
+        return _text(record[columns[0]], columns[0])
 
     def _columns(self, record: Record, name: str) -> list[str]:
         """The columns that hold a record's query, positive, negatives or label; several only for negatives."""

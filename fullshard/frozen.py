@@ -1,0 +1,59 @@
+"""Frozen models that an objective looks at beside the one it trains, such as a teacher: sharded like any model.
+
+Must not know what they are for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from fullshard.data.store import processor_fingerprint
+from fullshard.dist.mesh import make_mesh
+from fullshard.dist.shard import shard
+from fullshard.dist.world import World
+from fullshard.errors import RecipeError
+from fullshard.ground import Ground, cache_folder
+from fullshard.models.base import Family
+from fullshard.placement import shard_plan
+from fullshard.precision import ResolvedPrecision
+from fullshard.recipe import Recipe
+
+
+def frozen_models(recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision) -> dict[str, nn.Module]:
+    """The models that the objective names, with their stored weights."""
+    return {
+        name: _frozen(recipe, ground, world, precision, name, family)
+        for name, family in recipe.objective.frozen().items()
+    }
+
+
+def _frozen(
+    recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, name: str, family: Family
+) -> nn.Module:
+    family.prepare((), cache=cache_folder(recipe))
+    _check_tokens(recipe, ground, name, family)
+    module = family.build(processor=None)
+    module.requires_grad_(False)
+    weights = family.weights(module)
+    if weights is None:
+        raise RecipeError(f"objective.{name}: it is never trained, so it needs weights to start from: give its path.")
+    other = recipe.model_copy(update={"model": family})
+    plan = replace(shard_plan(other, module, world, precision), activation_checkpointing="none", compile=False)
+    family.choose_kernels(module, device=world.device.type, compute=precision.compute, packed=False)
+    mesh = make_mesh(plan.layout, world)
+    shard(module, plan, mesh, family=family, weights=weights, device=world.device, seed=recipe.seed)
+    return module.eval()
+
+
+def _check_tokens(recipe: Recipe, ground: Ground, name: str, family: Family) -> None:
+    """Both models read the same tokens, so these must mean the same to both."""
+    theirs = family.processor(cache=cache_folder(recipe))
+    if theirs is not None and ground.processor is not None:
+        theirs.prompts = getattr(ground.processor, "prompts", {})
+        if processor_fingerprint(theirs) != processor_fingerprint(ground.processor):
+            raise RecipeError(
+                f"objective.{name}: its tokenizer is not that of model.path, and both must read the same tokens. "
+                f"Choose a {name} with the same tokenizer."
+            )
