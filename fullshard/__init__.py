@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fullshard.recipe import Recipe
     from fullshard.run import train_recipe as train
     from fullshard.schedules.base import Schedule
+    from fullshard.similarity.base import Embedded, SimilarityLoss
     from fullshard.sinks.base import OpenSink, Sink
     from fullshard.state import Result
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "CheckpointError": "errors",
     "DataError": "errors",
+    "Embedded": "similarity.base",
     "Encoder": "data.base",
     "Evaluation": "evaluate.base",
     "EvaluationInputs": "evaluate.base",
@@ -46,6 +48,7 @@ _HOMES = {
     "Result": "state",
     "Schedule": "schedules.base",
     "SetupError": "errors",
+    "SimilarityLoss": "similarity.base",
     "Sink": "sinks.base",
     "Source": "data.base",
     "Terms": "objectives.base",
@@ -57,6 +60,7 @@ _HOMES = {
 __all__ = [
     "CheckpointError",
     "DataError",
+    "Embedded",
     "Encoder",
     "Evaluation",
     "EvaluationInputs",
@@ -75,6 +79,7 @@ __all__ = [
     "Result",
     "Schedule",
     "SetupError",
+    "SimilarityLoss",
     "Sink",
     "Source",
     "Terms",

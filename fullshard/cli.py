@@ -23,6 +23,7 @@ from fullshard.checkpoint.command import verify
 from fullshard.errors import FullshardError, RecipeError, SetupError
 from fullshard.explain.command import explain
 from fullshard.export.command import export
+from fullshard.mine.command import mine
 
 if TYPE_CHECKING:
     from fullshard.dist.env import Launch
@@ -368,5 +369,6 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | 
 app.command()(verify)
 app.command("explain", context_settings={"ignore_unknown_options": True})(explain)
 app.command("export")(export)
+app.command()(mine)
 app.add_typer(shelf.recipes, name="recipes")
 app.command()(shelf.presets)

@@ -66,7 +66,7 @@ def _encoder(data: Prepared) -> Iterator[Finding]:
     """What was decided before any record was counted: the encoder and its layout, and notes of the source."""
     for line in takewhile(lambda line: not line.startswith("data: "), data.report):
         name, _, rest = line.partition(": ")
-        yield ok(name, rest) if name in ("encoder", "chat template") else ok("source", line)
+        yield ok(name, rest) if name in ("encoder", "chat template", "prompts", "columns") else ok("source", line)
 
 
 def _counts(name: str, samples: Samples, stored: Stored) -> Finding:
@@ -150,7 +150,7 @@ def _batches(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     longest = longest_batch(data, per_device=plan.per_device)
     top = int(data.train.lengths.max())
     yield ok("longest batch", f"{_shapes(longest)}; the longest sample has {counted(top, 'token')}")
-    if data.train.fixed_length is None and plan.per_device > 1:
+    if data.train.fixed_length is None and plan.per_device > 1 and not data.encoder.lays_out:
         padding = _padding(recipe, data.train, per_device=plan.per_device)
         packable = not recipe.data.pack and set(data.train_from.store.names) == {"input_ids", "labels"}
         hint = "; data.pack=true would fill the rows" if packable and padding > 0.1 else ""

@@ -236,7 +236,8 @@ def _tokenizer(recipe: Recipe, ground: Ground, module: nn.Module) -> Iterator[Fi
     found = getattr(ground.processor, "tokenizer", ground.processor)
     foreign = isinstance(recipe.model, Hf) and recipe.model.path is not None and recipe.model.tokenizer is not None
     config = getattr(module, "config", None)
-    yield from tokenizer.look(found, rows=rows, texts=_texts(recipe, ground), foreign=foreign, config=config)
+    texts, writes = _texts(recipe, ground), not ground.data.encoder.lays_out
+    yield from tokenizer.look(found, rows=rows, texts=texts, foreign=foreign, config=config, writes=writes)
     yield from tokenizer.chat_template(found, ground.data.encoder)
 
 

@@ -20,11 +20,15 @@ MOST_UNKNOWN = 0.01
 _MOST_ROWS = 20_000
 
 
-def look(tokenizer: Any, *, rows: int, texts: Sequence[str], foreign: bool, config: Any) -> Iterator[Finding]:
-    """`rows` has the embedding, `texts` are some of the data; a `foreign` tokenizer is not that of the weights."""
+def look(
+    tokenizer: Any, *, rows: int, texts: Sequence[str], foreign: bool, config: Any, writes: bool = True
+) -> Iterator[Finding]:
+    """`rows` has the embedding, `texts` are some of the data; a `foreign` tokenizer is not that of the weights. A model
+    that `writes` no text needs no end, and may take capitals for small letters."""
     yield from vocabulary(tokenizer, rows=rows, foreign=foreign)
-    yield from special_tokens(tokenizer, rows=rows, config=config)
-    yield from round_trip(tokenizer, texts)
+    if writes:
+        yield from special_tokens(tokenizer, rows=rows, config=config)
+        yield from round_trip(tokenizer, texts)
     yield from unknown_tokens(tokenizer, texts)
 
 

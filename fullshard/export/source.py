@@ -23,6 +23,7 @@ from fullshard.dist.gradients import checksums
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.hf.edits import has_adapters, is_adapter
 from fullshard.models.base import Family, Weights
+from fullshard.ops.scalars import is_scalar
 from fullshard.part import decode
 from fullshard.stream import Entry
 
@@ -206,7 +207,8 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _check_fit(checkpoint: Path, module: nn.Module, stored: StoredTensors) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in _tensors_of(module).items()}
-    unknown = sorted(stored.names() - shapes.keys())
+    # Numbers that only the objective knows stay behind.
+    unknown = sorted(name for name in stored.names() - shapes.keys() if not is_scalar(name))
     other = sorted(name for name in stored.names() & shapes.keys() if stored.shape(name) != shapes[name])
     if unknown or other:
         first = f"{unknown[0]} is not part of it" if unknown else ""

@@ -30,13 +30,15 @@ class EmbedRule:
     takes_positions: bool
     position_offset: int
     """Where a model counts positions from; those of the RoBERTa family leave room for the padding index."""
+    reach: int | None
+    """How far a token sees to either side in layers that see only what is near; None where no layer is one."""
 
 
 def bind(module: nn.Module, *, pooling: str, normalize: bool) -> EmbedRule:
     """Gives the module its method `embed`, and freezes what takes no part in it."""
     bound: Any = module
     takes = "position_ids" in inspect.signature(bound.forward).parameters
-    rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module))
+    rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module), _reach(module))
     bound.embed_rule = rule
     bound.embed = types.MethodType(embed, module)
     for name, parameter in module.named_parameters():
@@ -58,6 +60,15 @@ def position_offset(module: nn.Module) -> int:
     return 0
 
 
+def _reach(module: nn.Module) -> int | None:
+    windows = [
+        part.sliding_window
+        for part in module.modules()
+        if getattr(part, "is_causal", None) is False and isinstance(getattr(part, "sliding_window", None), int)
+    ]
+    return windows[0] - 1 if windows else None
+
+
 def embed(
     module: Any,
     *,
@@ -66,22 +77,22 @@ def embed(
     real: torch.Tensor,
     places: torch.Tensor,
     lengths: torch.Tensor,
-    bounds: torch.Tensor | None,
+    bounds: torch.Tensor,
     packed: bool,
     tokens: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(texts, width) in fp32, or (all tokens, width) with `tokens`; and the numbers that the objective learns.
 
     `positions`, `real`: of each place in the rows; `places`, `lengths`: see Layout. `bounds` are the cumulative lengths
-    of packed texts, for an attention kernel that takes them."""
+    of texts and padding, for an attention kernel that takes them."""
     rule: EmbedRule = module.embed_rule
     inputs: dict[str, Any] = {"input_ids": input_ids}
-    if not packed:
-        inputs["attention_mask"] = real.long()
-    elif bounds is not None and getattr(module, "takes_bounds", False):
+    if getattr(module, "takes_bounds", False):
         inputs["cu_seq_lens_q"] = bounds
+    elif not packed:
+        inputs["attention_mask"] = real.long()
     elif not rule.causal:
-        inputs["attention_mask"] = _same_text(positions)
+        inputs["attention_mask"] = _same_text(positions, rule.reach)
     if packed and rule.takes_positions:
         inputs["position_ids"] = positions + rule.position_offset
     hidden = module.forward(**inputs).last_hidden_state
@@ -93,10 +104,14 @@ def embed(
     return vectors, scalars() if scalars is not None else None
 
 
-def _same_text(positions: torch.Tensor) -> torch.Tensor:
-    """(rows, 1, length, length): which places belong to one text."""
+def _same_text(positions: torch.Tensor, reach: int | None) -> torch.Tensor | dict[str, torch.Tensor]:
+    """(rows, 1, length, length): which places belong to one text; by kind of layer where some see only what is near."""
     text = (positions == 0).cumsum(-1)
-    return (text[:, :, None] == text[:, None, :])[:, None]
+    same = (text[:, :, None] == text[:, None, :])[:, None]
+    if reach is None:
+        return same
+    near = (positions[:, :, None] - positions[:, None, :]).abs() <= reach
+    return {"full_attention": same, "sliding_attention": same & near[:, None]}
 
 
 def _pool(vectors: torch.Tensor, lengths: torch.Tensor, pooling: str) -> torch.Tensor:

@@ -40,33 +40,33 @@ class Rules:
 
 @dataclass
 class Tally:
-    """What was found over all records."""
+    """What was found over all pairs."""
 
     mined: Counter[int] = field(default_factory=Counter)
-    """How many records got so many negatives."""
+    """How many pairs got so many negatives."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Why hits in the window of a record that got too few were left out."""
+    """Why hits in the window of a pair that got too few were left out."""
     at_end: int = 0
-    """Records that got too few, and in whose window the corpus ended."""
+    """Pairs that got too few, and in whose window the corpus ended."""
     positive_sum: float = 0.0
     negative_sum: float = 0.0
 
     @property
-    def num_records(self) -> int:
+    def num_pairs(self) -> int:
         return self.mined.total()
 
     @property
     def num_negatives(self) -> int:
-        return sum(number * records for number, records in self.mined.items())
+        return sum(number * pairs for number, pairs in self.mined.items())
 
     def why(self) -> str:
-        """Why some records got fewer than were asked for."""
+        """Why some pairs got fewer than were asked for."""
         said = [
             f"{counted(number, 'hit')} in their windows {'was' if number == 1 else 'were'} refused by {option}"
             for option, number in sorted(self.refused.items())
         ]
         if self.at_end:
-            said.append(f"the corpus ended inside the window of {counted(self.at_end, 'record')}")
+            said.append(f"the corpus ended inside the window of {counted(self.at_end, 'pair')}")
         return "; ".join(said)
 
 
@@ -77,7 +77,7 @@ def window(hits: Sequence[Hit], own: Collection[int], rules: Rules) -> list[Hit]
 
 
 def choose(found: Sequence[Hit], kept: Collection[int], positive: float, rules: Rules, tally: Tally) -> list[int]:
-    """The documents that become negatives of one record, the hardest of its window; `kept` are negatives already."""
+    """The documents that become negatives of one pair, the hardest of its window; `kept` are negatives already."""
     chosen: list[Hit] = []
     refused: Counter[str] = Counter()
     for document, score in found:
@@ -93,5 +93,5 @@ def choose(found: Sequence[Hit], kept: Collection[int], positive: float, rules: 
     tally.negative_sum += sum(score for _, score in chosen)
     if len(chosen) < rules.number:
         tally.refused += refused
-        tally.at_end += len(found) <= rules.last - rules.first
+        tally.at_end += len(found) < rules.last - rules.first + 1
     return [document for document, _ in chosen]

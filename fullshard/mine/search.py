@@ -23,6 +23,8 @@ BATCHES = 16
 """Batches that are embedded between two moves of the bar."""
 QUERIES = 100
 """Queries that are searched for at once."""
+PAIRS = 2**14
+"""Pairs that are scored at once."""
 _MODEL = ("modules.json", "config.json", "adapter_config.json")
 
 
@@ -47,19 +49,30 @@ def locate(name: str) -> str:
     )
 
 
-def load(name: str, *, device: str | None) -> Any:
-    """The model as sentence-transformers loads it: a folder of its own, of Transformers, or of adapters."""
+def get_ready(device: str | None) -> None:
+    """Refuses a machine without the package or the device, before anything is read."""
     try:
-        from sentence_transformers import SentenceTransformer
+        import sentence_transformers  # noqa: F401
     except ImportError as error:
         raise missing_package("sentence-transformers", extra="embedding", needed_by="fullshard mine") from error
-    from transformers.utils import logging
+    import torch
 
     from fullshard.precision import avoid_broken_amx
 
     avoid_broken_amx()
-    if device is not None:
-        _check_device(device)
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SetupError(
+            f"--device {device} cannot be used here ({_first_line(error)}). Leave it out, or use cpu."
+        ) from error
+
+
+def load(name: str, *, device: str | None) -> Any:
+    """The model as sentence-transformers loads it: a folder of its own, of Transformers, or of adapters."""
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging
+
     moving = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -72,15 +85,6 @@ def load(name: str, *, device: str | None) -> Any:
     finally:
         if moving:
             logging.enable_progress_bar()
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise SetupError(f"--device {device} cannot be used ({_first_line(error)}). Leave it out, or use cpu.") from error
 
 
 @dataclass(frozen=True)
@@ -132,12 +136,17 @@ class Embedder:
             raise SetupError("MODEL gives embeddings with numbers that are not finite. Use a model that is whole.")
         return vectors
 
-    def pair_scores(self, queries: torch.Tensor, documents: torch.Tensor) -> list[float]:
-        """The score of each query with the document at its side."""
+    def pair_scores(
+        self, queries: torch.Tensor, documents: torch.Tensor, pairs: Sequence[tuple[int, int]]
+    ) -> list[float]:
+        """The score of each pair of a query and a document."""
         from sentence_transformers.util import pairwise_dot_score
 
         score = pairwise_dot_score if self._cosine else self.model.similarity_pairwise
-        scores: list[float] = score(queries, documents).tolist()
+        scores: list[float] = []
+        for start in range(0, len(pairs), PAIRS):
+            left, right = map(list, zip(*pairs[start : start + PAIRS], strict=True))
+            scores += score(queries[left], documents[right]).tolist()
         return scores
 
     def search(

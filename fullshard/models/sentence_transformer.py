@@ -32,10 +32,11 @@ class SentenceTransformer(Hf):
     """Vectors of length 1; null: as stored, and yes for a plain model."""
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
-        """The tokenizer, with the stored prompts on it."""
+        """The tokenizer, with the stored prompts on it; one that is named may come from a run and bring its own."""
         processor = super().processor(cache=cache, fingerprint=fingerprint)
         if processor is not None:
-            processor.prompts = dict(self._sentence().prompts)
+            own = _prompts_of(processor) if self.tokenizer else {}
+            processor.prompts = own or dict(self._sentence().prompts)
         return processor
 
     def longest(self, module: nn.Module) -> int | None:
@@ -65,7 +66,7 @@ class SentenceTransformer(Hf):
             longest=self._sentence().longest or self.longest(module),
             pooling=model.embed_rule.pooling,
             normalize=model.embed_rule.normalize,
-            prompts=getattr(processor, "prompts", {}),
+            prompts=_prompts_of(processor),
         )
 
     def _bind(self, module: nn.Module) -> None:
@@ -96,6 +97,13 @@ class SentenceTransformer(Hf):
         folder = super()._folder()
         stored = read_sentence(folder)
         return folder / stored.backbone if stored else folder
+
+
+def _prompts_of(processor: Any) -> dict[str, str]:
+    """The prompts on a processor; one that was just loaded has them among its settings."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    found = getattr(processor, "prompts", None) or getattr(tokenizer, "init_kwargs", {}).get("prompts")
+    return dict(found or {})
 
 
 def width_of(module: nn.Module) -> int:

@@ -98,14 +98,13 @@ def inputs(texts: Texts, chunk: Chunk, *, packed: bool, pad: int) -> dict[str, A
     token = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
     index = there(np.where(layout.source == PADDING, PADDING, token[layout.source]), texts.device)
     real = index != PADDING
-    bounds = document_bounds(torch.from_numpy(layout.positions)) if packed else None
     return {
         "input_ids": torch.where(real, texts.tokens[index.clamp(min=0)], pad),
         "positions": there(layout.positions, texts.device),
         "real": real,
         "places": there(layout.places, texts.device),
         "lengths": there(lengths, texts.device),
-        "bounds": None if bounds is None else bounds.to(texts.device, non_blocking=True),
+        "bounds": document_bounds(torch.from_numpy(layout.positions)).to(texts.device, non_blocking=True),
         "packed": packed,
     }
 

@@ -41,8 +41,8 @@ def attend(
     """Transformers' attention signature: (batch, heads, length, width) in, (batch, length, heads, width) out."""
     batch, heads, length, width = query.shape
     q, k, v = (t.transpose(1, 2).reshape(batch * length, t.shape[1], width) for t in (query, key, value))
-    after = 0 if getattr(module, "is_causal", True) else -1
-    window = (sliding_window - 1, 0) if sliding_window else (-1, after)
+    before = sliding_window - 1 if sliding_window else -1
+    window = (before, 0 if getattr(module, "is_causal", True) else before)
     settings: dict[str, Any] = {"scale": scaling, "window_size": window}
     if _GQA_IS_ASKED_FOR:
         settings["enable_gqa"] = True

@@ -47,6 +47,12 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shrunk(name: str, local: Path) -> list[str]:
     """The overrides that make a built-in recipe small and local; a new recipe needs an entry here."""
     own = {
+        "embedding": [
+            f"data.train={local}/pairs.jsonl",
+            "data.validation=null",
+            "data.holdout=0.25",
+            "evaluate.parts=[loss, retrieval]",
+        ],
         "llm": ["model.size=tiny", f"model.tokenizer={local}/model", f"data.train={local}/texts"],
         "quickstart": ["model.tokenizer.train.vocab_size=400", "evaluate.parts=[loss]"],
         "sft": [f"model={local}/model", f"data.train={local}/pairs.jsonl"],

@@ -119,8 +119,16 @@ class Pairs(Encoder):
         return [f"columns: {'; '.join(said)} (by the keys of the first record)"] if said else []
 
     def leave_on(self, processor: Any) -> None:
-        used = zip(("query", "document"), self.prompts_for(processor), strict=True)
-        processor.prompts = {side: prompt for side, prompt in used if prompt}
+        own = getattr(processor, "prompts", None) or {}
+        query, document = self.prompts_for(processor)
+        # Under every name that the model has for it; what it puts before texts of other uses stays.
+        documents = ["document", *(name for name in _DOCUMENT if name in own)]
+        used = {**own, "query": query, **dict.fromkeys(documents, document)}
+        processor.prompts = {name: prompt for name, prompt in used.items() if prompt}
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if hasattr(tokenizer, "init_kwargs"):
+            # Saved with the tokenizer, so that they are in a checkpoint and not only in the final export.
+            tokenizer.init_kwargs["prompts"] = dict(processor.prompts)
 
     def blank(self, sample: Features) -> Features:
         starts = np.cumsum(sample["lengths"]) - sample["lengths"]
