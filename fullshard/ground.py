@@ -96,6 +96,8 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     for stored in (data.train_from, data.validation_from):
         if stored is not None:
             recipe.objective.check_data(stored, samples_per_step=plan.global_size)
+    for evaluation in recipe.evaluate.parts:
+        evaluation.check(recipe.objective, module, data.validation_from)
     for line in without_effect(recipe, data, plan):
         console.warn(line)
     identity = {

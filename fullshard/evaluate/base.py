@@ -58,6 +58,10 @@ class Evaluation(Part):
         """The names of the numbers it finds; None: known only when it has run."""
         return None
 
+    def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
+        """Raises what would stop it at the first validation. Called before the ranks meet, with the empty model and the
+        encoded validation data; None where there is none."""
+
     def run(self, inputs: EvaluationInputs) -> Findings:
         """Looks at the model; called on every rank with the same settings."""
         raise NotImplementedError

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import nn
 
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
@@ -34,6 +35,11 @@ class Retrieval(Evaluation):
     def gives(self, objective: Objective) -> tuple[str, ...] | None:
         return tuple(self._names("")) if self.dims is None and getattr(objective, "matryoshka", None) is None else None
 
+    def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
+        require_embeddings(self, objective)
+        bound: Any = model
+        self._dims(objective, bound.config.get_text_config(decoder=True).hidden_size)
+
     def run(self, inputs: EvaluationInputs) -> Findings:
         if inputs.num_batches == 0:
             return Findings()
@@ -54,7 +60,10 @@ class Retrieval(Evaluation):
         matryoshka = getattr(objective, "matryoshka", None)
         dims = self.dims or [dim for dim, _ in (matryoshka.of(width) if matryoshka else [])]
         if wrong := [dim for dim in dims if not 1 <= dim <= width]:
-            raise RecipeError(f"evaluate: retrieval.dims has {wrong[0]}; the model's embeddings have {width} numbers.")
+            raise RecipeError(
+                f"evaluate: retrieval.dims has {wrong[0]}, and the model's embeddings have {width} numbers. Each must "
+                f"be from 1 to {width}."
+            )
         return sorted({*dims, width}, reverse=True)
 
     @torch.no_grad()
@@ -95,6 +104,21 @@ class Retrieval(Evaluation):
         return torch.stack([*recall, reciprocal, (gain / ideal).sum(), torch.ones_like(best).sum()])
 
 
+def require_embeddings(evaluation: Evaluation, objective: Objective) -> None:
+    """An error where the objective trains something else than one vector for each text."""
+    if not hasattr(objective, "embeddings"):
+        raise RecipeError(
+            f"evaluate: {evaluation.kind()} needs an objective that gives embeddings, not objective.kind = "
+            f"{objective.kind()}. Leave it out, or use objective.kind: contrastive."
+        )
+    loss: Any = getattr(objective, "similarity", None)
+    if getattr(loss, "tokens", False):
+        raise RecipeError(
+            f"evaluate: {evaluation.kind()} compares one vector for each text, and objective.loss = {loss.kind()} "
+            "trains one for each token. Leave it out, and evaluate the loss: evaluate.parts: [loss]."
+        )
+
+
 @dataclass(frozen=True)
 class Held:
     """What is searched, the same on every rank: each query and each document once."""
@@ -128,11 +152,6 @@ def embed_all(inputs: EvaluationInputs) -> tuple[torch.Tensor, np.ndarray, np.nd
     from fullshard.step import to_device
 
     objective: Any = inputs.objective
-    if not hasattr(objective, "embeddings"):
-        raise RecipeError(
-            f"evaluate: retrieval needs an objective that gives embeddings, not objective.kind = {objective.kind()}. "
-            "Leave it out, or use objective.kind: contrastive."
-        )
     found: list[torch.Tensor] = []
     facts: list[np.ndarray] = []
     with inputs.bar(inputs.num_batches) as bar:

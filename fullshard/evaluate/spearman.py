@@ -5,14 +5,18 @@ Must not know the loss or how the model was trained.
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fullshard.dist import reduce
-from fullshard.errors import DataError
+from fullshard.errors import DataError, missing_package
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.evaluate.retrieval import embed_all
+from fullshard.evaluate.retrieval import embed_all, require_embeddings
 from fullshard.objectives.base import Objective
 
 
@@ -21,6 +25,21 @@ class Spearman(Evaluation):
 
     def gives(self, objective: Objective) -> tuple[str, ...] | None:
         return ("spearman",)
+
+    def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
+        require_embeddings(self, objective)
+        if importlib.util.find_spec("scipy") is None:
+            raise missing_package("scipy", extra="embedding", needed_by="evaluate: spearman")
+        if held_out is None:
+            return
+        labels = held_out.store.flat("label")[held_out.chosen]
+        missing = held_out.chosen[np.isnan(labels)]
+        if missing.size:
+            place = held_out.records.where(int(held_out.store.records[missing[0]]))
+            raise DataError(
+                f"{place}: evaluate: spearman needs a label in every validation record, and {missing.size:,} of "
+                f"{len(labels):,} have none. Name its column in data.encode.column_mapping, or leave spearman out."
+            )
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         from scipy.stats import spearmanr
@@ -42,13 +61,7 @@ class Spearman(Evaluation):
         ids, values = (torch.cat(each).double() for each in zip(*batches, strict=True))
         mine = torch.stack([ids, values], dim=1)[ids >= 0].to(inputs.device)
         table = reduce.gather_uneven(mine).cpu().numpy()
-        found = table[np.argsort(table[:, 0]), 1]
-        if np.isnan(found).any():
-            raise DataError(
-                f"evaluate: spearman needs a label in every validation record, and {int(np.isnan(found).sum()):,} of "
-                f"{len(found):,} have none."
-            )
-        return np.asarray(found)
+        return np.asarray(table[np.argsort(table[:, 0]), 1])
 
 
 def _places(kinds: np.ndarray, owners: np.ndarray, kind: int) -> np.ndarray:

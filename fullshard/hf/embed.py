@@ -61,11 +61,8 @@ def position_offset(module: nn.Module) -> int:
 
 
 def _reach(module: nn.Module) -> int | None:
-    windows = [
-        part.sliding_window
-        for part in module.modules()
-        if getattr(part, "is_causal", None) is False and isinstance(getattr(part, "sliding_window", None), int)
-    ]
+    parts = [part for part in module.modules() if getattr(part, "is_causal", None) is False]
+    windows = [window for part in parts if isinstance(window := getattr(part, "sliding_window", None), int)]
     return windows[0] - 1 if windows else None
 
 

@@ -14,7 +14,10 @@ from fullshard.errors import CheckpointError, RecipeError
 
 FILES = (".pt", ".pth", ".bin", ".safetensors")
 """Endings of a file with one whole state; anything else that `model.from` names is a checkpoint."""
-_STRUCTURE = ("path", "base", "architecture", "size", "overrides", "revision", "lora", "resize_embedding")
+_STRUCTURE = (
+    *("path", "base", "architecture", "size", "overrides", "revision", "lora", "resize_embedding"),
+    *("pooling", "normalize"),
+)
 _NOT_BESIDE = ("base", "size", "overrides", "revision")
 
 
@@ -61,8 +64,9 @@ def recorded_model(start: str) -> dict[str, Any] | None:
     return dict(model) if isinstance(model, Mapping) else None
 
 
-def completed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a model, with structure, LoRA and tokenizer of the checkpoint that `from` names alone.
+def completed(values: Mapping[str, Any], *, kinds: tuple[str, ...] = ("hf",)) -> dict[str, Any]:
+    """The settings of a model, with structure, LoRA and tokenizer of the checkpoint that `from` names alone, which must
+    hold a model of one of `kinds`.
 
     What the recipe says itself stays. Permission to run a model's own code is never taken from a checkpoint."""
     start = values.get("from", values.get("start"))
@@ -74,19 +78,19 @@ def completed(values: Mapping[str, Any]) -> dict[str, Any]:
             "model.architecture beside it"
         )
     try:
-        return _complete(dict(values), start)
+        return _complete(dict(values), start, kinds)
     except CheckpointError as error:
         raise ValueError(f"model.from = {start!r}: {str(error).rstrip('.')}") from error
     except RecipeError as error:
         raise ValueError(str(error).rstrip(".")) from error
 
 
-def _complete(values: dict[str, Any], start: str) -> dict[str, Any]:
+def _complete(values: dict[str, Any], start: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     found = recorded_model(start)
-    if found is None or found.get("kind", "hf") != "hf":
-        kind = f"a model of kind {found['kind']!r}" if found else "no settings of its model"
+    if found is None or found.get("kind", "hf") not in kinds:
+        other = f"a model of kind {found.get('kind', 'hf')!r}" if found else "no settings of its model"
         raise RecipeError(
-            f"model.from = {start!r}: the checkpoint holds {kind}. Give model.path or model.architecture beside it."
+            f"model.from = {start!r}: the checkpoint holds {other}. Give model.path or model.architecture beside it."
         )
     beside = [key for key in _NOT_BESIDE if values.get(key)]
     if beside:

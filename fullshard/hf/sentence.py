@@ -28,33 +28,49 @@ class Sentence:
     prompts: dict[str, str] = field(default_factory=dict)
     longest: int | None = None
     """Tokens at which texts are cut."""
+    lower_case: bool = False
+    """Whether texts are lowered before the tokenizer gets them."""
 
 
 def read_sentence(folder: Path) -> Sentence | None:
     """None where the folder is a plain one of Transformers."""
     if not (folder / "modules.json").is_file():
         return None
-    modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in _json(folder / "modules.json")]
+    modules = _modules(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
     if other := [kind for kind in kinds if kind not in _UNDERSTOOD]:
         raise RecipeError(
             f"model.path: {folder / 'modules.json'} has {', '.join(other)}, and what can be trained here is "
-            f"{', '.join(_UNDERSTOOD)}."
+            f"{', '.join(_UNDERSTOOD)}. Choose another model, or train the rest: take it out of a copy's modules.json."
         )
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise RecipeError(
             f"model.path: {folder / 'modules.json'} lists {', '.join(kinds)}; a Transformer and then its Pooling are "
             "needed."
         )
-    config, cut = folder / "config_sentence_transformers.json", folder / modules[0][1] / "sentence_bert_config.json"
+    config = folder / "config_sentence_transformers.json"
     prompts = _json(config).get("prompts") or {} if config.is_file() else {}
+    # It is named after the backbone in folders of old: sentence_bert_config.json, sentence_roberta_config.json.
+    texts = [_json(path) for path in sorted((folder / modules[0][1]).glob("sentence_*_config.json"))[:1]] or [{}]
     return Sentence(
         backbone=modules[0][1],
         pooling=_pooling(folder / modules[1][1] / "config.json"),
         normalize="Normalize" in kinds,
         prompts={name: text for name, text in prompts.items() if text},
-        longest=_json(cut).get("max_seq_length") if cut.is_file() else None,
+        longest=texts[0].get("max_seq_length"),
+        lower_case=bool(texts[0].get("do_lower_case")),
     )
+
+
+def _modules(path: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each; what is not of sentence-transformers itself keeps its whole name."""
+    found = []
+    for entry in _json(path):
+        if not isinstance(entry, dict) or not isinstance(entry.get("type"), str) or "path" not in entry:
+            raise RecipeError(f"model.path: {path} does not list modules with type and path. Save the model again.")
+        inside, _, kind = entry["type"].rpartition(".")
+        found.append((kind if inside.startswith("sentence_transformers.") else entry["type"], entry["path"]))
+    return found
 
 
 def _pooling(path: Path) -> str:
@@ -98,6 +114,14 @@ def write_sentence(
         folder / "config_sentence_transformers.json",
         {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},
     )
+
+
+def lower_texts(processor: Any) -> None:
+    """Lets the tokenizer lower texts, and every copy of it that is saved."""
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    backend = getattr(processor, "tokenizer", processor).backend_tokenizer
+    backend.normalizer = Sequence([Lowercase(), *([backend.normalizer] if backend.normalizer else [])])
 
 
 def _json(path: Path) -> Any:

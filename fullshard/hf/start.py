@@ -67,7 +67,7 @@ def frozen_dtype(start: str) -> torch.dtype | None:
 @functools.lru_cache(maxsize=8)
 def _frozen_dtype(start: str, folder: str) -> torch.dtype | None:
     stored = open_start(start)
-    base = {name: name for name in stored if not is_adapter(name)}
+    base = {name: name for name in stored if not is_adapter(name) and not is_scalar(name)}
     return Renamed(stored, base).dtype() if base else None
 
 
@@ -89,7 +89,8 @@ def start_weights(
         raise CheckpointError(f"{place} holds no tensors of a model. Name another checkpoint.")
     logger.info("weights to start from: %s", next(iter(stored.values())).file)
     adapters = {name: name for name in stored if is_adapter(name)}
-    rest = {base_name(name): name for name in stored if not is_adapter(name)}
+    # What an objective learned beside the model belongs to that run.
+    rest = {base_name(name): name for name in stored if not is_adapter(name) and not is_scalar(name)}
     if adapters:
         if not has_adapters(module):
             raise CheckpointError(
@@ -119,7 +120,7 @@ def start_weights(
 def _left_out(start: str, *, whole: bool) -> Callable[[str], bool]:
     """Which parameters a checkpoint leaves to the base model's folder: those that its run did not train."""
     frozen = (None if recorded.is_file(start) else recorded.recorded_model(start)) or {}
-    patterns = list(frozen.get("freeze") or [])
+    patterns = [*(frozen.get("freeze") or []), *(["pooler.*"] if frozen.get("kind") == "sentence_transformer" else [])]
     return lambda name: whole or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 

@@ -125,7 +125,8 @@ class Hf(Family):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, values: Any) -> Any:
-        return recorded.completed(values) if isinstance(values, dict) else values
+        kinds = (cls.kind(),) if cls.headless else (cls.kind(), "hf")
+        return recorded.completed(values, kinds=kinds) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _consistent(self) -> Hf:

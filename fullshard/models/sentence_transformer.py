@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fullshard.errors import RecipeError
-from fullshard.hf.sentence import Sentence, read_sentence, write_sentence
+from fullshard.hf.sentence import Sentence, lower_texts, read_sentence, write_sentence
 from fullshard.models.hf import Hf
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+UNBOUNDED = 10**9
+"""From here on a tokenizer's longest text means none."""
 
 
 class SentenceTransformer(Hf):
@@ -35,8 +39,11 @@ class SentenceTransformer(Hf):
         """The tokenizer, with the stored prompts on it; one that is named may come from a run and bring its own."""
         processor = super().processor(cache=cache, fingerprint=fingerprint)
         if processor is not None:
+            stored = self._sentence()
             own = _prompts_of(processor) if self.tokenizer else {}
-            processor.prompts = own or dict(self._sentence().prompts)
+            processor.prompts = own or dict(stored.prompts)
+            if stored.lower_case:
+                lower_texts(processor)
         return processor
 
     def longest(self, module: nn.Module) -> int | None:
@@ -63,11 +70,17 @@ class SentenceTransformer(Hf):
         write_sentence(
             folder,
             width=width_of(module),
-            longest=self._sentence().longest or self.longest(module),
+            longest=self._cut(module, processor),
             pooling=model.embed_rule.pooling,
             normalize=model.embed_rule.normalize,
             prompts=_prompts_of(processor),
         )
+
+    def _cut(self, module: nn.Module, processor: Any) -> int | None:
+        """Tokens at which users of the model cut texts: as stored, by one of the two libraries or the other."""
+        named = getattr(getattr(processor, "tokenizer", processor), "model_max_length", None)
+        known = [number for number in (self.longest(module), named) if number and number < UNBOUNDED]
+        return self._sentence().longest or min(known, default=None)
 
     def _bind(self, module: nn.Module) -> None:
         from fullshard.hf.embed import bind, is_causal

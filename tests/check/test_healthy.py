@@ -197,6 +197,7 @@ def test_nothing_is_found_on_two_ranks(name: str, seed: Seed, ranks: RankPool) -
 
 SHORT = ("data.sequence_length=128", "batch.per_device=2", "batch.global=4", "topology.device=cpu")
 BROUGHT = {
+    "embedding": (),
     "llm": (*SHORT, "model.size=tiny", "model.tokenizer=spoken", "data.train=texts.jsonl", "checkpoint.every_steps=5")
     + ("evaluate.every_steps=5",),
     "quickstart": (),

@@ -23,9 +23,15 @@ LOSSES: list[dict[str, Any]] = [
     {"kind": "in_batch_hard", "top_k": 3},
     {"kind": "late_interaction"},
 ]
-WAYS = [  # adapters, dropout, packed rows
-    (False, False, True),
-    (True, True, False),
+PLAIN, OTHERWISE = (False, False, True), (True, True, False)
+"""Adapters, dropout, packed rows."""
+CASES: list[tuple[int, tuple[bool, bool, bool], list[int | None]]] = [
+    (1, PLAIN, [None, 1, 3, 64]),
+    (1, OTHERWISE, [3]),
+    (2, PLAIN, [None, 3, 64]),
+    (2, OTHERWISE, [1]),
+    (4, PLAIN, [None]),
+    (4, OTHERWISE, [3]),
 ]
 
 
@@ -35,12 +41,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {drop: cases.encoder_folder(folder / str(drop), dropout=0.3 if drop else 0.0) for drop in (False, True)}
 
 
-@pytest.mark.parametrize(("lora", "dropout", "packed"), WAYS)
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "way", "caches"), CASES)
 def test_gradients_equal_those_of_one_plain_process(
-    ranks: Any, folders: dict[bool, Path], world: int, lora: bool, dropout: bool, packed: bool
+    ranks: Any, folders: dict[bool, Path], world: int, way: tuple[bool, bool, bool], caches: list[int | None]
 ) -> None:
-    caches = {1: [None, 1, 3, 64], 2: [None, 3, 64], 4: [None, 1]}[world]
+    lora, dropout, packed = way
     settings = {"lora": lora, "packed": packed}
     for found in ranks.run(cases.apart, folders[dropout], LOSSES, caches, **settings, world=world):
         assert {case: distance for case, distance in found.items() if distance > TOLERANCE} == {}

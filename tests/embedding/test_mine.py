@@ -58,11 +58,11 @@ def mine(*words: Any, code: int = 0) -> str:
     return result.output
 
 
-def vectors(model: str, prompt: str, lines: list[str]) -> np.ndarray:
+def vectors(model: str, prompt: str, lines: list[str], *, unit: bool) -> np.ndarray:
     from sentence_transformers import SentenceTransformer
 
     encoded: np.ndarray = SentenceTransformer(model, device="cpu").encode([prompt + line for line in lines], prompt="")
-    return np.asarray(encoded / np.linalg.norm(encoded, axis=1, keepdims=True))
+    return np.asarray(encoded / np.linalg.norm(encoded, axis=1, keepdims=True)) if unit else encoded
 
 
 def plainly(
@@ -77,6 +77,7 @@ def plainly(
     min_score: float = -np.inf,
     replace: bool = False,
     prompts: tuple[str, str] = ("", ""),
+    unit: bool = True,
 ) -> tuple[list[list[str]], list[float], list[float]]:
     """The negatives of each row, and the scores of positives and mined negatives, from all scores of all rows."""
 
@@ -87,7 +88,8 @@ def plainly(
     for text in [row["positive"] for row in rows] + more:
         if not any(same(text, known) for known in corpus):
             corpus.append(text)
-    scores = vectors(str(model), prompts[0], [r["query"] for r in rows]) @ vectors(str(model), prompts[1], corpus).T
+    queries = vectors(str(model), prompts[0], [row["query"] for row in rows], unit=unit)
+    scores = queries @ vectors(str(model), prompts[1], corpus, unit=unit).T
     found, positive_scores, negative_scores = [], [], []
     for row, line in zip(rows, scores.astype(float), strict=True):
         own = [row["query"]] + [other["positive"] for other in rows if same(other["query"], row["query"])]
@@ -190,12 +192,11 @@ def test_another_similarity_of_the_model_is_used(folder: Path, tmp_path: Path) -
 
     model = SentenceTransformer(str(folder / "model"), similarity_fn_name="dot", device="cpu")
     model.save_pretrained(str(tmp_path / "model"))
-    mine(tmp_path / "model", folder / "pairs.jsonl", tmp_path / "out.jsonl", "--ranks", "1:3", "--negatives", 3)
-    rows = read(folder / "pairs.jsonl")
-    documents = list(dict.fromkeys(row["positive"] for row in rows))
-    line = model.encode(rows[0]["query"]) @ model.encode(documents).T
-    best = [documents[n] for n in np.argsort(-line) if documents[n] not in (rows[0]["query"], rows[0]["positive"])][:3]
-    assert read(tmp_path / "out.jsonl")[0]["negatives"] == best
+    rows, case = read(folder / "pairs.jsonl"), {"negatives": 4, "ranks": (1, 9)}
+    mine(tmp_path / "model", folder / "pairs.jsonl", tmp_path / "out.jsonl", *as_words(case))
+    found = [row["negatives"] for row in read(tmp_path / "out.jsonl")]
+    assert found == plainly(folder / "model", rows, [], unit=False, **case)[0]  # type: ignore[arg-type]
+    assert found != plainly(folder / "model", rows, [], **case)[0]  # type: ignore[arg-type]
 
 
 def test_adapters_take_part(folder: Path, tmp_path: Path) -> None:

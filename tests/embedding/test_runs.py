@@ -20,8 +20,11 @@ from tests.ranks import RankPool
 from tests.small import curve, train
 
 STEPS, GLOBAL, LR = 6, 8, 1e-3
-FIXED: dict[str, Any] = {"kind": "infonce", "temperature": 0.2}  # not lower: what fp32 rounds is divided by it
-LEARNED = FIXED | {"learn_temperature": True}
+LEARNED: dict[str, Any] = {  # no lower temperature: what fp32 rounds is divided by it
+    "kind": "infonce",
+    "temperature": 0.2,
+    "learn_temperature": True,
+}
 SCALAR = "learned_by_objective.moved"
 
 
@@ -34,19 +37,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(ranks: RankPool, folder: Path, name: str, *, world: int = 2, **sections: Any) -> list[dict[str, Any]]:
-    objective = {"loss": FIXED} | sections.pop("objective", {})
+    objective = {"loss": LEARNED} | sections.pop("objective", {})
     settings = texts.recipe(folder, name=name, **{"optimizer": {"lr": LR}} | sections, objective=objective)
     return ranks.run(train, settings, world=world)[0]  # type: ignore[no-any-return]
 
 
-def plain_loop(folder: Path, *, learned: bool) -> torch.Tensor:
-    """Loss and gradient norm of each step, without fullshard: one text at a time, mean over its tokens, and InfoNCE over
-    all positives and negatives of the step but those equal to the query's own positive."""
+def plain_loop(folder: Path) -> torch.Tensor:
+    """Loss and gradient norm of each step, without fullshard: one text at a time, the mean over its tokens, and InfoNCE
+    over all positives and negatives of the step but those equal to the query's own positive."""
     from transformers import BertModel
 
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     model, tokenizer = BertModel.from_pretrained(folder / "model", add_pooling_layer=False), texts.tokenizer()
-    log_scale = nn.Parameter(torch.tensor(math.log(1 / FIXED["temperature"])), requires_grad=learned)
+    log_scale = nn.Parameter(torch.tensor(math.log(1 / LEARNED["temperature"])))
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in (*model.parameters(), log_scale) if p.dim() < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -79,13 +82,7 @@ def plain_loop(folder: Path, *, learned: bool) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> torch.Tensor:
-    return plain_loop(folder, learned=False)
-
-
-def assert_same(records: list[dict[str, Any]], reference: torch.Tensor, *, rtol: float = 1e-6) -> None:
-    found = torch.tensor(curve(records, "loss", "grad_norm")).double()
-    torch.testing.assert_close(found[:, 0], reference[:, 0], rtol=rtol, atol=0)
-    torch.testing.assert_close(found[:, 1], reference[:, 1], rtol=10 * rtol, atol=0)
+    return plain_loop(folder)
 
 
 CACHE_3: dict[str, Any] = {"cache": {"chunk": 3}}
@@ -96,11 +93,15 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # world, per_device, the 
     "one rank, padded": (1, 4, {"data": PADDED}),
     "one rank, chunks of so many tokens": (1, 8, {"objective": {"cache": {"tokens": 30}}}),
     "two ranks, two micro-batches": (2, 2, {}),
-    "two ranks, grad_op, cache, padded": (2, 4, {"sharding": {"strategy": "grad_op"}, "objective": CACHE_3, "data": PADDED}),
+    "two ranks, grad_op, cache, padded": (
+        2,
+        4,
+        {"sharding": {"strategy": "grad_op"}, "objective": CACHE_3, "data": PADDED},
+    ),
     "two ranks, replicated": (2, 4, {"sharding": {"strategy": "none"}}),
     "two ranks, recomputed, cache": (2, 2, {"sharding": {"activation_checkpointing": "full"}, "objective": CACHE_3}),
     "four ranks": (4, 2, {}),
-    "four ranks, replicated, cache": (4, 2, {"sharding": {"strategy": "none"}, "objective": {"cache": 1}}),
+    "four ranks, cache": (4, 2, {"objective": {"cache": 4}}),
 }
 
 
@@ -109,26 +110,16 @@ def test_same_losses_everywhere(ranks: RankPool, folder: Path, reference: torch.
     world, per_device, sections = CASES[case]
     batch = {"per_device": per_device, "global": GLOBAL}
     records = run(ranks, folder, case.replace(" ", "-").replace(",", ""), world=world, batch=batch, **sections)
-    assert_same(records, reference)
+    found = torch.tensor(curve(records, "loss", "grad_norm")).double()
+    torch.testing.assert_close(found[:, 0], reference[:, 0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(found[:, 1], reference[:, 1], rtol=1e-5, atol=0)
+    shares = [share for (share,) in curve(records, "padding")]
+    # Chunks hold texts of like lengths, which leaves little to pad either way.
+    padded = sections.get("data") == PADDED and "objective" not in sections
+    assert min(shares) > 0.35 if padded else sum(shares) / STEPS < 0.2
 
 
-def test_packed_rows_hold_less_padding(ranks: RankPool, folder: Path) -> None:
-    shares = [
-        curve(run(ranks, folder, f"pack-{pack}", world=1, batch={"per_device": 8}, data={"pack": pack}), "padding")
-        for pack in (True, False)
-    ]
-    assert max(share for (share,) in shares[0]) < 0.1
-    assert min(share for (share,) in shares[1]) > 0.3
-
-
-def test_a_learned_temperature_is_that_of_a_plain_loop(ranks: RankPool, folder: Path) -> None:
-    records = run(ranks, folder, "learned", objective={"loss": LEARNED, **CACHE_3})
-    assert_same(records, plain_loop(folder, learned=True))
-    assert open_tensors(folder / "runs" / "learned" / "last").whole(f"model/{SCALAR}").abs() > 1e-4
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, world: int) -> None:
+def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path) -> None:
     sections: dict[str, Any] = {
         "model": {"overrides": {"hidden_dropout_prob": 0.2}},
         "objective": {"loss": LEARNED, "matryoshka": [16, 4], **CACHE_3},
@@ -136,12 +127,12 @@ def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, world: in
         "optimizer": {"lr": 1e-2},
         "checkpoint": {"every_steps": 2, "keep": None},
     }
-    straight, resumed = (texts.recipe(folder, name=f"{end}-{world}", **sections) for end in ("straight", "resumed"))
-    expected = curve(ranks.run(train, straight, world=world)[0], "step", "loss", "grad_norm", "lr")
-    start = folder / "runs" / f"straight-{world}" / "checkpoint-2"
-    found = curve(ranks.run(train, resumed, resume=str(start), world=world)[0], "step", "loss", "grad_norm", "lr")
+    straight, resumed = (texts.recipe(folder, name=end, **sections) for end in ("straight", "resumed"))
+    expected = curve(ranks.run(train, straight, world=2)[0], "step", "loss", "grad_norm", "lr")
+    start = folder / "runs" / "straight" / "checkpoint-2"
+    found = curve(ranks.run(train, resumed, resume=str(start), world=2)[0], "step", "loss", "grad_norm", "lr")
     assert found == expected[2:]
-    ends = [open_tensors(folder / "runs" / f"{end}-{world}" / files.name_of(STEPS)) for end in ("straight", "resumed")]
+    ends = [open_tensors(folder / "runs" / end / files.name_of(STEPS)) for end in ("straight", "resumed")]
     assert ends[0].names() == ends[1].names()
     assert f"model/{SCALAR}" in ends[0].names()
     for name in ends[0].names():
@@ -152,7 +143,9 @@ def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, world: in
 def test_half_precision_stays_near(
     ranks: RankPool, folder: Path, reference: torch.Tensor, precision: str, far: float
 ) -> None:
-    records = run(ranks, folder, precision, precision=precision, objective=CACHE_3)
+    records = run(
+        ranks, folder, precision, world=2 if precision == "fp16" else 1, precision=precision, objective=CACHE_3
+    )
     found = torch.tensor(curve(records, "loss")).double()[:, 0]
     distance = (found / reference[:, 0] - 1).abs().max()
     assert 1e-6 < distance < far
@@ -161,11 +154,16 @@ def test_half_precision_stays_near(
 
 
 def test_adapters_and_the_learned_scalar_are_all_that_is_trained(ranks: RankPool, folder: Path) -> None:
-    run(ranks, folder, "lora", model={"lora": 4}, objective={"loss": LEARNED}, optimizer={"lr": 1e-2})
+    run(ranks, folder, "lora", model={"lora": 4}, optimizer={"lr": 1e-2})
     saved = open_tensors(folder / "runs" / "lora" / "last").section("model")
     layers = ["attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"]
     layers += ["intermediate.dense", "output.dense"]
-    adapted = {f"encoder.layer.{block}.{layer}.lora_{end}.default.weight" for block in (0, 1) for layer in layers for end in "AB"}
+    adapted = {
+        f"encoder.layer.{block}.{layer}.lora_{end}.default.weight"
+        for block in (0, 1)
+        for layer in layers
+        for end in "AB"
+    }
     assert saved.names() == {*adapted, SCALAR}
     still = {name for name in saved.names() if not saved.whole(name).abs().sum() > 0}
     assert still == set(), "each of them has moved from its first value of zero, or was drawn"

@@ -1,4 +1,4 @@
-"""Small real things for whole embedding runs: models with a tokenizer of forty words, and pairs with uneven negatives."""
+"""Small real things for whole embedding runs: models with a tokenizer of forty words, pairs with uneven negatives."""
 
 from __future__ import annotations
 

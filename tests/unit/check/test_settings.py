@@ -198,7 +198,8 @@ def test_built_in_recipes_are_without_findings(name: str, folder: Path, tmp_path
         "model.tokenizer={train: {vocab_size: 300}}",
     ]
     overrides += ["model.size=tiny", "duration.steps=1000"] if name == "llm" else [f"model.path={folder / 'model'}"]
-    reading = read(name, *([] if name == "quickstart" else overrides), "topology.device=cpu")
+    brings = name not in ("quickstart", "embedding")
+    reading = read(name, *(overrides if brings else []), "topology.device=cpu")
     ranks = Ranks(2)
     findings = list(settings.look(reading, ranks, ground_of(reading, ranks)))
     # Their data is the user's; 256 rows of 48 tokens are more than these have.
