@@ -22,7 +22,7 @@ from fullshard.dist.turns import one_by_one
 from fullshard.errors import DataError, RecipeError
 from fullshard.models.base import Family
 from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.ops.chunks import Chunk, Texts, cut, fill_up, inputs, spread, there
+from fullshard.ops.chunks import Chunk, Texts, crowded, cut, fill_up, inputs, spread, there
 from fullshard.ops.layout import lay_out
 from fullshard.ops.replay import Randomness
 from fullshard.ops.scalars import NAME as SCALARS
@@ -171,11 +171,17 @@ class Contrastive(Objective):
         bound.packs = False
         if not packed:
             return []
-        texts = Texts.of([batch])
-        few = Chunk(np.arange(min(len(texts.lengths), FEW)))
+        texts = crowded(Texts.of([batch]), most=FEW)
+        few = Chunk(np.arange(len(texts.lengths)))
         model.eval()
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            alone, shared = (self._embed(model, texts, few, packed=each)[0] for each in (False, True))
+            alone, _ = self._embed(model, texts, few, packed=False)
+            try:
+                shared, _ = self._embed(model, texts, few, packed=True)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # it takes no mask of more than one axis a row, on any rank
+                return [f"texts are padded: this model takes no rows that texts share ({type(error).__name__})"]
         apart = float((alone - shared).norm(dim=-1).max() / alone.norm(dim=-1).max().clamp(min=1e-6))
         if reduce.any_rank(not apart <= TOLERANCE[compute], texts.device):
             return [f"texts are padded: in this model texts that share a row would change each other ({apart:.1e})"]

@@ -6,7 +6,7 @@ Everything about lengths is done on the host, from numbers that the loader leave
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,17 @@ def inputs(texts: Texts, chunk: Chunk, *, packed: bool, pad: int) -> dict[str, A
         "bounds": document_bounds(torch.from_numpy(layout.positions)).to(texts.device, non_blocking=True),
         "packed": packed,
     }
+
+
+def crowded(texts: Texts, *, most: int) -> Texts:
+    """The longest of the first `most` texts, and half of each of them: wherever texts have more than one token, some of
+    these share a row."""
+    lengths, starts = texts.lengths[:most], (np.cumsum(texts.lengths) - texts.lengths)[:most]
+    longest = int(lengths.argmax())
+    lengths = np.append(np.maximum(lengths // 2, 1), lengths[longest])
+    first = np.append(starts, starts[longest]) - (np.cumsum(lengths) - lengths)
+    index = there(np.repeat(first, lengths) + np.arange(int(lengths.sum())), texts.device)
+    return replace(texts, tokens=texts.tokens[index], lengths=lengths)
 
 
 def there(array: np.ndarray, device: torch.device) -> torch.Tensor:

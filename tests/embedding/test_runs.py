@@ -119,6 +119,20 @@ def test_same_losses_everywhere(ranks: RankPool, folder: Path, reference: torch.
     assert min(shares) > 0.35 if padded else sum(shares) / STEPS < 0.2
 
 
+@pytest.mark.parametrize("kind", ["MPNetModel", "BloomModel"])
+def test_rows_are_shared_only_where_that_is_proven(ranks: RankPool, folder: Path, kind: str) -> None:
+    """MPNet's attention knows no positions of its own, Bloom takes no mask of more axes; and nothing fits beside the
+    first two texts."""
+    path = folder / kind
+    texts.encoder(path / "model", kind, **({"n_layer": 1, "n_head": 2} if kind == "BloomModel" else {}))
+    rows = texts.pairs(path / "train.jsonl")
+    rows[0] = {"query": "ban bar bas", "positive": "bat bak bap"}
+    (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short: dict[str, Any] = {"batch": {"per_device": 1, "global": 8}, "duration": {"steps": 2}}
+    found = [run(ranks, path, f"pack-{pack}", world=1, data={"pack": pack}, **short) for pack in (True, False)]
+    assert curve(found[0], "loss", "padding") == curve(found[1], "loss", "padding")
+
+
 def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path) -> None:
     sections: dict[str, Any] = {
         "model": {"overrides": {"hidden_dropout_prob": 0.2}},

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.ops.chunks import Chunk, Texts, cut, fill_up, inputs, spread
+from fullshard.ops.chunks import Chunk, Texts, crowded, cut, fill_up, inputs, spread
 from fullshard.ops.layout import PADDING, Layout, lay_out
 
 CASES = {
@@ -160,6 +160,18 @@ def test_inputs_hold_the_tokens_of_the_chunk(packed: bool) -> None:
     flat = given["positions"].reshape(-1)
     bounds = given["bounds"].unique().tolist()
     assert bounds == [*torch.nonzero(flat == 0).reshape(-1).tolist(), len(flat)]
+
+
+@pytest.mark.parametrize("lengths", [[5, 5], [7, 2, 3], [2, 1]])
+def test_among_crowded_texts_some_share_a_row(lengths: list[int]) -> None:
+    step = texts(lengths, [len(lengths)], [len(lengths)])
+    found = crowded(step, most=64)
+    assert found.lengths.tolist() == [*(max(n // 2, 1) for n in lengths), max(lengths)]
+    starts = np.cumsum(lengths) - lengths
+    pieces = found.tokens.split(found.lengths.tolist())
+    assert [int(piece[0]) - 100 for piece in pieces] == [*starts, starts[int(np.argmax(lengths))]]
+    assert all((piece.diff() == 1).all() for piece in pieces)
+    assert len(lay_out(found.lengths, packed=True).source) < len(found.lengths)
 
 
 def test_spread_gives_each_text_its_own_row() -> None:
