@@ -26,7 +26,7 @@ LOSSES: list[dict[str, Any]] = [
 PLAIN, OTHERWISE = (False, False, True), (True, True, False)
 """Adapters, dropout, packed rows."""
 CASES: list[tuple[int, tuple[bool, bool, bool], list[int | None]]] = [
-    (1, PLAIN, [None, 1, 3, 64]),
+    (1, PLAIN, [None, 3]),
     (1, OTHERWISE, [3]),
     (2, PLAIN, [None, 3, 64]),
     (2, OTHERWISE, [1]),
