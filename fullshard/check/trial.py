@@ -198,8 +198,9 @@ def _round_trip(world: World, built: build.Built) -> list[Finding]:
     checkpoint = files.named(saver.target.run)
     saver.restore(checkpoint)
     read = time.perf_counter() - begun
-    equal = all(reduce.gather_objects(bool((checksums(parameters) == before).all())))
     num_bytes = sum(int(entry["size_bytes"]) for entry in files.read_manifest(checkpoint)["files"].values())
+    # The last thing that ranks wait for each other in: after it rank 0 takes everything away.
+    equal = all(reduce.gather_objects(bool((checksums(parameters) == before).all())))
     where = saver.target.run.parent
     if not equal:
         return [
