@@ -207,7 +207,7 @@ def _evaluation_inputs(
     recipe: Recipe,
     ground: Ground,
     module: nn.Module,
-    aux: Any,
+    aux: dict[str, nn.Module],
     validation: Loader | None,
     world: World,
     console: Console,

@@ -9,15 +9,13 @@ from __future__ import annotations
 import inspect
 import types
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fullshard.ops.scalars import NAME as SCALARS
-
-Pooling = Literal["mean", "cls", "last"]
 
 
 @dataclass(frozen=True)

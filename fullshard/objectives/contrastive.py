@@ -174,17 +174,19 @@ class Contrastive(Objective):
         texts = crowded(Texts.of([batch]), most=FEW)
         few = Chunk(np.arange(len(texts.lengths)))
         model.eval()
+        apart, why = float("inf"), ""
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             alone, _ = self._embed(model, texts, few, packed=False)
             try:
                 shared, _ = self._embed(model, texts, few, packed=True)
+                apart = float((alone - shared).norm(dim=-1).max() / alone.norm(dim=-1).max().clamp(min=1e-6))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # it takes no mask of more than one axis a row, on any rank
-                return [f"texts are padded: this model takes no rows that texts share ({type(error).__name__})"]
-        apart = float((alone - shared).norm(dim=-1).max() / alone.norm(dim=-1).max().clamp(min=1e-6))
+            except Exception as error:  # a model that takes no mask of more than one axis a row
+                why = f", {type(error).__name__}"
+        # Asked of all ranks, whatever happened on this one.
         if reduce.any_rank(not apart <= TOLERANCE[compute], texts.device):
-            return [f"texts are padded: in this model texts that share a row would change each other ({apart:.1e})"]
+            return [f"texts are padded: in this model they cannot share a row ({apart:.1e} apart{why})"]
         bound.packs = True
         return [f"texts that share a row do not change each other ({apart:.1e})"]
 

@@ -12,7 +12,8 @@ import torch
 from fullshard.errors import RecipeError
 from fullshard.objectives.base import Objective
 from fullshard.part import decode
-from tests.embedding import cases
+from tests.embedding import cases, texts
+from tests.small import curve, train
 
 
 def settings(teacher: Path | None, cache: int | None = None) -> dict[str, Any]:
@@ -52,3 +53,28 @@ def test_a_teacher_goes_with_distillation_alone(tmp_path: Path) -> None:
     wrong = settings(tmp_path) | {"loss": "infonce"}
     with pytest.raises(RecipeError, match="objective.teacher goes with objective.loss: distillation"):
         decode(Objective, wrong, where="objective")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("taught")
+    texts.encoder(path / "model")
+    texts.encoder(path / "teacher", hidden_size=24)  # its embeddings may be wider
+    texts.pairs(path / "train.jsonl")
+    return path
+
+
+def test_whole_runs_learn_from_a_sharded_teacher(ranks: Any, folder: Path) -> None:
+    """The same losses on one rank and on two, and a loss that falls."""
+    found = []
+    for world in (1, 2):
+        taught = texts.recipe(folder, name=f"on-{world}", objective=settings(folder / "teacher", cache=4))
+        found.append(curve(ranks.run(train, taught, world=world)[0], "loss"))
+    assert torch.allclose(*(torch.tensor(each).double() for each in found), rtol=2e-6, atol=0)
+    assert found[0][-1] < found[0][0]
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(ranks: Any, folder: Path, tmp_path: Path) -> None:
+    other = texts.decoder(tmp_path / "other")
+    with pytest.raises(AssertionError, match="its tokenizer is not that of model.path"):
+        ranks.run(train, texts.recipe(folder, name="other", objective=settings(other)), world=1)
