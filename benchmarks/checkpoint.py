@@ -5,7 +5,8 @@
 
 A checkpoint is 20.6 GB (fp32 parameters and Adam's state). The loop logs every ten steps, as by default; the stall of a
 save is what the ten steps after it take more than the median ten steps without saves. The rate is over all steps after
-WARMUP, saves included. `--folder` says which disk; its speed is printed first.
+WARMUP, saves included; its dip is against the run without saves, and within the run against the median ten steps that
+do not follow a save. `--folder` says which disk; its speed is printed first.
 """
 
 from __future__ import annotations
@@ -74,13 +75,14 @@ def row(label: str, records: list[dict[str, Any]], base: tuple[float, float] | N
     saves = [r for r in records if r.get("event") == "saved" and r["step"] + WINDOW in windows]
     stalls = [windows[r["step"] + WINDOW] - (base[1] if base else median) for r in saves]
     dip = f"{1 - rate / base[0]:.2%}" if base else "-"
+    after = {r["step"] + WINDOW for r in saves}
+    quiet = [seconds for step, seconds in windows.items() if saves and step not in after]
+    inside = f"{1 - statistics.median(quiet) / statistics.mean(windows.values()):.2%}" if quiet else "-"
     worst = f"{max(stalls):.2f}" if stalls else "-"
     blocked = f"{max(r['stall_seconds'] for r in saves):.3f}" if saves else "-"
     steps = len(windows) * WINDOW
-    print(
-        f"| {label} | {steps} | {len(saves)} | {rate:,.0f} | {dip} | {median / WINDOW:.3f} | {worst} | {blocked} |",
-        flush=True,
-    )
+    cells = [label, steps, len(saves), f"{rate:,.0f}", dip, inside, f"{median / WINDOW:.3f}", worst, blocked]
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
     print("ten steps each:", " ".join(f"{seconds:.2f}" for seconds in windows.values()), file=sys.stderr, flush=True)
     return rate, median
 
@@ -112,8 +114,9 @@ def main() -> None:
                     )
                     results["went on from the last background save"] = resumed
                 shutil.rmtree(folder / "runs" / name)
-        print("| saves | steps | saves | tokens/s | dip | median step s | worst stall s | host blocked s |")
-        print("|---|---|---|---|---|---|---|---|")
+        heads = ["saves", "steps", "saves", "tokens/s", "dip", "within the run", "median step s", "worst stall s"]
+        print(f"| {' | '.join(heads)} | host blocked s |")
+        print("|---|---|---|---|---|---|---|---|---|")
         base: tuple[float, float] | None = None
         for label, records in results.items():
             if "went on" not in label:

@@ -53,12 +53,16 @@ class Bucket(AbstractFileSystem):
         found: dict[str, dict[str, Any]] = {}
         for file in sorted(self._file(bucket).iterdir()):
             name = f"{bucket}/{unquote(file.name)}"
+            try:
+                size = file.stat().st_size
+            except FileNotFoundError:  # another rank has removed it since
+                continue
             if name == path:
-                return [{"name": path, "size": file.stat().st_size, "type": "file"}]
+                return [{"name": path, "size": size, "type": "file"}]
             if name.startswith(f"{path}/") and file.name != REFUSING:
                 head, _, rest = name.removeprefix(f"{path}/").partition("/")
                 kind = "directory" if rest else "file"
-                found[head] = {"name": f"{path}/{head}", "size": 0 if rest else file.stat().st_size, "type": kind}
+                found[head] = {"name": f"{path}/{head}", "size": 0 if rest else size, "type": kind}
         return list(found.values())
 
     def _open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:

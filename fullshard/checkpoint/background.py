@@ -34,6 +34,8 @@ class Background:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._future: Future[Written] | None = None
         self._memory: torch.Tensor | None = None
+        self._rooms: Tensors = {}
+        """The places of the tensors in that memory, which are the same in every save."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._aside: Tensors = {}
@@ -82,8 +84,13 @@ class Background:
         return future.result() if future is not None else None
 
     def close(self) -> None:
-        """Ends the thread, after the save under way."""
+        """Ends the thread, after the save under way, and gives the memory back."""
         self._thread.shutdown()
+        if self._memory is not None and self._device.type == "cuda":
+            # Pages that stay registered fail whoever is given them next.
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostUnregister(self._memory.data_ptr()))
+        self._memory, self._rooms = None, {}
 
     @torch.no_grad()
     def _stage(self, snapshot: Snapshot) -> Snapshot:
@@ -101,27 +108,34 @@ class Background:
         return staged
 
     def _copies(self, tensors: Tensors) -> Tensors:
-        assert self._memory is not None
+        """Copies on their way to the host. Issuing them must be quick: the device may have nothing to do meanwhile."""
+        slices = {name: local(tensor) for name, tensor in tensors.items()}
+        if self._rooms.keys() != {name for name, mine in slices.items() if type(mine) is torch.Tensor}:
+            self._rooms = self._make_rooms(slices)
         copies: Tensors = {}
-        start = 0
-        for name, tensor in tensors.items():
-            mine = local(tensor)
-            if type(mine) is torch.Tensor:
-                room = self._room(start, mine)
-                room.copy_(mine, non_blocking=True)
-                start += _rounded(mine.nbytes)
+        for name, mine in slices.items():
+            if name in self._rooms:
+                room = self._rooms[name].copy_(mine, non_blocking=True)
             else:  # 8-bit state: a tensor of its own kind
                 room = mine.to("cpu", copy=True)
-            copies[name] = DTensor(room, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else room
+            whole = tensors[name]
+            copies[name] = DTensor(room, whole._spec, requires_grad=False) if isinstance(whole, DTensor) else room
         return copies
 
-    def _room(self, start: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _make_rooms(self, slices: Tensors) -> Tensors:
         assert self._memory is not None
-        if not tensor.numel():
-            return torch.empty_like(tensor, device="cpu")
-        # Not a view: DCP copies a tensor once more that is only a part of its storage.
-        room = torch.frombuffer(self._memory.numpy(), dtype=tensor.dtype, count=tensor.numel(), offset=start)
-        return room.view(tensor.shape)
+        rooms, start, memory = {}, 0, self._memory.numpy()
+        for name, mine in slices.items():
+            if type(mine) is not torch.Tensor:
+                continue
+            if not mine.numel():
+                rooms[name] = torch.empty_like(mine, device="cpu")
+                continue
+            # Not a view: DCP copies a tensor once more that is only a part of its storage.
+            room = torch.frombuffer(memory, dtype=mine.dtype, count=mine.numel(), offset=start)
+            rooms[name] = room.view(mine.shape)
+            start += _rounded(mine.nbytes)
+        return rooms
 
     def _let_copy_end(self) -> None:
         """Before an update: it must not overtake the copy of what it changes."""

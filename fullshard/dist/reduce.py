@@ -6,6 +6,7 @@ Must not know what is being reduced.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -27,15 +28,25 @@ def sum_over_shards(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
     return tensor
 
 
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class OnItsWay:
     """Numbers that are copied to the host while the device goes on; reading them later waits only for the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._event = tensor, None
         if tensor.is_cuda:
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            # In the stream that computes, all that follows would wait until the copies of a save are through.
+            stream = _beside(tensor.device)
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(stream):
+                self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+                self._event = torch.cuda.Event()
+                self._event.record()
+            tensor.record_stream(stream)
 
     def read(self) -> list[float]:
         if self._event is not None:
