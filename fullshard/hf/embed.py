@@ -1,4 +1,4 @@
-"""Embeddings from a Transformers model: the backbone on rows of texts, then one vector a text.
+"""Embeddings from a Transformers model: the backbone on rows of texts, which may have images, then one vector a text.
 
 `bind` gives a module the method `embed`. Rows may hold one text each or several; either way a text sees itself only.
 Must not know losses, files or ranks.
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.ops.chunks import Images
 from fullshard.ops.scalars import NAME as SCALARS
 
 
@@ -30,13 +31,16 @@ class EmbedRule:
     """Where a model counts positions from; those of the RoBERTa family leave room for the padding index."""
     reach: int | None
     """How far a token sees to either side in layers that see only what is near; None where no layer is one."""
+    images: Images | None
+    """None for a model of texts alone."""
 
 
 def bind(module: nn.Module, *, pooling: str, normalize: bool) -> EmbedRule:
     """Gives the module its method `embed`, and freezes what takes no part in it."""
     bound: Any = module
     takes = "position_ids" in inspect.signature(bound.forward).parameters
-    rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module), _reach(module))
+    reach, images = _reach(module), images_of(bound.config)
+    rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module), reach, images)
     bound.embed_rule = rule
     bound.embed = types.MethodType(embed, module)
     for name, parameter in module.named_parameters():
@@ -58,6 +62,16 @@ def position_offset(module: nn.Module) -> int:
     return 0
 
 
+def images_of(config: Any) -> Images | None:
+    """How a model of the Qwen2-VL kind takes images; None for any other."""
+    vision, token = getattr(config, "vision_config", None), getattr(config, "image_token_id", None)
+    merge = getattr(vision, "spatial_merge_size", None)
+    if vision is None or token is None or merge is None:
+        return None
+    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
+    return Images(token, merge, channels * vision.temporal_patch_size * vision.patch_size**2)
+
+
 def _reach(module: nn.Module) -> int | None:
     parts = [part for part in module.modules() if getattr(part, "is_causal", None) is False]
     windows = [window for part in parts if isinstance(window := getattr(part, "sliding_window", None), int)]
@@ -74,12 +88,15 @@ def embed(
     lengths: torch.Tensor,
     bounds: torch.Tensor,
     packed: bool,
+    pixels: torch.Tensor | None = None,
+    grids: torch.Tensor | None = None,
     tokens: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(texts, width) in fp32, or (all tokens, width) with `tokens`; and the numbers that the objective learns.
 
     `positions`, `real`: of each place in the rows; `places`, `lengths`: see Layout. `bounds` are the cumulative lengths
-    of texts and padding, for an attention kernel that takes them."""
+    of texts and padding, for an attention kernel that takes them. `pixels`, `grids`: patches of all images, row
+    by row."""
     rule: EmbedRule = module.embed_rule
     inputs: dict[str, Any] = {"input_ids": input_ids}
     if getattr(module, "takes_bounds", False):
@@ -90,8 +107,11 @@ def embed(
         inputs["attention_mask"] = _same_text(positions, rule.reach)
     if packed and rule.takes_positions:
         inputs["position_ids"] = positions + rule.position_offset
+    if pixels is not None and rule.images is not None:
+        inputs |= {"pixel_values": pixels, "image_grid_thw": grids}
+        inputs["mm_token_type_ids"] = (input_ids == rule.images.token).int()
     hidden = module.forward(**inputs).last_hidden_state
-    chosen = hidden.reshape(-1, hidden.shape[-1])[places].float()
+    chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places).float()
     vectors = chosen if tokens else _pool(chosen, lengths, rule.pooling)
     if rule.normalize or tokens:
         vectors = F.normalize(vectors, dim=-1)
@@ -111,6 +131,7 @@ def _same_text(positions: torch.Tensor, reach: int | None) -> torch.Tensor | dic
 
 def _pool(vectors: torch.Tensor, lengths: torch.Tensor, pooling: str) -> torch.Tensor:
     if pooling == "mean":
-        return torch.segment_reduce(vectors, "mean", lengths=lengths)
+        # Lengths are what the caller counted: looking at them would make the host wait for the device.
+        return torch.segment_reduce(vectors, "mean", lengths=lengths, unsafe=True)
     ends = lengths.cumsum(0)
     return vectors[ends - 1] if pooling == "last" else vectors[ends - lengths]

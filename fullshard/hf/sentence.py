@@ -30,6 +30,8 @@ class Sentence:
     """Tokens at which texts are cut."""
     lower_case: bool = False
     """Whether texts are lowered before the tokenizer gets them."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """What a chat template is called with, where texts go through one."""
 
 
 def read_sentence(folder: Path) -> Sentence | None:
@@ -59,6 +61,7 @@ def read_sentence(folder: Path) -> Sentence | None:
         prompts={name: text for name, text in prompts.items() if text},
         longest=texts[0].get("max_seq_length"),
         lower_case=bool(texts[0].get("do_lower_case")),
+        template=(texts[0].get("processing_kwargs") or {}).get("chat_template") or {},
     )
 
 
@@ -94,7 +97,14 @@ def _pooling(path: Path) -> str:
 
 
 def write_sentence(
-    folder: Path, *, width: int, longest: int | None, pooling: str, normalize: bool, prompts: dict[str, str]
+    folder: Path,
+    *,
+    width: int,
+    longest: int | None,
+    pooling: str,
+    normalize: bool,
+    prompts: dict[str, str],
+    template: dict[str, Any],
 ) -> None:
     """Makes a folder of Transformers, or of an adapter, one that `SentenceTransformer(folder)` reads."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
@@ -109,7 +119,8 @@ def write_sentence(
     for place in places[1:]:
         (folder / place).mkdir(exist_ok=True)
     _write(folder / places[1] / "config.json", {"word_embedding_dimension": width, **old, "include_prompt": True})
-    _write(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
+    processing = {"processing_kwargs": {"chat_template": template}} if template else {}
+    _write(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False, **processing})
     _write(
         folder / "config_sentence_transformers.json",
         {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},

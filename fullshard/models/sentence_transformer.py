@@ -1,4 +1,5 @@
-"""The embedding family: a folder of sentence-transformers, or any encoder or decoder of Transformers, pooled.
+"""The embedding family: a folder of sentence-transformers, or any encoder or decoder of Transformers, pooled; with
+images where the model is one of vision and language.
 
 Everything about weights, adapters and edits is the Transformers family's. Must not know objectives, ranks or sharding.
 """
@@ -8,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from fullshard.errors import RecipeError
 from fullshard.hf.sentence import Sentence, lower_texts, read_sentence, write_sentence
@@ -34,6 +37,8 @@ class SentenceTransformer(Hf):
     mean of an encoder, the last token of a decoder."""
     normalize: bool | None = None
     """Vectors of length 1; null: as stored, and yes for a plain model."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Images with more pixels are made smaller; null: as stored. For models that take images."""
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
         """The tokenizer, with the stored prompts on it; one that is named may come from a run and bring its own."""
@@ -45,6 +50,30 @@ class SentenceTransformer(Hf):
             if stored.lower_case:
                 lower_texts(processor)
         return processor
+
+    def _load_processor(self, folder: Path, *, where: str) -> Any:
+        """With images where the model takes them and the folder says how."""
+        from fullshard.hf.embed import images_of
+        from fullshard.hf.vision import has_vision, load_vision
+
+        tokenizer = super()._load_processor(folder, where=where)
+        if images_of(self._config()) is None or not has_vision(folder):
+            if self.max_pixels is not None:
+                raise RecipeError(f"model.max_pixels: {folder} has no image processor of a vision-language model.")
+            return tokenizer
+        vision = load_vision(tokenizer, folder, trust_remote_code=self.trust_remote_code, where=where)
+        vision.template = dict(self._sentence().template)
+        if self.max_pixels is not None:
+            vision.limit(self.max_pixels)
+        return vision
+
+    def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
+        from fullshard.hf.embed import images_of
+
+        # The kernel for rows of several texts would take the place of the one that images go through, too.
+        model: Any = module
+        plain = images_of(model.config) is None
+        return super().choose_kernels(module, device=device, compute=compute, packed=packed and plain)
 
     def longest(self, module: nn.Module) -> int | None:
         from fullshard.hf.embed import position_offset
@@ -74,6 +103,7 @@ class SentenceTransformer(Hf):
             pooling=model.embed_rule.pooling,
             normalize=model.embed_rule.normalize,
             prompts=_prompts_of(processor),
+            template=getattr(processor, "template", {}),
         )
 
     def _cut(self, module: nn.Module, processor: Any) -> int | None:

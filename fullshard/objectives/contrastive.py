@@ -22,20 +22,24 @@ from fullshard.dist.turns import one_by_one
 from fullshard.errors import DataError, RecipeError
 from fullshard.models.base import Family
 from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.ops.chunks import Chunk, Texts, crowded, cut, fill_up, inputs, spread, there
+from fullshard.ops.chunks import Chunk, Images, Texts, crowded, cut, fill_up, have_images, inputs, see, spread, there
 from fullshard.ops.layout import lay_out
+from fullshard.ops.matryoshka import Matryoshka
 from fullshard.ops.replay import Randomness
 from fullshard.ops.scalars import NAME as SCALARS
 from fullshard.ops.scalars import Scalars
 from fullshard.part import Section, decode
 from fullshard.similarity.base import Embedded, SimilarityLoss
 
-SMALLEST_DIM = 64
-"""Where halving stops when no Matryoshka dimensions are named."""
 FEW = 64
 """Texts that are looked at before the first step."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """How far a vector of length 1 may move when its text shares a row with others."""
+
+
+KEPT = 8
+"""Up to so many chunks the activations of one stay through the loss, which saves one of as many forward passes. With
+more the gain is small, and the memory of the loss, which grows with the batch, would come on top."""
 
 
 class Cache(Section):
@@ -57,36 +61,6 @@ class Cache(Section):
         if (self.chunk is None) == (self.tokens is None):
             raise ValueError("give exactly one of cache.chunk (texts) and cache.tokens")
         return self
-
-
-class Matryoshka(Section):
-    """Embeddings whose first numbers are embeddings too."""
-
-    dims: list[int] | None = Field(None, min_length=1)
-    """How many numbers are taken each time; null: all, a half, a quarter, ... down to 64."""
-    weights: list[float] | None = None
-    """The weight of the loss at each; null: 1."""
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        if value is True:
-            return {}
-        return {"dims": value} if isinstance(value, list) else value
-
-    @model_validator(mode="after")
-    def _as_many(self) -> Matryoshka:
-        if self.dims is not None and (min(self.dims) < 1 or len(set(self.dims)) != len(self.dims)):
-            raise ValueError(f"matryoshka.dims = {self.dims}: each must be at least 1, and none twice")
-        if self.weights is not None and len(self.weights) != len(self.dims or ()):
-            raise ValueError(f"matryoshka.weights has {len(self.weights)} entries and dims {len(self.dims or ())}")
-        return self
-
-    def of(self, width: int) -> list[tuple[int, float]]:
-        """(numbers taken, weight) for embeddings of this width."""
-        dims = self.dims or [width]
-        while self.dims is None and dims[-1] // 2 >= SMALLEST_DIM:
-            dims.append(dims[-1] // 2)
-        return list(zip(dims, self.weights or [1.0] * len(dims), strict=True))
 
 
 class Contrastive(Objective):
@@ -171,7 +145,7 @@ class Contrastive(Objective):
         bound.packs = False
         if not packed:
             return []
-        texts = crowded(Texts.of([batch]), most=FEW)
+        texts = crowded(Texts.of([batch]), most=FEW, images=_images(model))
         few = Chunk(np.arange(len(texts.lengths)))
         model.eval()
         apart, why = float("inf"), ""
@@ -192,8 +166,8 @@ class Contrastive(Objective):
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         plan = self._plan([batch])
-        vectors, scalars = self._first_pass(model, plan, [])
-        embedded = self._embedded(vectors, scalars, plan, self._taught(plan, aux))
+        first = self._first_pass(model, plan)
+        embedded = self._embedded(first.vectors, first.scalars, plan, self._taught(plan, aux))
         return Terms(self._reduced(embedded), {} if self.similarity.tokens else {"accuracy": _accuracy(embedded)})
 
     def backward(
@@ -212,20 +186,17 @@ class Contrastive(Objective):
             loss = self._reduced(self._embedded(vectors, scalars, plan, taught))
             scale(loss / total).backward()
         else:
-            states: list[Randomness] = []
-            with torch.no_grad():
-                vectors, scalars = self._first_pass(model, plan, states)
-            leaves = [leaf.requires_grad_() for leaf in (vectors, scalars) if leaf is not None]
-            loss = self._reduced(self._embedded(vectors, scalars, plan, taught))
+            first = self._first_pass(model, plan, keep=len(plan.chunks) <= KEPT)
+            leaves = [leaf.detach().requires_grad_() for leaf in (first.vectors, first.scalars) if leaf is not None]
+            loss = self._reduced(self._embedded(leaves[0], leaves[1] if len(leaves) > 1 else None, plan, taught))
             scale(loss / total).backward()
-            self._second_pass(model, plan, states, *(leaf.grad for leaf in leaves))
+            self._second_pass(model, plan, first, *(leaf.grad for leaf in leaves))
         return [Terms(loss.detach(), {"padding": _padding(plan, packed=_packs(model))})]
 
     def embeddings(self, model: nn.Module, batch: Batch) -> tuple[Texts, torch.Tensor]:
         """The texts of a batch and an embedding of each, without gradients; every rank must ask in step."""
         plan = self._plan([batch])
-        with torch.no_grad():
-            return plan.texts, self._first_pass(model, plan, [])[0]
+        return plan.texts, self._first_pass(model, plan).vectors
 
     def _plan(self, batches: Sequence[Batch]) -> _Plan:
         """What all ranks must do alike: as many chunks, and room for as many negatives and tokens."""
@@ -234,48 +205,63 @@ class Contrastive(Objective):
         chunks = cut(texts, size=cache.chunk if cache else None, tokens=cache.tokens if cache else None)
         mine = [len(chunks), int(texts.per_sample.max()) - 2, int(texts.lengths.max())]
         count, negatives, longest = reduce.max_over_ranks(mine, texts.device)
-        return _Plan(texts, fill_up(chunks, count), negatives, longest)
+        chunks = fill_up(chunks, count)
+        if texts.images is not None:
+            seen = reduce.max_over_ranks([int(has) for has in have_images(texts, chunks)], texts.device)
+            chunks = see(chunks, [bool(has) for has in seen])
+        return _Plan(texts, chunks, negatives, longest)
 
     def _embed(
         self, model: Any, texts: Texts, chunk: Chunk, *, longest: int = 0, packed: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tokens = self.similarity.tokens
-        given = inputs(texts, chunk, packed=_packs(model) if packed is None else packed, pad=_pad(model))
+        packed = _packs(model) if packed is None else packed
+        given = inputs(texts, chunk, packed=packed, pad=_pad(model), images=_images(model))
         vectors, scalars = model.embed(**given, tokens=tokens)
-        return spread(vectors, given["lengths"], longest) if tokens and longest else vectors, scalars
+        vectors = spread(vectors, given["lengths"], longest) if tokens and longest else vectors
+        # What comes after the texts is a blank image, run to keep step with ranks that have one.
+        return vectors if tokens and not longest else vectors[: len(chunk.texts)], scalars
 
-    def _first_pass(
-        self, model: nn.Module, plan: _Plan, states: list[Randomness]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All embeddings, in the order of the texts; `states` are filled with the randomness of each chunk."""
-        found, scalars = [], None
-        for chunk in plan.chunks:
+    @torch.no_grad()
+    def _first_pass(self, model: nn.Module, plan: _Plan, *, keep: bool = False) -> _First:
+        """All embeddings. With `keep` the activations of the last chunk stay: it need not run again."""
+        states: list[Randomness] = []
+        found: list[torch.Tensor] = []
+        scalars = None
+        for number, chunk in enumerate(plan.chunks, start=1):
             states.append(Randomness.now(plan.texts.device))
-            vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
-            if not chunk.filler:
-                found.append(vectors)
-        return torch.cat(found)[_inverse(plan.chunks, plan.texts)], scalars
+            with torch.set_grad_enabled(keep and number == len(plan.chunks)):
+                vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
+            found.append(vectors)
+        kept = (found[-1], scalars) if keep else None
+        joined = torch.cat([vectors for vectors, chunk in zip(found, plan.chunks, strict=True) if not chunk.filler])
+        return _First(joined[_inverse(plan.chunks, plan.texts)], scalars, states, kept)
 
     def _second_pass(
         self,
         model: nn.Module,
         plan: _Plan,
-        states: list[Randomness],
+        first: _First,
         gradient: torch.Tensor | None,
         of_scalars: torch.Tensor | None = None,
     ) -> None:
-        """The same forward passes again, each followed by its share of the backward pass."""
+        """The same forward passes again, from last to first, each followed by its share of the backward pass."""
         assert gradient is not None
-        last = len(plan.chunks) - 1
-        turns = list(zip(range(len(states)), plan.chunks, states, strict=True))
-        for number, chunk, state in one_by_one(model, turns, reduce_once=True):
-            state.restore(plan.texts.device)
-            vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
-            share = gradient[there(chunk.texts, plan.texts.device)]
+        device = plan.texts.device
+        kept, first.kept = first.kept, None
+        turns = list(zip(plan.chunks, first.states, strict=True))[::-1]
+        for chunk, state in one_by_one(model, turns, reduce_once=True):
+            if kept is not None:
+                (vectors, scalars), kept = kept, None
+            else:
+                state.restore(device)
+                vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
+            share = gradient[there(chunk.texts, device)]
             surrogate = (vectors * (torch.zeros_like(share) if chunk.filler else share)).sum()
             if scalars is not None and of_scalars is not None:
-                surrogate = surrogate + (scalars * (of_scalars if number == last else 0.0)).sum()
+                surrogate = surrogate + (scalars * (of_scalars if chunk is plan.chunks[0] else 0.0)).sum()
             surrogate.backward()
+            del vectors, surrogate  # with them go the activations, before the next chunk makes its own
 
     def _taught(self, plan: _Plan, aux: dict[str, nn.Module]) -> torch.Tensor | None:
         """What the teacher makes of the same texts."""
@@ -283,7 +269,7 @@ class Contrastive(Objective):
             return None
         with torch.no_grad():
             before = Randomness.now(plan.texts.device)
-            vectors, _ = self._first_pass(aux["teacher"], plan, [])
+            vectors = self._first_pass(aux["teacher"], plan).vectors
             before.restore(plan.texts.device)
         return vectors
 
@@ -352,6 +338,19 @@ class _Plan:
     """Tokens of the longest text, over all ranks."""
 
 
+@dataclass
+class _First:
+    """What the first of two passes leaves."""
+
+    vectors: torch.Tensor
+    """In the order of the texts."""
+    scalars: torch.Tensor | None
+    states: list[Randomness]
+    """The randomness of each chunk."""
+    kept: tuple[torch.Tensor, torch.Tensor | None] | None
+    """The last chunk's embeddings and scalars, with all that its backward pass needs."""
+
+
 def _inverse(chunks: Sequence[Chunk], texts: Texts) -> torch.Tensor:
     """Where each text's embedding lies among those of the chunks one after the other."""
     order = np.concatenate([chunk.texts for chunk in chunks if not chunk.filler])
@@ -362,6 +361,11 @@ def _packs(model: Any) -> bool:
     return bool(getattr(model, "packs", False))
 
 
+def _images(model: Any) -> Images | None:
+    rule = getattr(model, "embed_rule", None)
+    return rule.images if rule is not None else None
+
+
 def _pad(model: Any) -> int:
     """A token for places that no text has; what it is does not matter, as nothing sees it."""
     return int(getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
@@ -369,7 +373,7 @@ def _pad(model: Any) -> int:
 
 def _padding(plan: _Plan, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Places without a token, and all places that were computed."""
-    layouts = [lay_out(plan.texts.lengths[chunk.texts], packed=packed) for chunk in plan.chunks]
+    layouts = [lay_out(plan.texts.lengths[c.texts], packed=packed and not c.sees) for c in plan.chunks]
     numbers = [sum(layout.padding for layout in layouts), sum(layout.source.size for layout in layouts)]
     padding, places = torch.tensor(numbers, dtype=torch.float64, device=plan.texts.device)
     return padding, places
