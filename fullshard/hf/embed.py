@@ -107,6 +107,8 @@ def embed(
         inputs["attention_mask"] = _same_text(positions, rule.reach)
     if packed and rule.takes_positions:
         inputs["position_ids"] = positions + rule.position_offset
+        if rule.images is not None:  # three axes of an image, after the place among the tokens
+            inputs["position_ids"] = inputs["position_ids"].expand(4, -1, -1)
     if pixels is not None and rule.images is not None:
         inputs |= {"pixel_values": pixels, "image_grid_thw": grids}
         inputs["mm_token_type_ids"] = (input_ids == rule.images.token).int()

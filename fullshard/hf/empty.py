@@ -20,7 +20,9 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, 
     from transformers import AutoModel, AutoModelForCausalLM
 
     _refuse_layerdrop(config)
-    config.use_cache = False
+    for part in (config, config.get_text_config(decoder=True)):
+        # A model with a cache of what came before takes no notice of texts that share a row.
+        part.use_cache = False
     config.dtype = torch.float32
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
