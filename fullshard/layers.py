@@ -140,7 +140,7 @@ def _note(
     state: Settings, cls: type[Section] | None, key: str, below: Mapping[str, Any], value: Any, path: str, origin: str
 ) -> None:
     if key in below and below[key] != value:
-        state.replaced.append(f"{path}: {shown(value)} ({origin}) over {shown(below[key])} ({state.origins.get(path)})")
+        state.replaced.append(f"{path}: {shown(value)} ({origin}) over {shown(below[key])} ({_whence(state, path)})")
     elif key not in below and origin != "recipe":
         default = _default(cls, key)
         over = "" if default is PydanticUndefined else f" over {shown(default)} (default)"
@@ -151,6 +151,12 @@ def _note(
 
 def _origin(state: Settings, where: str, key: str) -> str:
     return state.origins.get(f"{where}.{key}" if where else key, "recipe")
+
+
+def _whence(state: Settings, path: str) -> str:
+    """Where a value comes from; a section, where its keys do."""
+    inside = [origin for key, origin in state.origins.items() if key == path or key.startswith(f"{path}.")]
+    return inside[-1] if inside else "recipe"
 
 
 def _edit(state: Settings, path: tuple[str | int, ...], rest: tuple[str | int, ...], value: Any) -> list[Any]:

@@ -66,7 +66,9 @@ def _encoder(data: Prepared) -> Iterator[Finding]:
     """What was decided before any record was counted: the encoder and its layout, and notes of the source."""
     for line in takewhile(lambda line: not line.startswith("data: "), data.report):
         name, _, rest = line.partition(": ")
-        yield ok(name, rest) if name in ("encoder", "chat template", "prompts", "columns") else ok("source", line)
+        yield (
+            ok(name, rest) if name in ("encoder", "chat template", "prompts", "columns", "mode") else ok("source", line)
+        )
 
 
 def _counts(name: str, samples: Samples, stored: Stored) -> Finding:
@@ -98,6 +100,7 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
             (counts.empty, "put text into the records or take them out"),
             (counts.masked, "give conversations an answer that is not blank"),
             (counts.beyond, "raise data.sequence_length"),
+            (counts.unreadable, "mend or replace the images"),
         ]
         mend = "; ".join(words for number, words in remedies if number)
         yield warning(

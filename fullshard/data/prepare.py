@@ -175,6 +175,8 @@ def _samples(
         rows = "not packed"
         if encoder.lays_out:
             rows = counted(int(store.sizes("lengths")[chosen].sum()), "text")
+            if "image_sizes" in store.names:
+                rows += f", {counted(int(store.sizes('image_sizes')[chosen].sum()), 'image')}"
     num_records = len(np.unique(store.records[chosen]))
     counts = [(num_records, "record"), (len(chosen), "sample"), (samples.num_tokens, "token")]
     report.append(f"{name}: {', '.join(counted(*count) for count in counts)}, {rows}")
@@ -188,7 +190,8 @@ def _account(name: str, records: Records, store: Store) -> list[str]:
     if counts.truncated:
         lines.append(f"{name}: {_were(counts.truncated)} cut at the sequence length")
     if counts.dropped:
-        lines.append(f"{name}: {_were(counts.dropped)} dropped, nothing to learn; {reasons(counts)}")
+        why = "" if counts.unreadable else ", nothing to learn"
+        lines.append(f"{name}: {_were(counts.dropped)} dropped{why}; {reasons(counts)}")
     return lines
 
 
@@ -202,6 +205,7 @@ def reasons(counts: Counts) -> str:
         (counts.empty, "with no text"),
         (counts.masked, "with no answer or all labels masked"),
         (counts.beyond, "with all that is learned after data.sequence_length"),
+        (counts.unreadable, "with an image that cannot be read"),
     ]
     return ", ".join(f"{number:,} {words}" for number, words in reasons if number) or "none was dropped"
 
@@ -214,6 +218,11 @@ def _check_any(key: str, store: Store) -> None:
         (counts.empty, "put text into the records"),
         (counts.masked, "give conversations an answer that is not blank, or labels that are not all -100"),
         (counts.beyond, "raise data.sequence_length"),
+        (
+            counts.unreadable,
+            "give images that are there and whole; relative paths begin at data.encode.image_root, and "
+            "data.encode.unreadable = error names the first that cannot be read",
+        ),
     ]
     remedy = "; ".join(words for number, words in remedies if number)
     raise DataError(

@@ -106,12 +106,14 @@ class ArrowRecords:
         if len(dataset) == 0:
             raise DataError(f"{name}: the data set has no records. Choose another split or data set.")
         self._dataset, self._name = dataset, name
+        # As they are stored: the library would decode images itself, and fail on a damaged one without naming it.
+        self._stored = dataset.with_format("arrow") if "Image(" in repr(dataset.features) else None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Record:
-        record: Record = self._dataset[index]
+        record: Record = self._dataset[index] if self._stored is None else self._stored[index].to_pylist()[0]
         return record
 
     def where(self, index: int) -> str:

@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import shutil
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -26,7 +27,9 @@ from fullshard.data.records import combine
 from fullshard.errors import DataError
 from fullshard.part import plain
 
-_VERSION = 2
+_VERSION = 3
+_HELPERS = "fullshard.data."
+"""Where the code lies that encoders share."""
 _BATCH = 256
 _EVERY_S = 2.0
 
@@ -45,11 +48,13 @@ class Counts:
     """Dropped: samples with no position to learn."""
     beyond: int = 0
     """Dropped: samples whose first position to learn comes after the cut."""
+    unreadable: int = 0
+    """Dropped: records with an image that cannot be read."""
 
     @property
     def dropped(self) -> int:
-        """Samples without anything to learn."""
-        return self.empty + self.masked + self.beyond
+        """Samples without anything to learn, and those that cannot be read."""
+        return self.empty + self.masked + self.beyond + self.unreadable
 
 
 class Store:
@@ -129,10 +134,18 @@ def processor_fingerprint(processor: Any) -> str:
 
 def store_key(records: Records, encoder: Encoder, processor: Any, *, length: int) -> str:
     """The name of the store for these inputs; any change of content, settings or code gives another."""
-    source = inspect.getsourcefile(type(encoder))
-    code = hashlib.blake2b(Path(source).read_bytes(), digest_size=16).hexdigest() if source else ""
+    code = _code_of(encoder)
     settings = json.dumps(plain(encoder), sort_keys=True)
     return combine(str(_VERSION), records.fingerprint(), settings, code, processor_fingerprint(processor), str(length))
+
+
+def _code_of(encoder: Encoder) -> str:
+    """A hash of the code that encodes: the encoder's own file, and those of this folder that it uses."""
+    own = sys.modules.get(type(encoder).__module__)
+    names = {str(getattr(thing, "__module__", "")) for thing in vars(own).values()} if own else set()
+    used = [sys.modules[name].__file__ for name in sorted(names) if name.startswith(_HELPERS)]
+    files = [inspect.getsourcefile(type(encoder)), *used]
+    return combine(*(hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest() for file in files if file))
 
 
 def encoded(
@@ -253,6 +266,9 @@ class _Writer:
         self._counts.records += 1
         self._counts.empty += not samples
         for whole in samples:
+            if "unreadable" in whole:
+                self._counts.unreadable += 1
+                continue
             features = self._cut(whole)
             if "labels" in features and (features["labels"] == IGNORE).all():
                 self._drop(whole["labels"])

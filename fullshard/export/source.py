@@ -122,8 +122,8 @@ def open_trained(checkpoint: Path, *, base: str | None, trust_remote_code: bool)
     state = files.read_state(checkpoint)
     family = decode(Family, _settings(checkpoint, state, base, trust_remote_code), where="model")
     stored = open_tensors(checkpoint).section("model")
-    processor = _processor(checkpoint, trust_remote_code=trust_remote_code)
     with _advised():
+        processor = _processor(checkpoint, family)
         module = family.build(processor=processor)
     _check_fit(checkpoint, module, stored)
     with _advised():
@@ -167,13 +167,11 @@ def _settings(checkpoint: Path, state: dict[str, Any], base: str | None, trust_r
     return {**settings, ("base" if adapter else "path"): base}
 
 
-def _processor(checkpoint: Path, *, trust_remote_code: bool) -> Any:
+def _processor(checkpoint: Path, family: Family) -> Any:
     """The tokenizer or processor that lies in the checkpoint; None where there is none."""
     folder = checkpoint / files.PROCESSOR
     if not folder.is_dir():
         return None
-    from fullshard.hf.tokenizer import load_tokenizer
-
     with contextlib.ExitStack() as held:
         if files.is_remote(folder):
             local = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="fullshard-")))
@@ -181,11 +179,7 @@ def _processor(checkpoint: Path, *, trust_remote_code: bool) -> Any:
                 with file.open("rb") as source, (local / file.name).open("wb") as target:
                     shutil.copyfileobj(source, target)
             folder = local
-        if any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json")):
-            from transformers import AutoProcessor
-
-            return AutoProcessor.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-        return load_tokenizer(folder, trust_remote_code=trust_remote_code, where=str(folder))
+        return family.load_processor(folder, where=str(folder))
 
 
 def _weights(family: Family, module: nn.Module, *, needed: set[str]) -> Weights | None:

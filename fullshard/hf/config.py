@@ -33,7 +33,7 @@ def load_config(folder: Path, *, trust_remote_code: bool, overrides: Mapping[str
 def fit_vocabulary(config: Any, processor: Any, *, resize: bool | None, exact: bool) -> int:
     """Grows the embedding when the tokenizer needs more rows, or fits it exactly; returns how many rows are new."""
     text = config.get_text_config(decoder=True)
-    tokens, rows = len(processor), int(text.vocab_size)
+    tokens, rows = len(getattr(processor, "tokenizer", processor)), int(text.vocab_size)
     if tokens > rows and resize is False:
         raise RecipeError(
             f"model.resize_embedding = false: the tokenizer has {tokens} tokens and the model {rows} rows. "
@@ -50,7 +50,7 @@ def take_special_tokens(config: Any, processor: Any) -> None:
     """The tokenizer's special tokens, for a model from scratch."""
     text = config.get_text_config(decoder=True)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if (value := getattr(processor, name, None)) is not None:
+        if (value := getattr(getattr(processor, "tokenizer", processor), name, None)) is not None:
             setattr(text, name, value)
 
 

@@ -105,6 +105,7 @@ def write_sentence(
     normalize: bool,
     prompts: dict[str, str],
     template: dict[str, Any],
+    images: bool = False,
 ) -> None:
     """Makes a folder of Transformers, or of an adapter, one that `SentenceTransformer(folder)` reads."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
@@ -119,8 +120,14 @@ def write_sentence(
     for place in places[1:]:
         (folder / place).mkdir(exist_ok=True)
     _write(folder / places[1] / "config.json", {"word_embedding_dimension": width, **old, "include_prompt": True})
-    processing = {"processing_kwargs": {"chat_template": template}} if template else {}
-    _write(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False, **processing})
+    settings: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
+    if images:
+        # Without a word about it, sentence-transformers takes the model for one of texts, and uses no chat template.
+        way = {"method": "forward", "method_output_name": "last_hidden_state"}
+        settings["modality_config"] = {"text": way, "image": way, "message": {**way, "format": "structured"}}
+        settings |= {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
+        settings |= {"processing_kwargs": {"chat_template": template}} if template else {}
+    _write(folder / "sentence_bert_config.json", settings)
     _write(
         folder / "config_sentence_transformers.json",
         {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"},

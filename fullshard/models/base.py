@@ -52,6 +52,10 @@ class Family(Part):
         """The tokenizer or processor that goes with the model, or None; the same `fingerprint` as in `prepare`."""
         return None
 
+    def load_processor(self, folder: Path, *, where: str) -> Any:
+        """The processor that lies in a folder, as it was saved with a checkpoint."""
+        raise NotImplementedError
+
     def build(self, *, processor: Any) -> nn.Module:
         """The module with its edits (LoRA, frozen parts, resized embedding): parameters on meta, buffers real."""
         raise NotImplementedError

@@ -190,9 +190,9 @@ class Hf(Family):
             folder = found
         else:
             return None
-        return self._load_processor(folder, where=where)
+        return self.load_processor(folder, where=where)
 
-    def _load_processor(self, folder: Path, *, where: str) -> Any:
+    def load_processor(self, folder: Path, *, where: str) -> Any:
         return load_tokenizer(folder, trust_remote_code=self.trust_remote_code, where=where)
 
     def build(self, *, processor: Any) -> nn.Module:

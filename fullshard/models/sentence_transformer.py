@@ -51,12 +51,12 @@ class SentenceTransformer(Hf):
                 lower_texts(processor)
         return processor
 
-    def _load_processor(self, folder: Path, *, where: str) -> Any:
+    def load_processor(self, folder: Path, *, where: str) -> Any:
         """With images where the model takes them and the folder says how."""
         from fullshard.hf.embed import images_of
         from fullshard.hf.vision import has_vision, load_vision
 
-        tokenizer = super()._load_processor(folder, where=where)
+        tokenizer = super().load_processor(folder, where=where)
         if images_of(self._config()) is None or not has_vision(folder):
             if self.max_pixels is not None:
                 raise RecipeError(f"model.max_pixels: {folder} has no image processor of a vision-language model.")
@@ -104,6 +104,7 @@ class SentenceTransformer(Hf):
             normalize=model.embed_rule.normalize,
             prompts=_prompts_of(processor),
             template=getattr(processor, "template", {}),
+            images=hasattr(processor, "image_processor"),
         )
 
     def _cut(self, module: nn.Module, processor: Any) -> int | None:

@@ -14,6 +14,7 @@ from fullshard import builtin
 from fullshard.check.command import _merged
 from tests.check import on_ranks
 from tests.check.seeded import Seed, everything, healthy_place, seed_in
+from tests.embedding import vision
 from tests.ranks import RankPool
 
 HEALTHY: dict[str, Callable[[Seed], None]] = {}
@@ -198,6 +199,9 @@ def test_nothing_is_found_on_two_ranks(name: str, seed: Seed, ranks: RankPool) -
 SHORT = ("data.sequence_length=128", "batch.per_device=2", "batch.global=4", "topology.device=cpu")
 BROUGHT = {
     "embedding": (),
+    "embedding-8b": (*SHORT, "model.path=vision", "model.max_pixels=3136", "objective.matryoshka=[64]")
+    + ("objective.cache=4", "data.train=seen/pairs.jsonl", "data.validation=null", "data.holdout=0.2")
+    + ("data.encode.image_root=seen/images", "checkpoint.every_steps=5", "evaluate.every_steps=5"),
     "llm": (*SHORT, "model.size=tiny", "model.tokenizer=spoken", "data.train=texts.jsonl", "checkpoint.every_steps=5")
     + ("evaluate.every_steps=5",),
     "quickstart": (),
@@ -209,6 +213,9 @@ BROUGHT = {
 
 @pytest.mark.parametrize("name", sorted(builtin.recipes()))
 def test_a_built_in_recipe_is_healthy(name: str, seed: Seed) -> None:
+    if name == "embedding-8b":
+        vision.vision_folder(seed.folder / "vision", kind="qwen3_vl")
+        vision.pictures(seed.folder / "seen")
     result = seed.ask_for(name, "check", "--quick", "--json", *BROUGHT[name])
     told = json.loads(result.stdout)
     assert [f for f in told["findings"] if f["level"] != "ok"] == []

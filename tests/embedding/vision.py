@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ SPECIAL = [
     "<|image_pad|>",
     "<|video_pad|>",
 ]
+COLOURS = ["red", "green", "blue", "white", "black", "grey", "pink", "brown"]
 SIDE = 28
 """Pixels to a side of the square that becomes one token."""
 TEMPLATE = (
@@ -23,6 +25,31 @@ TEMPLATE = (
     "{% elif c['type'] == 'text' %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def pictures(folder: Path, *, records: int = 20) -> Path:
+    """Records of every retrieval mode, in turn, with pictures in `images/`."""
+    import numpy as np
+    from PIL import Image
+
+    (folder / "images").mkdir(parents=True)
+    draw, rows = np.random.default_rng(3), []
+    for index in range(records):
+        height, width = draw.integers(20, 90, 2)
+        for side in "ab":
+            made = Image.fromarray(draw.integers(0, 256, (height, width, 3), dtype=np.uint8))
+            made.save(folder / "images" / f"{index}{side}.png")
+        word = f"{COLOURS[index % 8]} {index}"
+        query = {"t": {"query": word}, "i": {"query_image": f"{index}a.png"}}
+        query["m"] = query["t"] | query["i"]
+        positive = {"t": {"positive": f"the {word}"}, "i": {"positive_image": f"{index}b.png"}}
+        asked, answered = ("t2t", "t2i", "i2t", "i2i", "m2t", "m2i")[index % 6].split("2")
+        rows.append({**query[asked], **positive[answered]})
+    rows[3]["negative_images"] = ["4a.png", "5a.png"]  # type: ignore[assignment]
+    rows[4]["negatives"] = ["nothing / of the kind"]  # type: ignore[assignment]
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def vision_folder(folder: Path, *, weights: bool = True, kind: str = "qwen2_vl") -> Path:
@@ -85,7 +112,7 @@ def _model(kind: str) -> Any:
         "head_dim": 16,
         "vocab_size": len(SPECIAL) + 256,
         "rope_parameters": rope,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 2048,
     }
     vision: dict[str, Any] = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
     if kind == "qwen3_vl":

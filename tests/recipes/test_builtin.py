@@ -12,10 +12,12 @@ import fullshard
 from fullshard import builtin
 from fullshard.log.metrics import read as read_metrics
 from fullshard.part import plain
+from tests.embedding import vision
 from tests.small import model_folder
 
 RECIPES, PRESETS = sorted(builtin.recipes()), sorted(builtin.presets())
 SMALL = ("duration.steps=3", "data.sequence_length=64", "batch.per_device=2", "batch.global=4", "log.every_steps=1")
+ADAPTED = ("embedding-8b", "sft-lora")
 ON_THE_CPU = ("topology.device=cpu", "topology.devices=1")
 
 
@@ -41,6 +43,8 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|end|>")
     model_folder(folder / "model", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder / "model")
+    vision.vision_folder(folder / "vision", kind="qwen3_vl")
+    vision.pictures(folder / "seen")
     return folder
 
 
@@ -51,6 +55,17 @@ def shrunk(name: str, local: Path) -> list[str]:
             f"data.train={local}/pairs.jsonl",
             "data.validation=null",
             "data.holdout=0.25",
+            "evaluate.parts=[loss, retrieval]",
+        ],
+        "embedding-8b": [
+            f"model.path={local}/vision",
+            "model.max_pixels=3136",
+            "objective.matryoshka=[64, 16]",
+            "objective.cache=4",
+            f"data.train={local}/seen/pairs.jsonl",
+            "data.validation=null",
+            "data.holdout=0.25",
+            f"data.encode.image_root={local}/seen/images",
             "evaluate.parts=[loss, retrieval]",
         ],
         "llm": ["model.size=tiny", f"model.tokenizer={local}/model", f"data.train={local}/texts"],
@@ -76,7 +91,7 @@ def test_a_recipe_trains_three_steps(name: str, local: Path, tmp_path: Path) -> 
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
     assert 0 < result.validation["loss"] < 10
     exported = {path.name for path in (tmp_path / name / "model").iterdir()}
-    assert ("adapter_model.safetensors" if name == "sft-lora" else "model.safetensors") in exported
+    assert ("adapter_model.safetensors" if name in ADAPTED else "model.safetensors") in exported
 
 
 @pytest.mark.parametrize("preset", PRESETS)

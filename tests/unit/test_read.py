@@ -202,6 +202,14 @@ def test_command_line_over_recipe_over_preset_over_default() -> None:
     assert "sharding.cpu_offload: true (preset multi_node_fsdp) over false (default)" in reading.overridden
 
 
+def test_a_section_that_is_taken_away_is_told_with_its_origin() -> None:
+    reading = read("embedding", "data.validation=null")
+    assert any(
+        line.startswith("data.validation: null (command line) over {kind: docstrings") and line.endswith("(recipe)")
+        for line in reading.overridden
+    ), reading.overridden
+
+
 def test_a_value_that_changes_nothing_is_no_override() -> None:
     assert read(written(RECIPE), "optimizer.lr=1e-4", "seed=0").overridden == ()
 

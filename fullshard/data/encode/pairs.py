@@ -1,53 +1,41 @@
-"""Texts that belong together: a query, its positive, and perhaps negatives and a label. One sample for each record.
+"""Texts and images that belong together: a query, its positive, and perhaps negatives and a label. One sample for each
+record.
 
-A column is what its name says: a text with a "/" in it is a text, and images are never guessed.
-Must not know files, ranks or how texts are laid out in rows.
+With a vision-language model every text goes through its chat template, and pixels are made with the batch. Must not
+know files of records, ranks or how texts are laid out in rows.
 """
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import math
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from numbers import Integral
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from fullshard.data.base import Encoder, Features, Record
-from fullshard.data.records import keys_found
+from fullshard.data.columns import ALIASES, IMAGES, KINDS, MAPPING, Columns, Pair
+from fullshard.data.images import Picture, Unreadable, features_of, look_at, read_again, stored_in
 from fullshard.data.tokens import tokenizer_of
+from fullshard.data.written import Input, tokenise_written
 from fullshard.errors import DataError, RecipeError
 from fullshard.part import Section, did_you_mean
 
-ALIASES = {
-    "query": ("anchor", "sentence1", "query_text", "caption", "text", "question", "instruction", "prompt"),
-    "positive": ("sentence2", "pos_text", "answer", "content", "document", "paragraph"),
-    "negatives": ("negative_samples", "hard_negatives", "distractors"),
-    "label": ("score", "class_id"),
-}
-"""What a record holds, and other columns that are taken for it where only one of them is there."""
-FORMS = 'pairs: {"query": "...", "positive": "..."} (with optional "negatives" and "label")'
+FORMS = (
+    'pairs: {"query": "...", "positive": "..."} (with optional "negatives" and "label"; images in "query_image", '
+    '"positive_image" and "negative_images")'
+)
 
-_IMAGES = {"query_image": "query", "positive_image": "positive", "negative_images": "negatives"}
-_IMAGE_ALIASES = {"source_image": "query", "image": "positive"}
-_NO_IMAGES = "images need a vision-language model, which is not supported yet"
 _SURE = (("anchor", "positive"), ("sentence1", "sentence2"), ("query_text", "pos_text"))
 """Columns that together are a pair and nothing else."""
-_NUMBERED = re.compile(r"negative(?:_(\d+))?")
 _DOCUMENT = ("document", "passage", "corpus")
 """What models call the prompt of a document."""
-_ALONE = ("text", "passage")
-"""Other columns of a record that is a document and no pair."""
-_MAPPING = "data.encode.column_mapping"
 
 
 class Prompts(Section):
-    """What is put before each text."""
+    """What is put before each text; as the system's message where the model has a chat template for images."""
 
     query: str | None = None
     """Before every query; null: the model's own, where it has one."""
@@ -55,56 +43,97 @@ class Prompts(Section):
     """Before every positive and negative; null: the model's own, where it has one."""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A record's texts: the query, the positive, then the negatives."""
-
-    texts: list[str]
-    label: float
-
-
 class Pairs(Encoder):
-    """Queries and what they should find, for embedding models."""
+    """Queries and what they should find, texts or images, for embedding models.
+
+    A query or a positive may be both at once; a negative is one of them, the texts of a record before its images."""
 
     lays_out: ClassVar[bool] = True
 
     column_mapping: dict[str, str] = {}
-    """Which column of a record is its query, positive, negatives or label, where it has another name."""
+    """Which column of a record is its query, positive, negatives or label, or its query_image, positive_image or
+    negative_images, where it has another name."""
+    image_root: Path | None = None
+    """Where relative paths of images begin; null: in the current folder."""
+    mode: Literal["t2t", "t2i", "i2t", "i2i", "m2t", "m2i"] | None = None
+    """What every record must be: from text, image or both (m) to texts or images; null: by its columns, each for
+    itself."""
+    unreadable: Literal["error", "skip"] = "error"
+    """What an image that cannot be read does: stop, or leave its record out and be counted. Found when the data is
+    encoded, and kept with it in data.cache."""
     prompts: Prompts = Prompts()
     """What is put before each text."""
     negatives: int | None = Field(None, ge=0)
-    """At most so many negatives of a record, the first ones; null: all."""
+    """At most so many negatives of a record, the first ones, texts before images; null: all."""
+
+    _vision: Any = PrivateAttr(None)
+    """The processor that makes pixels, in whatever process a batch is made."""
 
     @field_validator("column_mapping")
     @classmethod
     def _known(cls, mapping: dict[str, str]) -> dict[str, str]:
-        for name in mapping:
-            if name in _IMAGES:
-                raise ValueError(f"{name!r} asks for images; {_NO_IMAGES}. Map the text columns only")
-            if name not in ALIASES:
-                known = ", ".join(ALIASES)
-                raise ValueError(f"{name!r} is nothing a pair has{did_you_mean(name, list(ALIASES))}. Known: {known}")
+        known = [*ALIASES, *IMAGES]
+        for name, column in mapping.items():
+            if name not in known:
+                raise ValueError(
+                    f"{name!r} is nothing a pair has{did_you_mean(name, known)}. Known: {', '.join(known)}"
+                )
+            if name in IMAGES and (text := next((n for n in ALIASES if mapping.get(n) == column), None)):
+                raise ValueError(f"{column!r} is taken for {text!r} and for {name!r}, but holds texts or images")
         return mapping
 
     @staticmethod
     def accepts(record: Record) -> bool:
         """Whether a record has one of this encoder's forms."""
         keys = {key for key, value in record.items() if value is not None}
-        return bool(keys & {"query", "query_image"}) or any(keys.issuperset(pair) for pair in _SURE)
+        return bool(keys & {"query", "query_image", "positive_image"}) or any(keys.issuperset(p) for p in _SURE)
 
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
         return self.encode_many([record], processor, length=length)[0]
 
     def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
         tokenizer = tokenizer_of(processor, needed_by="pairs")
+        pairs = [self._pair(record) for record in records]
+        if _sees(processor):
+            self._vision = processor
+            return self._encode_seen(pairs, processor, length=length)
+        for pair in pairs:
+            _refuse_images(pair, "this model takes none. Use a vision-language model")
         query, document = self.prompts_for(processor)
-        pairs = [self.pair(record) for record in records]
         texts = [(document if at else query) + text for pair in pairs for at, text in enumerate(pair.texts)]
         tokenised = iter(_tokenise(texts, tokenizer, length=length))
         return [[_features([next(tokenised) for _ in pair.texts], pair.label)] for pair in pairs]
 
+    def _encode_seen(self, pairs: Sequence[Pair], processor: Any, *, length: int) -> list[Sequence[Features]]:
+        """The same for a processor that takes images."""
+        prompts = self.prompts_for(processor)
+        images = [image for pair in pairs for image in pair.images]
+        looked = iter(look_at(images, root=self.image_root, num_tokens=processor.image_tokens))
+        found = [[None if entry.image is None else next(looked) for entry in pair.entries] for pair in pairs]
+        whole = [self._readable(row) for row in found]
+        inputs = [
+            Input(entry.text, picture.tokens if picture else 0, prompts[at > 0])
+            for pair, row in zip(pairs, whole, strict=True)
+            if row is not None
+            for at, (entry, picture) in enumerate(zip(pair.entries, row, strict=True))
+        ]
+        tokenised = iter(tokenise_written(inputs, processor, length=length))
+        return [
+            [{"unreadable": np.array([True])}]
+            if row is None
+            else [_features([next(tokenised) for _ in row], pair.label) | features_of(row)]
+            for pair, row in zip(pairs, whole, strict=True)
+        ]
+
+    def _readable(self, row: Sequence[Picture | Unreadable | None]) -> list[Picture | None] | None:
+        """The images of a record; None where one cannot be read and the record is to be left out."""
+        problem = next((picture for picture in row if isinstance(picture, Unreadable)), None)
+        if problem is not None and self.unreadable == "error":
+            raise problem
+        return None if problem else [picture for picture in row if not isinstance(picture, Unreadable)]
+
     def texts(self, record: Record) -> list[str]:
-        return self.pair(record).texts
+        return self._pair(record).texts
 
     def notes(self, processor: Any) -> list[str]:
         said = []
@@ -114,11 +143,11 @@ class Pairs(Encoder):
         return [f"prompts: {', '.join(said)}"]
 
     def reads(self, record: Record) -> list[str]:
-        found = {name: self._columns(record, name) for name in ALIASES if name not in self.column_mapping}
-        said = [f"{name} from {', '.join(columns)}" for name, columns in found.items() if columns not in ([], [name])]
-        return [f"columns: {'; '.join(said)} (by the keys of the first record)"] if said else []
+        return Columns(self.column_mapping).report(record)
 
     def leave_on(self, processor: Any) -> None:
+        if _sees(processor):
+            self._vision = processor
         own = getattr(processor, "prompts", None) or {}
         query, document = self.prompts_for(processor)
         # Under every name that the model has for it; what it puts before texts of other uses stays.
@@ -132,22 +161,56 @@ class Pairs(Encoder):
 
     def blank(self, sample: Features) -> Features:
         starts = np.cumsum(sample["lengths"]) - sample["lengths"]
-        return {**sample, "tokens": sample["tokens"][starts], "lengths": np.ones_like(sample["lengths"])}
+        texts = {"tokens": sample["tokens"][starts], "lengths": np.ones_like(sample["lengths"])}
+        images = features_of([None] * len(starts)) if "images" in sample else {}
+        return {**sample, **texts, **images}
 
     def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
-        """`tokens` of all texts on one axis, and what tells the texts apart; `lengths` and `texts` stay on the host."""
+        """`tokens` of all texts on one axis, and what tells the texts apart; `lengths` and `texts` stay on the host.
+
+        Where the model takes images, also how many `images` each text has, and of each image the `pixels` and the
+        `grids`, its patches in time, height and width; all on the host."""
         import torch
 
         tokens = np.concatenate([sample["tokens"] for sample in samples]).astype("<i4")
         lengths = np.concatenate([sample["lengths"] for sample in samples]).astype(np.int64)
         pieces = np.split(tokens, np.cumsum(lengths)[:-1])
-        digests = b"".join(hashlib.blake2b(piece.tobytes(), digest_size=8).digest() for piece in pieces)
+        digests = [hashlib.blake2b(piece.tobytes(), digest_size=8) for piece in pieces]
+        seen = self._see(samples, pieces, digests) if "images" in samples[0] else {}
+        keys = b"".join(digest.digest() for digest in digests)
         return {
             "tokens": torch.from_numpy(tokens.astype(np.int64)),
             "lengths": lengths,
             "texts": np.array([len(sample["lengths"]) for sample in samples], dtype=np.int64),
             "label": torch.from_numpy(np.concatenate([sample["label"] for sample in samples]).astype(np.float64)),
-            "keys": torch.from_numpy(np.frombuffer(digests, dtype="<i8").astype(np.int64)),
+            "keys": torch.from_numpy(np.frombuffer(keys, dtype="<i8").astype(np.int64)),
+            **seen,
+        }
+
+    def _see(self, samples: Sequence[Features], pieces: Sequence[np.ndarray], digests: Sequence[Any]) -> dict[str, Any]:
+        """What a batch has of images; the digest of a text takes in its image."""
+        vision = self._vision
+        assert vision is not None, "pixels need the processor: encode or leave_on comes first"
+        pixels, grids = [], []
+        images = [image for sample in samples for image in stored_in(sample)]
+        for image, piece, digest in zip(images, pieces, digests, strict=True):
+            if image is None:
+                continue
+            name, encoded, picture = read_again(image[0], is_file=image[1], root=self.image_root)
+            digest.update(hashlib.blake2b(encoded).digest())
+            patches, grid = vision.pixels(picture)
+            then, now = int((piece == vision.image_token_id).sum()), int(grid.prod()) // vision.merge**2
+            if now != then:
+                raise DataError(
+                    f"{name} has changed since it was encoded: it takes {now:,} tokens now, {then:,} then. Put the "
+                    "earlier one back, or remove the folder of data.cache to have it encoded again."
+                )
+            pixels.append(patches)
+            grids.append(grid)
+        return {
+            "images": np.concatenate([sample["images"] for sample in samples]).astype(np.int64),
+            "pixels": pixels,
+            "grids": np.array(grids, dtype=np.int64).reshape(-1, 3),
         }
 
     def prompts_for(self, processor: Any) -> tuple[str, str]:
@@ -161,124 +224,54 @@ class Pairs(Encoder):
         return query or "", document or ""
 
     def pair(self, record: Record) -> Pair:
-        """The texts and the label of a record, by the names of its columns."""
-        columns = {name: self._columns(record, name) for name in ALIASES}
-        _refuse_images(record, columns)
-        for name in ("query", "positive"):
-            if not columns[name]:
-                raise DataError(
-                    f"no {name!r} in the record. {keys_found(record)} Accepted for it: "
-                    f"{', '.join((name, *ALIASES[name]))}. For another column set {_MAPPING} = {{{name}: COLUMN}}."
-                )
-        query, positive = (_text(record[columns[name][0]], columns[name][0]) for name in ("query", "positive"))
-        negatives = [text for column in columns["negatives"] for text in _several(record[column], column)]
-        labels = [_label(record[column], column) for column in columns["label"]]
-        return Pair([query, positive, *negatives[: self.negatives]], labels[0] if labels else math.nan)
+        """What a record of texts alone holds."""
+        found = self._pair(record)
+        _refuse_images(found, "only texts are read here. Leave such records out")
+        return found
 
     def document(self, record: Record) -> str:
         """The text of a record that is no pair but one document: what a pair has as its positive, or a `text`."""
-        columns = self._columns(record, "positive") or [key for key in _ALONE if key in record]
-        if len(columns) != 1:
-            known = ", ".join(("positive", *ALIASES["positive"], *_ALONE))
-            problem = "it is not clear which column is the document" if columns else "no document in the record"
-            raise DataError(f"{problem}. {keys_found(record)} Accepted for it: one of {known}.")
-        return _text(record[columns[0]], columns[0])
+        return Columns(self.column_mapping).document(record)
 
-    def _columns(self, record: Record, name: str) -> list[str]:
-        """The columns that hold a record's query, positive, negatives or label; several only for negatives."""
-        mapped = self.column_mapping.get(name)
-        if mapped is not None:
-            if mapped not in record:
-                raise DataError(
-                    f"no {mapped!r} in the record, which {_MAPPING} takes for {name!r}. {keys_found(record)} Name "
-                    f"one of these{'' if name in ('query', 'positive') else ', or give the record a null there'}."
-                )
-            return [mapped]
-        if name in record:
-            return [name]
-        free = [key for key in record if key not in self.column_mapping.values()]
-        found = [[key] for key in ALIASES[name] if key in free]
-        numbered = [match for key in free if (match := _NUMBERED.fullmatch(key))] if name == "negatives" else []
-        if numbered:
-            found.append([match[0] for match in sorted(numbered, key=lambda match: int(match[1] or 0))])
-        if len(found) > 1:
-            several = " and ".join(repr(columns[0]) for columns in found)
-            raise DataError(
-                f"it is not clear which column is the {name!r}: the record has {several}. Say which: "
-                f"{_MAPPING} = {{{name}: {found[0][0]}}}."
-            )
-        return found[0] if found else []
+    def _pair(self, record: Record) -> Pair:
+        pair = Columns(self.column_mapping).pair(record)
+        if self.mode is not None:
+            _check_mode(pair, self.mode)
+        stop = None if self.negatives is None else 2 + self.negatives
+        return Pair(pair.entries[:stop], pair.label)
 
 
-def _refuse_images(record: Record, columns: Mapping[str, list[str]]) -> None:
-    asked = [key for key in _IMAGES if key in record]
-    asked += [key for key, name in _IMAGE_ALIASES.items() if key in record and not columns[name]]
-    # An empty column asks for nothing.
-    asked = [key for key in asked if not _is_empty(record[key])]
-    if asked:
+def _sees(processor: Any) -> bool:
+    """Whether a processor takes images beside texts."""
+    return hasattr(processor, "image_tokens")
+
+
+def _refuse_images(pair: Pair, why: str) -> None:
+    if pair.images:
+        columns = dict.fromkeys(image.column.partition("[")[0] for image in pair.images)
+        asked = " and ".join(map(repr, columns))
         raise DataError(
-            f"{' and '.join(map(repr, asked))} in the record asks for images; {_NO_IMAGES}. Take the column out, and "
-            f"give texts in 'query', 'positive' and 'negatives', or name their columns in {_MAPPING}."
+            f"{asked} in the record asks for images; {why}, or take the column out, and give texts in 'query', "
+            f"'positive' and 'negatives', or name their columns in {MAPPING}."
         )
 
 
-def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, (str, list, tuple)) and not value)
-
-
-def _text(value: Any, column: str) -> str:
-    mend = "Give it a text, or take the record out."
-    if value is None:
-        raise DataError(f"{column!r} is null in the record. {mend}")
-    if not isinstance(value, str):
-        if isinstance(value, (bytes, Mapping)) or type(value).__module__.startswith("PIL."):
-            mend = f"Is it an image? {_NO_IMAGES.capitalize()}."
-        raise DataError(f"{column!r} must be a string, found {type(value).__name__}: {str(value)[:40]}. {mend}")
-    if not value.strip():
-        raise DataError(f"{column!r} is blank in the record. {mend}")
-    return value
-
-
-def _several(value: Any, column: str) -> list[str]:
-    """Negatives: a list of texts, one text, or none; an empty cell is how a table says none."""
-    if _is_empty(value):
-        return []
-    if isinstance(value, (list, tuple)):
-        return [_text(entry, f"{column}[{index}]") for index, entry in enumerate(value)]
-    text = _text(value, column)
-    if not _NUMBERED.fullmatch(column) and _is_written_list(text):
+def _check_mode(pair: Pair, mode: str) -> None:
+    query, document = mode.split("2")
+    names = ["query", "positive", *["negative"] * (len(pair.entries) - 2)]
+    for at, (name, entry) in enumerate(zip(names, pair.entries, strict=True)):
+        wanted = document if at else query
+        if entry.kind == wanted:
+            continue
+        mend = "Mend the record, or set it to null to take each record by its columns."
+        if (entry.kind, wanted) == ("t", "i"):
+            role = f"{name}_image{'s' if at > 1 else ''}"
+            mend = f"Where {entry.column!r} holds images, set {MAPPING} = {{{role}: {entry.column}}}."
+        sides = ", ".join(f"{side} {KINDS[e.kind]}" for side, e in zip(names[:2], pair.entries[:2], strict=True))
         raise DataError(
-            f"{column!r} must be a list of strings or one text, found a text that spells out a list: {text[:40]}. In a "
-            "table give each negative a column of its own: negative_1, negative_2."
+            f"the record is {pair.mode} ({sides}) and its {name} is {KINDS[entry.kind]}, but data.encode.mode = "
+            f"{mode} wants {KINDS[wanted]} there. {mend}"
         )
-    return [text]
-
-
-def _is_written_list(text: str) -> bool:
-    if not (text.startswith("[") and text.endswith("]")):
-        return False
-    try:
-        return isinstance(ast.literal_eval(text), list)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return False
-
-
-def _label(value: Any, column: str) -> float:
-    """A class or a similarity; NaN for none. A table gives numbers as text."""
-    if _is_empty(value):
-        return math.nan
-    try:
-        exact = int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() else value
-        number = float(exact)
-    except (TypeError, ValueError, OverflowError):
-        exact, number = value, math.inf
-    # Two large classes that round to one number would be taken for the same.
-    if math.isinf(number) or (isinstance(exact, Integral) and number != exact):
-        raise DataError(
-            f"{column!r} must be a number (a whole one of at most 2**53), found {type(value).__name__}: "
-            f"{str(value)[:40]}. Give it a number or null, or take another column with {_MAPPING} = {{label: COLUMN}}."
-        )
-    return number
 
 
 def _tokenise(texts: list[str], tokenizer: Any, *, length: int) -> list[tuple[list[int], bool]]:

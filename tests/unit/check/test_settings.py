@@ -17,6 +17,7 @@ from fullshard.launch.base import Ranks
 from fullshard.log.console import Console
 from fullshard.read import Reading, read
 from tests import small
+from tests.embedding import vision
 
 Look = Callable[..., list[Finding]]
 
@@ -198,6 +199,12 @@ def test_built_in_recipes_are_without_findings(name: str, folder: Path, tmp_path
         "model.tokenizer={train: {vocab_size: 300}}",
     ]
     overrides += ["model.size=tiny", "duration.steps=1000"] if name == "llm" else [f"model.path={folder / 'model'}"]
+    if name == "embedding-8b":  # takes pictures; those of this test are its own
+        vision.vision_folder(tmp_path / "vision", kind="qwen3_vl")
+        overrides = [f"model.path={tmp_path / 'vision'}", "model.max_pixels=3136", "objective.matryoshka=[64]"]
+        overrides += [f"data.train={vision.pictures(tmp_path / 'seen', records=40)}", "data.validation=null"]
+        overrides += [f"data.encode.image_root={tmp_path / 'seen' / 'images'}", "data.holdout=0.1", "batch.global=32"]
+        overrides += ["duration.epochs=120"]
     brings = name not in ("quickstart", "embedding")
     reading = read(name, *(overrides if brings else []), "topology.device=cpu")
     ranks = Ranks(2)

@@ -254,10 +254,9 @@ def test_a_mapping_of_something_unknown_is_refused_with_the_recipe() -> None:
 
     unknown = refusal({"positives": "b"})
     assert unknown.startswith("data.encode.column_mapping = {'positives': 'b'}: 'positives' is nothing a pair has")
-    assert "(did you mean 'positive'?). Known: query, positive, negatives, label." in unknown
-    for name in ("query_image", "positive_image", "negative_images"):
-        message = refusal({name: "picture"})
-        assert f"{name!r} asks for images; images need a vision-language model, which is not supported yet" in message
+    assert "(did you mean 'positive'?). Known: query, positive, negatives, label, query_image, positive_" in unknown
+    both = refusal({"positive": "x", "positive_image": "x"})
+    assert "'x' is taken for 'positive' and for 'positive_image', but holds texts or images" in both
 
 
 # --- records that cannot be used
@@ -266,7 +265,7 @@ def test_a_mapping_of_something_unknown_is_refused_with_the_recipe() -> None:
 def test_a_missing_column_says_what_is_there_and_what_would_do() -> None:
     message = fault({"query": "a", "body": "b", "extra": None})
     assert message.startswith("no 'positive' in the record. Keys found: 'query', 'body', 'extra' (null). Accepted for")
-    assert "positive, sentence2, pos_text, answer, content, document, paragraph." in message
+    assert "positive, sentence2, pos_text, answer, content, document, paragraph. As an image: positive_i" in message
     assert message.endswith("For another column set data.encode.column_mapping = {positive: COLUMN}.")
     assert fault({"positive": "b"}).startswith(
         "no 'query' in the record. Keys found: 'positive'. Accepted for it: query,"
@@ -324,17 +323,25 @@ def test_two_columns_for_one_name_are_not_chosen_between() -> None:
     assert "which column is the 'label'" in fault({"query": "a", "positive": "b", "score": 1, "class_id": 2})
 
 
-def test_images_are_refused_in_words() -> None:
-    words = "asks for images; images need a vision-language model, which is not supported yet."
+def test_a_model_without_images_refuses_them_in_words(bert: Any) -> None:
+    def refusal(record: dict[str, Any]) -> str:
+        with pytest.raises(DataError) as caught:
+            one(record, bert)
+        return str(caught.value)
+
+    words = "asks for images; this model takes none. Use a vision-language model, or take the column out"
     pair = {"query": "a", "positive": "b"}
-    for name, value in (("query_image", "a.jpg"), ("positive_image", b"..."), ("negative_images", ["a.jpg"])):
-        assert fault({**pair, name: value}).startswith(f"{name!r} in the record {words}")
-    assert fault({"caption": "a", "image": "b.jpg"}).startswith(f"'image' in the record {words}")
-    assert fault({"source_image": "a.jpg", "positive": "b"}).startswith(f"'source_image' in the record {words}")
+    for name, value in (("query_image", "a.jpg"), ("positive_image", b"..."), ("negative_images", ["a.jpg", "b.jpg"])):
+        assert refusal({**pair, name: value}).startswith(f"{name!r} in the record {words}")
+    assert refusal({"caption": "a", "image": "b.jpg"}).startswith(f"'image' in the record {words}")
+    assert refusal({"source_image": "a.jpg", "positive": "b"}).startswith(f"'source_image' in the record {words}")
     # Columns that hold nothing ask for nothing, and an image beside a whole pair is just another column.
-    assert Pairs().texts({**pair, "query_image": None, "negative_images": [], "image": "b.jpg"}) == ["a", "b"]
+    empty = {**pair, "query_image": None, "negative_images": [], "positive_image": {"bytes": None, "path": None}}
+    assert set(one({**empty, "image": "b.jpg"}, bert)) == {"tokens", "lengths", "label", "cut"}
+    assert Pairs().texts({**empty, "image": "b.jpg"}) == ["a", "b"]
     for image in (b"\x89PNG", {"bytes": b"", "path": "a.png"}):
-        assert "Is it an image? Images need a vision-language model" in fault({"query": "a", "positive": image})
+        message = fault({"query": "a", "positive": image})
+        assert "Is it an image? Then set data.encode.column_mapping = {positive_image: positive}." in message
 
 
 # --- choosing, storing, batching

@@ -1,0 +1,250 @@
+"""The columns of a record that hold a pair: query, positive, negatives and label, as texts and as images.
+
+A column is what its name says: a text with a "/" in it is a text, and images are never guessed. Must not know tokens,
+files or ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, TypeVar
+
+from fullshard.data.base import Record
+from fullshard.data.images import Given, given
+from fullshard.data.records import keys_found
+from fullshard.errors import DataError
+
+ALIASES = {
+    "query": ("anchor", "sentence1", "query_text", "caption", "text", "question", "instruction", "prompt"),
+    "positive": ("sentence2", "pos_text", "answer", "content", "document", "paragraph"),
+    "negatives": ("negative_samples", "hard_negatives", "distractors"),
+    "label": ("score", "class_id"),
+}
+"""What a record holds, and other columns that are taken for it where only one of them is there."""
+IMAGES: dict[str, tuple[str, ...]] = {
+    "query_image": ("source_image",),
+    "positive_image": ("image",),
+    "negative_images": (),
+}
+"""The same for images. `image` is the positive's only where it has no text: beside one it could be anything."""
+MAPPING = "data.encode.column_mapping"
+KINDS = {"t": "text", "i": "image", "m": "text and image"}
+
+_IMAGE_OF = {"query": "query_image", "positive": "positive_image", "negatives": "negative_images"}
+_NUMBERED = {
+    "negatives": re.compile(r"negative(?:_(\d+))?"),
+    "negative_images": re.compile(r"negative_image(?:_(\d+))?"),
+}
+_ALONE = ("text", "passage")
+"""Other columns of a record that is a document and no pair."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A query or a document: a text, an image or both."""
+
+    text: str | None = None
+    image: Given | None = None
+    column: str = ""
+    """Where the text comes from."""
+
+    @property
+    def kind(self) -> str:
+        """t, i or m, as retrieval modes are written."""
+        return "t" if self.image is None else "i" if self.text is None else "m"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a record holds: the query, the positive, then the negatives."""
+
+    entries: list[Entry]
+    label: float
+
+    @property
+    def texts(self) -> list[str]:
+        return [entry.text for entry in self.entries if entry.text is not None]
+
+    @property
+    def images(self) -> list[Given]:
+        return [entry.image for entry in self.entries if entry.image is not None]
+
+    @property
+    def mode(self) -> str:
+        return f"{self.entries[0].kind}2{self.entries[1].kind}"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Finds the parts of a pair in records."""
+
+    mapping: Mapping[str, str] = field(default_factory=dict)
+    """Columns with names of their own."""
+
+    def pair(self, record: Record) -> Pair:
+        """What a record holds. Negatives are texts first, then images; each is one or the other."""
+        sides = [self._side(record, "query"), self._side(record, "positive")]
+        negatives = [
+            entry
+            for name, read in (("negatives", _text_entry), ("negative_images", _image_entry))
+            for column in self.of(record, name)
+            for entry in _several(record[column], column, name, read)
+        ]
+        labels = [_label(record[column], column) for column in self.of(record, "label")]
+        return Pair([*sides, *negatives], labels[0] if labels else math.nan)
+
+    def document(self, record: Record) -> str:
+        """The text of a record that is no pair but one document: what a pair has as its positive, or a `text`."""
+        columns = self.of(record, "positive") or [key for key in _ALONE if key in record]
+        for key in self.of(record, "positive_image"):
+            # An alias beside a text is just another column.
+            if given(record[key], key) and not (columns and key in IMAGES["positive_image"]):
+                raise DataError(
+                    f"{key!r} in the record asks for an image, but a document is a text here. Take the column out, and "
+                    "give the text in 'positive'."
+                )
+        if len(columns) != 1:
+            known = ", ".join(("positive", *ALIASES["positive"], *_ALONE))
+            problem = "it is not clear which column is the document" if columns else "no document in the record"
+            raise DataError(f"{problem}. {keys_found(record)} Accepted for it: one of {known}.")
+        return _text(record[columns[0]], columns[0], "positive")
+
+    def report(self, record: Record) -> list[str]:
+        """Which columns were taken for what, where their names are not the plain ones."""
+        names = [name for name in (*ALIASES, *IMAGES) if name not in self.mapping]
+        found = {name: self.of(record, name) for name in names}
+        said = [f"{name} from {', '.join(columns)}" for name, columns in found.items() if columns not in ([], [name])]
+        lines = [f"columns: {'; '.join(said)} (by the keys of the first record)"] if said else []
+        (alias,) = IMAGES["positive_image"]
+        if not (self.of(record, "positive_image") or is_empty(record.get(alias)) or alias in self.mapping.values()):
+            lines.append(f"columns: {alias!r} is not read; {MAPPING} = {{positive_image: {alias}}} would take it")
+        pair = self.pair(record)
+        if pair.images:
+            query, positive = (KINDS[entry.kind] for entry in pair.entries[:2])
+            lines.append(f"mode: {pair.mode} (query {query}, positive {positive})")
+        return lines
+
+    def of(self, record: Record, name: str) -> list[str]:
+        """The columns that hold one part of a pair; several only for negatives."""
+        mapped = self.mapping.get(name)
+        if mapped is not None:
+            if mapped not in record:
+                raise DataError(
+                    f"no {mapped!r} in the record, which {MAPPING} takes for {name!r}. {keys_found(record)} Name "
+                    f"one of these{'' if name in ('query', 'positive') else ', or give the record a null there'}."
+                )
+            return [mapped]
+        # A column that serves for one name is none of another, be it called so.
+        free = [key for key in record if key not in self.mapping.values()]
+        if name in free:
+            return [name]
+        aliases = ALIASES.get(name) or IMAGES.get(name, ())
+        if name == "positive_image" and self.of(record, "positive"):
+            aliases = ()
+        found = [[key] for key in aliases if key in free]
+        numbered = [match for key in free if name in _NUMBERED and (match := _NUMBERED[name].fullmatch(key))]
+        if numbered:
+            found.append([match[0] for match in sorted(numbered, key=lambda match: int(match[1] or 0))])
+        if len(found) > 1:
+            several = " and ".join(repr(columns[0]) for columns in found)
+            raise DataError(
+                f"it is not clear which column is the {name!r}: the record has {several}. Say which: "
+                f"{MAPPING} = {{{name}: {found[0][0]}}}."
+            )
+        return found[0] if found else []
+
+    def _side(self, record: Record, name: str) -> Entry:
+        """The query or the positive. An empty text beside an image is how a table says that there is none."""
+        images = [given(record[column], column) for column in self.of(record, _IMAGE_OF[name])]
+        image = images[0] if images else None
+        columns = [key for key in self.of(record, name) if image is None or not is_empty(record[key])]
+        if not columns:
+            if image is not None:
+                return Entry(image=image)
+            raise DataError(
+                f"no {name!r} in the record. {keys_found(record)} Accepted for it: "
+                f"{', '.join((name, *ALIASES[name]))}. As an image: "
+                f"{', '.join((_IMAGE_OF[name], *IMAGES[_IMAGE_OF[name]]))}. For another column set "
+                f"{MAPPING} = {{{name}: COLUMN}}."
+            )
+        return Entry(_text(record[columns[0]], columns[0], name), image, columns[0])
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a column holds nothing; an empty cell is how a table says so, two nulls how an image does."""
+    if isinstance(value, Mapping):
+        return all(part is None for part in value.values())
+    return value is None or (isinstance(value, (str, list, tuple)) and not value)
+
+
+def _text_entry(value: Any, column: str) -> Entry:
+    return Entry(_text(value, column, "negatives"), column=column.partition("[")[0])
+
+
+def _image_entry(value: Any, column: str) -> Entry:
+    found = given(value, column)
+    if found is None:
+        raise DataError(f"{column!r} is null or blank in the record. Give it an image, or take it out of the list.")
+    return Entry(image=found)
+
+
+def _text(value: Any, column: str, name: str) -> str:
+    mend = "Give it a text, or take the record out."
+    if value is None:
+        raise DataError(f"{column!r} is null in the record. {mend}")
+    if not isinstance(value, str):
+        if isinstance(value, (bytes, Mapping)) or type(value).__module__.startswith("PIL."):
+            mend = f"Is it an image? Then set {MAPPING} = {{{_IMAGE_OF[name]}: {column.partition('[')[0]}}}."
+        raise DataError(f"{column!r} must be a string, found {type(value).__name__}: {str(value)[:40]}. {mend}")
+    if not value.strip():
+        raise DataError(f"{column!r} is blank in the record. {mend}")
+    return value
+
+
+def _several(value: Any, column: str, name: str, read: Callable[[Any, str], T]) -> list[T]:
+    """Negatives: a list, one, or none."""
+    if is_empty(value):
+        return []
+    if isinstance(value, (list, tuple)):
+        return [read(entry, f"{column}[{index}]") for index, entry in enumerate(value)]
+    found = read(value, column)
+    if not _NUMBERED[name].fullmatch(column) and isinstance(value, str) and _is_written_list(value):
+        raise DataError(
+            f"{column!r} must be a list or one negative, found a text that spells out a list: {value[:40]}. In a "
+            f"table give each negative a column of its own: {name[:-1]}_1, {name[:-1]}_2."
+        )
+    return [found]
+
+
+def _is_written_list(text: str) -> bool:
+    if not (text.startswith("[") and text.endswith("]")):
+        return False
+    try:
+        return isinstance(ast.literal_eval(text), list)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return False
+
+
+def _label(value: Any, column: str) -> float:
+    """A class or a similarity; NaN for none. A table gives numbers as text."""
+    if is_empty(value):
+        return math.nan
+    try:
+        exact = int(value) if isinstance(value, str) and value.strip().lstrip("+-").isdecimal() else value
+        number = float(exact)
+    except (TypeError, ValueError, OverflowError):
+        exact, number = value, math.inf
+    # Two large classes that round to one number would be taken for the same.
+    if math.isinf(number) or (isinstance(exact, Integral) and number != exact):
+        raise DataError(
+            f"{column!r} must be a number (a whole one of at most 2**53), found {type(value).__name__}: "
+            f"{str(value)[:40]}. Give it a number or null, or take another column with {MAPPING} = {{label: COLUMN}}."
+        )
+    return number
