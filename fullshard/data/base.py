@@ -128,3 +128,7 @@ class Encoder(Part):
     def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
         """Tensors of one micro-batch; padded to `length`, or to the longest sample when it is None."""
         raise NotImplementedError
+
+    def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
+        """The batch with random changes, in training only; `draws` are the keys of its samples' randomness."""
+        return batch

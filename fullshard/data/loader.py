@@ -19,10 +19,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from fullshard.data.base import Encoder, Features, Samples
-from fullshard.data.order import FILLER, permutation, rank_slices
+from fullshard.data.order import FILLER, FIXED, draws, permutation, rank_slices
 from fullshard.errors import DataError, FullshardError
 
 Batch = dict[str, Any]
+Turn = tuple[int, np.ndarray]
+"""The stream of a micro-batch's randomness (its epoch, or FIXED) and the indices of its samples."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -67,7 +69,7 @@ class Loader:
         self._global_size = global_size or per_device * world
         self._per_device, self._rank, self._world = per_device, rank, world
         self._seed, self._shuffle = seed, shuffle
-        self._batches = _Batches(samples, encoder)
+        self._batches = _Batches(samples, encoder, seed)
         self._workers, self._pin_memory = workers, pin_memory
         self._whole: DataLoader[Any] | None = None
         self._orders: dict[int, np.ndarray] = {}
@@ -100,7 +102,7 @@ class Loader:
         # Kept from one pass to the next, and its workers with it.
         whole, self._whole = self._whole, None
         if whole is None:
-            whole = self._open(self._slices(np.arange(self.num_samples)))
+            whole = self._open([(FIXED, places) for places in self._slices(np.arange(self.num_samples))])
         stream = _Stream(whole)
         try:
             for _ in range(self.num_batches):
@@ -112,20 +114,24 @@ class Loader:
 
     def first_batch(self) -> Batch:
         """This rank's first micro-batch, made here and now."""
-        return self.batch_of(next(self.places(0)))
+        return self._made(next(self.turns(0)))
 
     def batch_of(self, places: np.ndarray) -> Batch:
         """The micro-batch of these samples, made here and now."""
-        batch = self._batches[places]
+        return self._made((FIXED, places))
+
+    def turns(self, start_step: int) -> Iterator[Turn]:
+        """This rank's micro-batches, endlessly."""
+        for step in count(start_step):
+            epoch, window = divmod(step, self.steps_per_epoch)
+            places = self._order(epoch)[window * self._global_size :][: self._global_size]
+            yield from ((epoch, slice_) for slice_ in self._slices(places))
+
+    def _made(self, turn: Turn) -> Batch:
+        batch = self._batches[turn]
         if isinstance(batch, FullshardError):
             raise batch
         return batch
-
-    def places(self, start_step: int) -> Iterator[np.ndarray]:
-        """The sample indices of this rank's micro-batches, endlessly."""
-        for step in count(start_step):
-            epoch, window = divmod(step, self.steps_per_epoch)
-            yield from self._slices(self._order(epoch)[window * self._global_size :][: self._global_size])
 
     def _order(self, epoch: int) -> np.ndarray:
         # Two are kept: workers read ahead into the next epoch while this one is counted.
@@ -166,28 +172,33 @@ class _Places:
     loader: Loader
     start_step: int
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return self.loader.places(self.start_step)
+    def __iter__(self) -> Iterator[Turn]:
+        return self.loader.turns(self.start_step)
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
     """Indices in, one collated micro-batch out; the part that runs in a worker."""
 
-    def __init__(self, samples: Samples | Sequence[Features], encoder: Encoder) -> None:
-        self.samples, self._encoder = samples, encoder
+    def __init__(self, samples: Samples | Sequence[Features], encoder: Encoder, seed: int) -> None:
+        self.samples, self._encoder, self._seed = samples, encoder, seed
         self._length: int | None = getattr(samples, "fixed_length", None)
 
-    def __getitem__(self, places: np.ndarray) -> Batch | FullshardError:
+    def __getitem__(self, turn: Turn) -> Batch | FullshardError:
+        stream, places = turn
+        ids = _real_first(places)
+        keys = draws(ids, seed=self._seed, stream=stream)
         try:
             real = [self.samples[int(index)] for index in places if index != FILLER]
             # A filler has the shape of a real sample, so that every rank runs the same kind of work.
             blank = self._encoder.blank(real[0] if real else self.samples[0])
             rows = real + [blank] * (len(places) - len(real))
             batch = self._encoder.collate(rows, length=self._length)
+            if stream != FIXED:
+                batch = self._encoder.augment(batch, keys)
         except FullshardError as error:
             # Raised in the main process: on its way there torch would wrap it in a traceback.
             return error
-        return {**batch, "sample_ids": torch.from_numpy(_real_first(places))}
+        return {**batch, "sample_ids": torch.from_numpy(ids), "draws": torch.from_numpy(keys)}
 
 
 def _real_first(places: np.ndarray) -> np.ndarray:

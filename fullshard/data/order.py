@@ -12,7 +12,7 @@ FILLER = -1
 """The index of a place in a micro-batch that no sample is left for."""
 
 
-HOLDOUT, MIXTURE = 2**63, 2**63 + 1
+HOLDOUT, MIXTURE, FIXED = 2**63, 2**63 + 1, 2**63 + 2
 """Streams of draws beside the epochs, which are numbered from 0."""
 
 
@@ -26,6 +26,17 @@ def permutation(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> np
     if not shuffle:
         return np.arange(num_samples)
     return generator(seed, stream=epoch).permutation(num_samples)
+
+
+def draws(samples: np.ndarray, *, seed: int, stream: int) -> np.ndarray:
+    """A key for the randomness of each sample, int64: by the seed, the epoch or another stream, and the sample alone.
+
+    A bijective hash (splitmix64), so that no two samples share one."""
+    base = generator(seed, stream=stream).integers(2**64, dtype=np.uint64)
+    mixed = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + base
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
 
 
 def rank_slices(window: np.ndarray, *, per_device: int, rank: int, world: int) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ import torch
 from fullshard.data.base import IGNORE, Features
 from fullshard.data.encode.text import Text
 from fullshard.data.loader import Loader, Window
-from fullshard.data.order import permutation, rank_slices
+from fullshard.data.order import draws, permutation, rank_slices
 from fullshard.errors import DataError
 
 
@@ -45,6 +45,28 @@ def test_permutation_is_a_function_of_seed_and_epoch() -> None:
     assert permutation(5, seed=3, epoch=9, shuffle=False).tolist() == [0, 1, 2, 3, 4]
     # Pinned: a release that changes the order would break every resume.
     assert permutation(8, seed=0, epoch=0, shuffle=True).tolist() == [5, 0, 6, 1, 7, 2, 4, 3]
+
+
+def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
+    def drawn(world: int, per_device: int, steps: int = 8) -> dict[tuple[int, int], int]:
+        found = {}
+        for rank in range(world):
+            settings: dict[str, Any] = {"global_size": 4, "seed": 3, "shuffle": True}
+            loader = Loader(samples(13), Text(), per_device=per_device, rank=rank, world=world, **settings)
+            for window in islice(loader.windows(), steps):
+                for batch in window.batches:
+                    pairs = zip(batch["sample_ids"].tolist(), batch["draws"].tolist(), strict=True)
+                    found |= {(window.epoch, sample): key for sample, key in pairs if sample >= 0}
+        return found
+
+    alone = drawn(1, 4)
+    assert len(alone) == len(set(alone.values())) == 26
+    assert alone == drawn(2, 2) == drawn(4, 1) == drawn(1, 1)
+    fixed = [batch["draws"].tolist() for batch in Loader(samples(4), Text(), per_device=4, seed=3).once()]
+    again = Loader(samples(4), Text(), per_device=4, seed=3)
+    assert [batch["draws"].tolist() for _ in range(2) for batch in again.once()] == fixed * 2
+    # Pinned: a release that changes them would change every run that is gone on with.
+    assert draws(np.array([0, 1]), seed=0, stream=0).tolist() == [-1569893911045770531, -7058997399950850450]
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 31, 32, 33])
