@@ -55,6 +55,7 @@ def shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: Resol
         min_params=asked.min_params if asked else None,
         whole=asked.whole if asked else False,
         hints=recipe.model.blocks(module),
+        rehearse=recipe.model.rehearse,
     )
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters()) - trainable

@@ -6,12 +6,13 @@ Must not know any model class, torch.distributed or how units are sharded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from fullshard.dist.exact import exact_modules, timed_modules
+from fullshard.dist.reach import reached_from_outside
 from fullshard.errors import RecipeError
 from fullshard.part import did_you_mean
 
@@ -27,6 +28,8 @@ class WrapPlan:
     """Repeated blocks: sharded, recomputed and compiled one by one."""
     separate: list[str] = field(default_factory=list)
     """Large input embeddings that no other parameter is tied to."""
+    reached: list[str] = field(default_factory=list)
+    """Parts of blocks that something outside their block calls."""
     timed: list[str] = field(default_factory=list)
     """What a timestep runs through outside the blocks."""
     exact: list[str] = field(default_factory=list)
@@ -39,7 +42,7 @@ class WrapPlan:
     @property
     def units(self) -> list[str]:
         """Every unit but the root's."""
-        return [*self.blocks, *self.separate, *self.timed, *self.exact]
+        return [*self.blocks, *self.reached, *self.separate, *self.timed, *self.exact]
 
 
 def find_blocks(
@@ -49,11 +52,12 @@ def find_blocks(
     min_params: int | None = None,
     whole: bool = False,
     hints: Collection[str] | None = None,
+    rehearse: Callable[[nn.Module], None] | None = None,
 ) -> WrapPlan:
     """The wrap plan: by class names, by size, one unit for all, or (by default) the model's own repeated blocks.
 
     `hints` are class names that the model asks not to be split, or the names of the blocks themselves; null collects
-    class names from the module tree.
+    class names from the module tree. `rehearse` runs a forward pass, to see what is called from outside its block.
     """
     exact, inexact = exact_modules(module)
     exact, _ = _without_shared(module, exact)
@@ -71,9 +75,11 @@ def find_blocks(
     if dropped:
         reason += f"; {len(dropped)} left in the root because they share parameters with it: {', '.join(dropped[:3])}"
     blocks = [name for name in blocks if not _within(name, exact)]
+    reached, _ = _without_shared(module, reached_from_outside(module, blocks, rehearse) if rehearse else [])
+    reached = [name for name in reached if not _within(name, exact)]
     timed, _ = _without_shared(module, timed_modules(module, [*blocks, *exact]))
     separate = [name for name in _separate(module, [*blocks, *exact]) if not _within(name, timed)]
-    return WrapPlan(blocks, separate, timed, exact, inexact, reason)
+    return WrapPlan(blocks, separate, reached, timed, exact, inexact, reason)
 
 
 def tied_groups(module: nn.Module) -> list[list[str]]:

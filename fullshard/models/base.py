@@ -80,6 +80,10 @@ class Family(Part):
         """Names of the modules that are sharded, recomputed and compiled one by one; None: found by structure."""
         return None
 
+    def rehearse(self, module: nn.Module) -> None:
+        """Runs one forward pass of a module on the meta device, to see which of its parts call which; may raise."""
+        raise NotImplementedError
+
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """The dtype a parameter is kept in: fp32 for everything that is trained."""
         import torch

@@ -67,7 +67,7 @@ def test_a_start_lies_beside_what_a_lower_layer_says() -> None:
     found = section(settings.values)
     assert plain(found)["from"] == "state.pt"
     assert section(plain(found)) == found
-    keys = next(kind for kind in schema()["$defs"]["Family"]["anyOf"] if "architecture" in kind["properties"])
+    keys = next(kind for kind in schema()["$defs"]["Family"]["anyOf"] if "tokenizer" in kind["properties"])
     assert "start" not in keys["properties"]
     assert "a fullshard checkpoint" in keys["properties"]["from"]["description"]
 

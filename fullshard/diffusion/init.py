@@ -1,0 +1,47 @@
+"""First values of a denoiser: each layer's own, and those that make a transformer of this kind begin as the identity.
+
+Must not know ranks, files or losses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def initialise(unit: nn.Module) -> None:
+    """Gives the real parameters under `unit` their values; those on meta wait for their own unit."""
+    for part in unit.modules():
+        own = list(part.parameters(recurse=False))
+        if own and not any(p.is_meta for p in own):
+            _layer(part)
+    for part in unit.modules():
+        for layer in _zero_layers(part):
+            for parameter in layer.parameters():
+                if not parameter.is_meta:
+                    parameter.zero_()
+
+
+def _zero_layers(part: nn.Module) -> list[nn.Module]:
+    """Of one module: the linear of an adaptive norm, so that blocks pass on what they get, and a last projection."""
+    names = ["linear"] if type(part).__name__.startswith("AdaLayerNorm") else []
+    if hasattr(part, "transformer_blocks"):
+        names += ["proj_out", "proj_out_1", "proj_out_2"]
+    return [layer for name in names if isinstance(layer := getattr(part, name, None), nn.Linear)]
+
+
+def _layer(part: nn.Module) -> None:
+    if hasattr(part, "set_first_values"):
+        part.set_first_values()
+    elif isinstance(part, nn.Embedding):
+        nn.init.normal_(part.weight, std=0.02)
+    elif isinstance(part, nn.Linear):
+        nn.init.xavier_uniform_(part.weight)
+        if part.bias is not None:
+            nn.init.zeros_(part.bias)
+    elif hasattr(part, "reset_parameters"):
+        part.reset_parameters()
+    else:  # a parameter that belongs to no layer, such as a scale
+        for parameter in part.parameters(recurse=False):
+            nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
