@@ -27,6 +27,7 @@ from fullshard.ground import Ground
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
 from fullshard.log.peaks import peak_flops
+from fullshard.log.pictures import Gallery
 from fullshard.loop import Parts
 from fullshard.placement import shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision, resolve_precision
@@ -101,7 +102,9 @@ def build(
         total_steps=ground.plan.total_steps,
         epochs=ground.plan.epochs,
         evaluations=recipe.evaluate.parts,
-        evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, aux, validation, world, console),
+        evaluation_inputs=_evaluation_inputs(
+            recipe, ground, model.module, aux, validation, world, console, Gallery(recipe.folder, progress, write)
+        ),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,
@@ -211,6 +214,7 @@ def _evaluation_inputs(
     validation: Loader | None,
     world: World,
     console: Console,
+    gallery: Gallery,
 ) -> EvaluationInputs:
     return EvaluationInputs(
         model=module,
@@ -222,6 +226,7 @@ def _evaluation_inputs(
         sum_over_ranks=reduce.sum_over_ranks,
         device=world.device,
         bar=console.validation_bar,
+        show=gallery.show,
     )
 
 

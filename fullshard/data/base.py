@@ -6,11 +6,14 @@ Must not know models, losses or ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
 from fullshard.part import Part
+
+if TYPE_CHECKING:
+    from fullshard.data.store import Store
 
 Record = Mapping[str, Any]
 """One entry of a source as it was stored."""
@@ -105,6 +108,13 @@ class Encoder(Part):
     def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
         """The same for several records at once; overridden where a tokenizer is faster on a batch."""
         return [self.encode(record, processor, length=length) for record in records]
+
+    def outside(self, records: Records) -> str:
+        """A fingerprint of what records name but do not hold, such as files; empty where there is nothing."""
+        return ""
+
+    def settle(self, store: Store) -> None:
+        """Takes from the encoded training data what no single record tells; on every rank, before the first batch."""
 
     def texts(self, record: Record) -> list[str]:
         """The plain text in a record, for training a tokenizer; none where there is none."""

@@ -88,14 +88,14 @@ def look_at(
         except ValueError as error:  # a shape that the model does not take
             return Unreadable(_complaint(image, error, root))
 
-    with _quiet(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(images))) as pool:
+    with quiet(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(images))) as pool:
         return list(pool.map(look, images))
 
 
 def _look(image: Given, root: Path | None) -> tuple[bytes, tuple[int, int]]:
     """What to keep of an image, and its width and height."""
     if isinstance(image.value, str):
-        return image.value.encode(), _decoded(_place(image.value, root).read_bytes()).size
+        return image.value.encode(), _decoded(place(image.value, root).read_bytes()).size
     if isinstance(image.value, bytes):
         return image.value, _decoded(image.value).size
     upright, file = _upright(image.value), BytesIO()
@@ -105,19 +105,20 @@ def _look(image: Given, root: Path | None) -> tuple[bytes, tuple[int, int]]:
 
 def read_again(data: bytes, *, is_file: bool, root: Path | None) -> tuple[str, bytes, Image.Image]:
     """What to call an image in an error, the bytes of its file, and the image itself."""
-    name = f"the image {_place(data.decode(), root)}" if is_file else "an image in the cache of encoded data"
+    name = f"the image {place(data.decode(), root)}" if is_file else "an image in the cache of encoded data"
     try:
-        encoded = _place(data.decode(), root).read_bytes() if is_file else data
-        with _quiet():
+        encoded = place(data.decode(), root).read_bytes() if is_file else data
+        with quiet():
             return name, encoded, _decoded(encoded)
     except Exception as error:
         raise DataError(
-            f"{name} cannot be read any more: {_reason(error)}. It could when the data was encoded. Put it back, or "
+            f"{name} cannot be read any more: {reason(error)}. It could when the data was encoded. Put it back, or "
             "remove the folder of data.cache to have all images looked at again."
         ) from error
 
 
-def _place(text: str, root: Path | None) -> Path:
+def place(text: str, root: Path | None) -> Path:
+    """Where a path of a record leads to."""
     return root.expanduser() / text if root is not None else Path(text)
 
 
@@ -136,7 +137,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without what the decoder has to say about odd files; what it cannot read it raises. For all threads at once."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -147,13 +148,14 @@ def _complaint(image: Given, error: Exception, root: Path | None) -> str:
     mend = "Mend or replace it, or set data.encode.unreadable = skip to leave such records out."
     if not isinstance(image.value, str):
         what = "bytes" if isinstance(image.value, bytes) else "image"
-        return f"the {what} of {image.column!r} cannot be read as an image: {_reason(error)}. {mend}"
+        return f"the {what} of {image.column!r} cannot be read as an image: {reason(error)}. {mend}"
     if isinstance(error, FileNotFoundError) and not Path(image.value).is_absolute():
         mend = f"Relative paths are taken from {root or Path.cwd()}: see data.encode.image_root. {mend}"
-    return f"the image {_place(image.value, root)} of {image.column!r} cannot be read: {_reason(error)}. {mend}"
+    return f"the image {place(image.value, root)} of {image.column!r} cannot be read: {reason(error)}. {mend}"
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Why something cannot be read, in words that end without a full stop."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):

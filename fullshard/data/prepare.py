@@ -92,6 +92,7 @@ def prepare(
     encoder = encode or _choose(records)
     stored = length if not (pack and encoder.divisible) else _WHOLE
     store = encoded(records, encoder, processor, length=stored, cache=cache, say=say)
+    encoder.settle(store)
     report = [f"encoder: {encoder.kind()}{'' if encode else ' (chosen by the keys of the first record)'}"]
     report += encoder.notes(processor) + encoder.reads(records[0])
     report += _account("data", records, store)

@@ -136,7 +136,9 @@ def store_key(records: Records, encoder: Encoder, processor: Any, *, length: int
     """The name of the store for these inputs; any change of content, settings or code gives another."""
     code = _code_of(encoder)
     settings = json.dumps(plain(encoder), sort_keys=True)
-    return combine(str(_VERSION), records.fingerprint(), settings, code, processor_fingerprint(processor), str(length))
+    parts = [str(_VERSION), records.fingerprint(), settings, code, processor_fingerprint(processor), str(length)]
+    # Files that records name are no part of their own fingerprint.
+    return combine(*parts, *filter(None, [encoder.outside(records)]))
 
 
 def _code_of(encoder: Encoder) -> str:

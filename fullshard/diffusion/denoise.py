@@ -33,6 +33,6 @@ def denoise(
         given["class_labels"] = torch.full_like(timesteps, module.null_label).long() if labels is None else labels
     elif module.takes_labels and hasattr(module, "transformer_blocks"):  # a DiT has a table even for one class
         given["class_labels"] = torch.zeros_like(timesteps).long()
-    found = module.forward(noisy, timesteps, **given).sample.float()
-    # Models that also predict a variance have it behind.
-    return found[:, : noisy.shape[1]]
+    found: torch.Tensor = module.forward(noisy, timesteps, **given).sample
+    # Models that also predict a variance have it behind. A copy: FSDP watches what it gives out, and views get lost.
+    return found[:, : noisy.shape[1]].float().clone()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.hf.stored import Stored, open_files
+from fullshard.hf.stored import open_folder
 from fullshard.stream import SafetensorsStream
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -51,7 +51,7 @@ class FolderWeights:
     """Stored tensors under the module's own names."""
 
     def __init__(self, folder: Path, module: nn.Module) -> None:
-        self._stored = open_model(folder)
+        self._stored = open_folder(folder)
         wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
         missing, unexpected = sorted(wanted.keys() - self._stored.keys()), sorted(self._stored.keys() - wanted.keys())
         if missing or unexpected:
@@ -73,20 +73,6 @@ class FolderWeights:
         return self._stored.read(name, start, stop)
 
 
-def open_model(folder: Path) -> Stored:
-    """The tensors of a model's folder, in one file or several."""
-    index = folder / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        try:
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index ({error}). Save the model again.") from error
-        return open_files([folder / name for name in files])
-    if not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}. Save the model with safe_serialization=True.")
-    return open_files([folder / WEIGHTS])
-
-
 def write_model(
     module: Any, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype | None
 ) -> None:
@@ -101,4 +87,4 @@ def write_model(
             stream.add(name, tensor if dtype is None else tensor.to(dtype))
 
 
-__all__ = ["FolderWeights", "model_folder", "open_model", "read_config", "write_model"]
+__all__ = ["FolderWeights", "model_folder", "read_config", "write_model"]

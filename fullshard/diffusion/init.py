@@ -5,6 +5,8 @@ Must not know ranks, files or losses.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -31,7 +33,7 @@ def _zero_layers(part: nn.Module) -> list[nn.Module]:
     return [layer for name in names if isinstance(layer := getattr(part, name, None), nn.Linear)]
 
 
-def _layer(part: nn.Module) -> None:
+def _layer(part: Any) -> None:
     if hasattr(part, "set_first_values"):
         part.set_first_values()
     elif isinstance(part, nn.Embedding):

@@ -31,6 +31,8 @@ class EvaluationInputs:
     device: torch.device
     bar: Callable[[int], Any]
     """A progress bar over so many batches: `with bar(n) as b: b.advance(running_loss)`."""
+    show: Callable[..., Any]
+    """Keeps a grid of images in the run folder: `show(name, images, columns=8)`, on rank 0, gives the file's path."""
 
 
 @dataclass(frozen=True)

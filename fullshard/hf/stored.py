@@ -30,6 +30,9 @@ _DTYPES = {
 }
 
 
+_STEMS = ("model", "diffusion_pytorch_model")
+
+
 @dataclass(frozen=True)
 class Entry:
     """One stored tensor."""
@@ -97,8 +100,10 @@ def open_files(files: Sequence[Path]) -> Stored:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """`model.safetensors`, or the files that `model.safetensors.index.json` names; all of them are there."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    """`model.safetensors`, or the files that `model.safetensors.index.json` names; all of them are there. Folders of
+    diffusers have another name for the same."""
+    stem = next((stem for stem in _STEMS if any(folder.glob(f"{stem}.safetensors*"))), _STEMS[0])
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.is_file():
         try:
             weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fullshard.errors import SetupError
 from fullshard.log.metrics import FILE, last_step, scalars
 from fullshard.sinks.base import OpenSink, Sink
@@ -32,14 +34,19 @@ class TensorBoard(Sink):
         # earlier life, and is hidden.
         kept = last_step(folder / FILE)
         writer = SummaryWriter(str(folder / "logs"), purge_step=0 if kept is None else kept + 1, flush_secs=10)
-        return _Open(writer)
+        return _Open(writer, folder)
 
 
 class _Open(OpenSink):
-    def __init__(self, writer: SummaryWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: SummaryWriter, folder: Path) -> None:
+        self._writer, self._folder = writer, folder
 
     def write(self, record: dict[str, Any]) -> None:
+        if record.get("event") == "picture":
+            from PIL import Image
+
+            with Image.open(self._folder / record["file"]) as image:
+                self._writer.add_image(record["name"], np.asarray(image), record["step"], dataformats="HWC")
         for tag, value in scalars(record).items():
             self._writer.add_scalar(tag, value, record["step"])
 

@@ -376,7 +376,7 @@ def test_the_first_record_decides_the_encoder() -> None:
     assert "no form that is known. Keys found: 'title'. Accepted: text:" in unknown
     assert "chat:" in unknown
     assert "both a text and a conversation" in fault(lambda: choose_encoder({"text": "x", "messages": CHAT}))
-    assert kinds(Encoder) == ["chat", "pairs", "text"]
+    assert kinds(Encoder) == ["chat", "image", "pairs", "text"]
     assert decode(Encoder, "chat", where="data.encode") == Chat()
 
 

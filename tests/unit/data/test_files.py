@@ -318,5 +318,5 @@ def test_shares_add_up(total: int) -> None:
 
 
 def test_the_kinds_are_the_files() -> None:
-    assert kinds(Source) == ["docstrings", "files", "hub", "mixture", "python_reference"]
+    assert kinds(Source) == ["digits", "docstrings", "files", "hub", "image_folder", "mixture", "python_reference"]
     assert isinstance(decode(Source, "x.txt", where="data.train"), Files)

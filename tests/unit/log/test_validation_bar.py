@@ -51,6 +51,7 @@ def test_the_bar_ends_with_the_average_over_all_ranks() -> None:
             sum_over_ranks=lambda pair: pair + torch.tensor([24.0, 4.0], dtype=torch.float64),
             device=torch.device("cpu"),
             bar=bar,
+            show=print,
         )
     )
     assert found.numbers["loss"] == 36 / 8

@@ -123,5 +123,5 @@ def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "DiTTransformer2DModel", **SHAPE}))
     again = family(path=str(tmp_path))
     module = again.build(processor=None)
-    with pytest.raises(CheckpointError, match="has no diffusion_pytorch_model.safetensors"):
+    with pytest.raises(CheckpointError, match="holds neither model.safetensors nor"):
         again.weights(module)

@@ -1,0 +1,324 @@
+"""Images or latents, each perhaps with a class: one sample for each record, all of one shape.
+
+Files are read once, when the data is encoded. Must not know files of records, ranks, noise or what is predicted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, PrivateAttr, field_validator
+
+from fullshard.data.base import Encoder, Features, Record, Records
+from fullshard.data.columns import MAPPING, is_empty
+from fullshard.data.images import given, place, quiet
+from fullshard.data.pictures import Picture, read
+from fullshard.data.records import counted, keys_found
+from fullshard.errors import DataError
+from fullshard.part import did_you_mean
+
+if TYPE_CHECKING:
+    from fullshard.data.store import Store
+
+NO_LABEL = -1
+"""The label of a sample without one."""
+
+_COLUMNS = ("latent_vector_path", "path", "image")
+"""Where an image or a latent is looked for: the first column that holds something."""
+_MOST_THREADS = 8
+_DIGITS = 9
+"""Measured numbers are rounded to so many, so that those in the report are those in use, on every kind of processor."""
+
+
+class Images(Encoder):
+    """Images or latents, and their classes, for diffusion models.
+
+    Pixels become numbers from -1 to 1, latents stay as they are; then the mean is taken off and the scale put on."""
+
+    column_mapping: dict[str, str] = {}
+    """Which column of a record is its image (or latent) or its label, where it has another name than label, or
+    than latent_vector_path, path or image, of which the first that holds something is taken."""
+    root: Path | None = None
+    """Where relative paths begin; null: in the current folder."""
+    size: int | None = Field(None, ge=1)
+    """Images are resized until their shorter side is so long, and cropped to a square in the middle; null: not."""
+    channels: Literal[1, 3] | None = None
+    """1: all images become grey; 3: all become coloured; null: as they are stored, without transparency."""
+    mean: float | Literal["measure"] = 0.0
+    """What is taken off every value; measure: what all values of data.train have in the mean."""
+    scale: Annotated[float, Field(gt=0)] | Literal["measure"] = 1.0
+    """What every value is multiplied with then; measure: 1 over the standard deviation of all values of data.train."""
+    flip: bool = False
+    """Whether about half of the images, drawn anew in each epoch, are learned with left and right exchanged."""
+    classes: int | None = Field(None, ge=1)
+    """How many classes there are: each record needs a label from 0 to one less; null: any label from 0 on, or none."""
+
+    _form: tuple[tuple[int, ...], bool] | None = PrivateAttr(None)
+    """The shape that all samples must have, and whether they are latents: as data.train, or the first encoded here."""
+    _scaling: tuple[float, float] | None = PrivateAttr(None)
+    """Mean and scale, where they are measured."""
+    _told: list[str] = PrivateAttr(default_factory=list)
+
+    @field_validator("column_mapping")
+    @classmethod
+    def _known(cls, mapping: dict[str, str]) -> dict[str, str]:
+        known = ["image", "label"]
+        for name in mapping:
+            if name not in known:
+                raise ValueError(
+                    f"{name!r} is nothing a record of images has{did_you_mean(name, known)}. Known: {', '.join(known)}"
+                )
+        if len(set(mapping.values())) < len(mapping):
+            raise ValueError(f"{mapping['image']!r} is taken for 'image' and for 'label'")
+        return mapping
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a number of the scaling comes from the data."""
+        return "measure" in (self.mean, self.scale)
+
+    @property
+    def scaling(self) -> tuple[float, float]:
+        """The mean and the scale in use: a batch holds (value - mean) * scale."""
+        if not self.is_measured:
+            return float(self.mean), float(self.scale)
+        assert self._scaling is not None, "measured numbers need the encoded data: settle comes first"
+        return self._scaling
+
+    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
+        return self.encode_many([record], processor, length=length)[0]
+
+    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
+        if not records:
+            return []
+        with quiet(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(records))) as pool:
+            pictures = list(pool.map(self._read, records))
+        return [[self._features(picture, record)] for picture, record in zip(pictures, records, strict=True)]
+
+    def _read(self, record: Record) -> Picture:
+        column = self._column(record)
+        picture = read(_value(record[column], column), column, root=self.root, size=self.size, channels=self.channels)
+        if self.flip and picture.is_latent:
+            raise DataError(
+                f"{picture.name} is a latent, but data.encode.flip = true is for images: a flipped latent is not the "
+                "latent of the flipped image. Leave flip out, and add records with the latents of flipped images."
+            )
+        return picture
+
+    def _features(self, picture: Picture, record: Record) -> Features:
+        form = picture.values.shape, picture.is_latent
+        self._form = self._form or form
+        if form != self._form:
+            raise DataError(
+                f"{picture.name} is {_words(*form)}, but the first sample is {_words(*self._form)}, and all "
+                f"need one shape. {_remedy(form, self._form)}"
+            )
+        # With an axis before it, so that the store holds each to the shape of the first, and counts one for each.
+        features = {"image": picture.values[None], "label": np.array([self._label(record)], dtype=np.int64)}
+        if self.is_measured:
+            values = _values(picture.values).astype(np.float64)
+            features["moments"] = np.array([[values.mean(), values.var()]])
+        return features
+
+    def _columns(self, record: Record) -> list[str]:
+        """The columns that can hold the image or latent, and do."""
+        taken = self.column_mapping.get("label")
+        return [name for name in self._accepted if name != taken and not is_empty(record.get(name))]
+
+    @property
+    def _accepted(self) -> tuple[str, ...]:
+        mapped = self.column_mapping.get("image")
+        return (mapped,) if mapped else _COLUMNS
+
+    def _column(self, record: Record) -> str:
+        columns = self._columns(record)
+        if not columns:
+            raise DataError(
+                f"no image or latent in the record. {keys_found(record)} Accepted for it: {', '.join(self._accepted)}. "
+                f"Give it a path, the bytes of a file or an array, or name another column with {MAPPING} = "
+                "{image: COLUMN}."
+            )
+        return columns[0]
+
+    def _label(self, record: Record) -> int:
+        column = self.column_mapping.get("label", "label")
+        value = record.get(column)
+        if "label" in self.column_mapping and column not in record:
+            raise DataError(
+                f"no {column!r} in the record, which {MAPPING} takes for 'label'. {keys_found(record)} Name one of "
+                "these, or give the record a null there."
+            )
+        allowed = "from 0 on" if self.classes is None else f"from 0 to {self.classes - 1}"
+        if is_empty(value):
+            if self.classes is None:
+                return NO_LABEL
+            raise DataError(
+                f"no {column!r} in the record, but data.encode.classes = {self.classes} asks for one {allowed}. "
+                f"{keys_found(record)} Give it one, or take the record out."
+            )
+        label = _whole_number(value)
+        if label is None:
+            raise DataError(
+                f"{column!r} must be the number of a class, {allowed}, found {type(value).__name__}: "
+                f"{str(value)[:40]}. Number the classes, or take another column with {MAPPING} = {{label: COLUMN}}."
+            )
+        if not 0 <= label < (2**63 if self.classes is None else self.classes):
+            many = f", as data.encode.classes = {self.classes} has it" if self.classes is not None else ""
+            raise DataError(
+                f"{column!r} is {label}, but classes go {allowed}{many}. Give the record another label, or take it out."
+            )
+        return label
+
+    def settle(self, store: Store) -> None:
+        """Takes from the encoded training data what no single record tells: its shape, and the measured numbers.
+
+        Exact, and the same on every rank: each sample's mean and variance were stored with it."""
+        if not len(store):
+            return
+        images = store.flat("image")
+        self._form = shape, is_latent = images.shape[1:], images.dtype == np.float32
+        values = "as they are" if is_latent else "pixels from -1 to 1"
+        self._told = [f"{'latents' if is_latent else 'images'}: {_by(shape)}, {values}"]
+        if self.is_measured:
+            means, variances = store.flat("moments").T
+            # All samples are equally large.
+            deviation = math.sqrt(variances.mean() + means.var())
+            if self.scale == "measure" and not deviation:
+                raise DataError(
+                    f"data.encode.scale = measure: all values of data.train are {means[0]:g}, so there is no spread to "
+                    "measure. Look at the data, or give a number."
+                )
+            mean = _rounded(means.mean()) if self.mean == "measure" else self.mean
+            scale = _rounded(1 / deviation) if self.scale == "measure" else self.scale
+            self._scaling = float(mean), float(scale)
+            of = counted(len(store), "sample")
+            self._told.append(f"scaling: mean = {mean!r}, scale = {scale!r} (measured over {of} of data.train)")
+
+    def outside(self, records: Records) -> str:
+        """A fingerprint of the files that records name: of their places, sizes and times.
+
+        Where the first record holds its image itself, all are taken to; a look into each would read all of them."""
+        digest = hashlib.blake2b(digest_size=16)
+        begin = place("", self.root).absolute()
+        for index in range(len(records)):
+            path = self._path(records[index])
+            if path is not None:
+                digest.update(_stamp(os.path.join(begin, path)))
+            elif index == 0:
+                return ""
+        return digest.hexdigest()
+
+    def _path(self, record: Record) -> str | None:
+        """The file that a record names."""
+        try:
+            value = next((_value(record[column], column) for column in self._columns(record)), None)
+        except DataError:
+            return None  # told with its place when it is encoded
+        return value if isinstance(value, str) else None
+
+    def notes(self, processor: Any) -> list[str]:
+        return list(self._told)
+
+    def reads(self, record: Record) -> list[str]:
+        column = self._column(record)
+        if "image" in self.column_mapping or column == "image":
+            return []
+        return [f"columns: image from {column} (by the keys of the first record)"]
+
+    def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
+        """Flips the images whose draw says so."""
+        if not self.flip:
+            return batch
+        import torch
+
+        from fullshard.ops.keyed_noise import FLIP, uniform
+
+        flipped = uniform(torch.tensor(draws), FLIP) < 0.5
+        images = batch["images"]
+        return {**batch, "images": torch.where(flipped[:, None, None, None], images.flip(-1), images)}
+
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        """`images` fp32 (B, C, H, W), scaled, and `label` int64 (B,), -1 for none."""
+        import torch
+
+        shapes = [sample["image"].shape[1:] for sample in samples]
+        wanted = self._form[0] if self._form else shapes[0]
+        for shape in shapes:
+            # Where the validation data was encoded in another run, beside other training data.
+            if shape != wanted:
+                raise DataError(
+                    f"a sample of {_by(shape)} (channels x height x width) cannot be in one run with others of "
+                    f"{_by(wanted)}. Give data.train and data.validation one shape."
+                )
+        mean, scale = self.scaling
+        images = _values(np.concatenate([sample["image"] for sample in samples]))
+        if (mean, scale) != (0.0, 1.0):
+            images = (images - np.float32(mean)) * np.float32(scale)
+        labels = np.concatenate([sample["label"] for sample in samples])
+        return {"images": torch.from_numpy(images), "label": torch.from_numpy(labels)}
+
+
+def _value(value: Any, column: str) -> Any:
+    """What a column holds: a path as str, bytes, an image or an array."""
+    if isinstance(value, (np.ndarray, list)):
+        return value
+    found = given(str(value) if isinstance(value, os.PathLike) else value, column)
+    return found.value if found else None
+
+
+def _stamp(path: str) -> bytes:
+    try:
+        stat = os.stat(path)
+        stamp = f"{stat.st_size} {stat.st_mtime_ns}"
+    except (OSError, ValueError):  # no such file, or no path that could be one
+        stamp = "missing"
+    return f"{path} {stamp}\n".encode(errors="surrogatepass")
+
+
+def _whole_number(value: Any) -> int | None:
+    """A class as a table or a JSON file may write it; True is none."""
+    if isinstance(value, str):
+        try:
+            value = int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
+        except ValueError:
+            return None
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return int(value) if isinstance(value, (float, np.floating)) and float(value).is_integer() else None
+
+
+def _values(stored: np.ndarray) -> np.ndarray:
+    """Pixels from -1 to 1; latents as they are."""
+    return stored if stored.dtype == np.float32 else stored.astype(np.float32) / np.float32(127.5) - np.float32(1)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{_DIGITS}g}")
+
+
+def _by(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _words(shape: Sequence[int], is_latent: bool) -> str:
+    return f"{'a latent' if is_latent else 'an image'} of {_by(shape)} (channels x height x width)"
+
+
+def _remedy(form: tuple[tuple[int, ...], bool], wanted: tuple[tuple[int, ...], bool]) -> str:
+    (shape, is_latent), (first, _) = form, wanted
+    if is_latent or wanted[1]:
+        return "Make all latents in one way, or take the record out."
+    changed = {"data.encode.channels": shape[0] != first[0], "data.encode.size": shape[1:] != first[1:]}
+    settings = " and ".join(key for key, differs in changed.items() if differs)
+    return f"Set {settings} to make them alike, or take the record out."
+
+
+__all__ = ["Images"]
