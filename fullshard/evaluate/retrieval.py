@@ -38,7 +38,7 @@ class Retrieval(Evaluation):
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         require_embeddings(self, objective)
         bound: Any = model
-        self._dims(objective, bound.config.get_text_config(decoder=True).hidden_size)
+        self._dims(objective, bound.embedding_width)
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         if inputs.num_batches == 0:

@@ -1,4 +1,5 @@
-"""Embeddings from a Transformers model: the backbone on rows of texts, which may have images, then one vector a text.
+"""Embeddings from a Transformers model: the backbone on rows of texts, which may have images, then one vector a text,
+then Dense layers where the model has them.
 
 `bind` gives a module the method `embed`. Rows may hold one text each or several; either way a text sees itself only.
 Must not know losses, files or ranks.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.errors import RecipeError
+from fullshard.hf.dense import AfterPooling
+from fullshard.hf.sentence import AFTER_POOLING, Layer, check_widths
 from fullshard.ops.chunks import Images
 from fullshard.ops.scalars import NAME as SCALARS
 
@@ -35,9 +40,13 @@ class EmbedRule:
     """None for a model of texts alone."""
 
 
-def bind(module: nn.Module, *, pooling: str, normalize: bool) -> EmbedRule:
-    """Gives the module its method `embed`, and freezes what takes no part in it."""
+def bind(module: nn.Module, *, pooling: str, normalize: bool, dense: Sequence[Layer] = ()) -> EmbedRule:
+    """Gives the module its method `embed`, its Dense layers and `embedding_width`; freezes what takes no part."""
     bound: Any = module
+    check_widths(dense, width_of(module))
+    bound.embedding_width = dense[-1].outputs if dense else width_of(module)
+    if dense:
+        setattr(bound, AFTER_POOLING, AfterPooling(dense))
     takes = "position_ids" in inspect.signature(bound.forward).parameters
     reach, images = _reach(module), images_of(bound.config)
     rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module), reach, images)
@@ -47,6 +56,12 @@ def bind(module: nn.Module, *, pooling: str, normalize: bool) -> EmbedRule:
         if name.startswith("pooler."):
             parameter.requires_grad_(False)
     return rule
+
+
+def width_of(module: nn.Module) -> int:
+    """Numbers that the backbone gives for each token."""
+    model: Any = module
+    return int(model.config.get_text_config(decoder=True).hidden_size)
 
 
 def is_causal(module: nn.Module) -> bool:
@@ -115,6 +130,13 @@ def embed(
     hidden = module.forward(**inputs).last_hidden_state
     chosen = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places).float()
     vectors = chosen if tokens else _pool(chosen, lengths, rule.pooling)
+    if (dense := getattr(module, AFTER_POOLING, None)) is not None:
+        if tokens:
+            raise RecipeError(
+                "objective.loss: tokens are compared before they are pooled, and the model's Dense modules come after "
+                "that: they would not be trained. Use another loss, or take them out of a copy's modules.json."
+            )
+        vectors = dense(vectors)
     if rule.normalize or tokens:
         vectors = F.normalize(vectors, dim=-1)
     scalars = getattr(module, SCALARS, None)

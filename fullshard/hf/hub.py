@@ -11,8 +11,13 @@ from typing import Any
 
 from fullshard.errors import RecipeError, SetupError
 
-_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "adapter_model.bin"]
-_UNWANTED = ["original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors", "*.gguf"]
+_SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+_WEIGHTS = ["*.safetensors", "adapter_model.bin", "[0-9]_Dense*/pytorch_model.bin"]
+_UNWANTED = [
+    *("original/*", "consolidated*", "onnx/*", "openvino/*", "*.gguf"),
+    # Of the folders inside, sentence-transformers names its modules' 0_Transformer, 2_Dense; these are all others.
+    *("[!0-9]*/*.safetensors", "[0-9]/*.safetensors", "[0-9][!_]*/*.safetensors"),
+]
 
 
 def local_folder(name: str, *, revision: str | None, where: str) -> Path:
@@ -40,9 +45,7 @@ def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: 
     _refuse_paths(name, where=where)
     import huggingface_hub
 
-    wanted = [p for p in _WANTED if weights or p not in ("*.safetensors", "adapter_model.bin")] + (
-        ["*.py"] if code else []
-    )
+    wanted = [*_SETTINGS, *(_WEIGHTS if weights else []), *(["*.py"] if code else [])]
     try:
         return Path(
             huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED)

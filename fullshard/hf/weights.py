@@ -17,6 +17,7 @@ from torch import nn
 
 from fullshard.errors import CheckpointError
 from fullshard.hf.edits import base_name, is_adapter
+from fullshard.hf.sentence import is_after_pooling
 from fullshard.hf.stored import Stored, open_folder
 from fullshard.models.base import Weights
 from fullshard.ops.scalars import is_scalar
@@ -226,15 +227,16 @@ class SafetensorsWeights(StoredWeights):
     def __init__(self, folder: Path, module: nn.Module, *, resized: bool = False, headless: bool = False) -> None:
         advice = "Check that config.json belongs to these weights and that model.overrides changes no shape."
         # The pooler of an encoder is left out by models that were trained without it; an embedding has no use for it.
-        may_miss = _is_pooler if headless else (lambda name: False)
+        # What follows pooling lies in folders of its own.
+        may_miss = _is_beside if headless else (lambda name: False)
         stored = open_folder(folder)
         super().__init__(
             stored, module, place=folder, advice=advice, resized=resized, may_miss=may_miss, headless=headless
         )
 
 
-def _is_pooler(name: str) -> bool:
-    return name.startswith("pooler.")
+def _is_beside(name: str) -> bool:
+    return name.startswith("pooler.") or is_after_pooling(name)
 
 
 class AdapterWeights:

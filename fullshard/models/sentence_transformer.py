@@ -1,11 +1,13 @@
 """The embedding family: a folder of sentence-transformers, or any encoder or decoder of Transformers, pooled; with
 images where the model is one of vision and language.
 
-Everything about weights, adapters and edits is the Transformers family's. Must not know objectives, ranks or sharding.
+Everything about the backbone's weights, adapters and edits is the Transformers family's. Dense layers after pooling are
+trained with the backbone; under adapters they are frozen, as it is. Must not know objectives, ranks or sharding.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,13 +15,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from fullshard.errors import RecipeError
-from fullshard.hf.sentence import Sentence, lower_texts, read_sentence, write_sentence
+from fullshard.hf.sentence import Sentence, is_after_pooling, lower_texts, read_sentence, write_sentence
+from fullshard.models.base import Weights
 from fullshard.models.hf import Hf
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+logger = logging.getLogger(__name__)
 
 UNBOUNDED = 10**9
 """From here on a tokenizer's longest text means none."""
@@ -81,6 +85,25 @@ class SentenceTransformer(Hf):
         found = super().longest(module)
         return None if found is None else found - position_offset(module)
 
+    def weights(self, module: nn.Module) -> Weights | None:
+        """With the Dense layers' own files, as far as `model.from` does not hold them."""
+        from fullshard.hf.dense import DenseWeights, layers_of, parameter_names
+        from fullshard.hf.weights import Together
+
+        found, layers = super().weights(module), layers_of(module)
+        if found is None or parameter_names(layers) <= found.names():
+            return found
+        return Together(found, DenseWeights(layers))
+
+    def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """fp32 for Dense layers, too, which are few: the backbone's stored dtype says nothing about them."""
+        import torch
+
+        return torch.float32 if is_after_pooling(name) else super().storage_dtype(name, parameter)
+
+    def exports(self, module: nn.Module, name: str) -> bool:
+        return is_after_pooling(name) or super().exports(module, name)
+
     def export(
         self,
         module: nn.Module,
@@ -93,19 +116,39 @@ class SentenceTransformer(Hf):
         merged: bool = False,
     ) -> None:
         """The backbone or its adapters, and what `SentenceTransformer(folder)` reads beside them."""
+        from fullshard.hf.dense import backbone_of, layers_of, set_aside, write_layers
+        from fullshard.hf.edits import has_adapters
+        from fullshard.hf.embed import width_of
+
         form: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_bytes, "merged": merged}
-        super().export(module, tensors, folder, processor=processor, **form)
+        dense: dict[str, torch.Tensor] = {}
+        super().export(backbone_of(module), set_aside(tensors, dense), folder, processor=processor, **form)
         model: Any = module
-        write_sentence(
+        layers = layers_of(module)
+        folders = write_sentence(
             folder,
             width=width_of(module),
             longest=self._cut(module, processor),
             pooling=model.embed_rule.pooling,
+            dense=layers,
             normalize=model.embed_rule.normalize,
             prompts=_prompts_of(processor),
             template=getattr(processor, "template", {}),
             images=hasattr(processor, "image_processor"),
         )
+        if has_adapters(module) and not merged:
+            dense = self._frozen_dense(module, given=dense)
+        write_layers(folders, layers, dense, dtype)
+
+    def _frozen_dense(self, module: nn.Module, *, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Dense layers beside adapters: `fullshard export` gives adapters alone, and what is frozen is read again."""
+        from fullshard.hf.dense import layers_of, parameter_names
+
+        absent = parameter_names(layers_of(module)) - given.keys()
+        stored = self.weights(module) if absent else None
+        if stored is None:
+            return given
+        return given | {name: stored.read(name, 0, module.get_parameter(name).shape[0]) for name in absent}
 
     def _cut(self, module: nn.Module, processor: Any) -> int | None:
         """Tokens at which users of the model cut texts: as stored, by one of the two libraries or the other."""
@@ -129,7 +172,10 @@ class SentenceTransformer(Hf):
             module,
             pooling=self.pooling or usual,
             normalize=normalize if self.normalize is None else self.normalize,
+            dense=stored.dense,
         )
+        if stored.dense and (self.lora is not None or self._adapter() is not None):
+            logger.warning("the Dense modules stay as they are: LoRA trains adapters only")
 
     def _sentence(self) -> Sentence:
         if self.path is None:
@@ -148,12 +194,6 @@ def _prompts_of(processor: Any) -> dict[str, str]:
     tokenizer = getattr(processor, "tokenizer", processor)
     found = getattr(processor, "prompts", None) or getattr(tokenizer, "init_kwargs", {}).get("prompts")
     return dict(found or {})
-
-
-def width_of(module: nn.Module) -> int:
-    """Numbers in one embedding."""
-    model: Any = module
-    return int(model.config.get_text_config(decoder=True).hidden_size)
 
 
 __all__ = ["SentenceTransformer"]

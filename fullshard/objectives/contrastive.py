@@ -99,7 +99,7 @@ class Contrastive(Objective):
                 f"objective.kind = contrastive needs a model that gives embeddings, and {type(module).__name__} is "
                 "none. Use model.kind: sentence_transformer."
             )
-        width = model.config.get_text_config(decoder=True).hidden_size
+        width = model.embedding_width
         for dim, _ in self.matryoshka.of(width) if self.matryoshka else ():
             if dim > width:
                 raise RecipeError(

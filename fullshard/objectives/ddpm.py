@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import nn
 
 from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.ops.betas import (
+from fullshard.ops.denoising import (
     Betas,
     Prediction,
     alphas_cumprod,

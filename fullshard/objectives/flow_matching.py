@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.ops.betas import check_denoiser, given, last_times, require_denoiser, sum_of_means
+from fullshard.ops.denoising import check_denoiser, given, last_times, require_denoiser, sum_of_means
 from fullshard.ops.keyed_noise import NOISE, TIME, normal, uniform
 
 FINE = 1000

@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts.encoder(path / "model", num_hidden_layers=1)
     model_folder(path / "qwen", num_hidden_layers=1)
     encoder_decoder(path / "t5")
-    sentence_folder(path / "dense", ["Transformer", "Pooling", "Dense"])
+    sentence_folder(path / "lstm", ["Transformer", "LSTM", "Pooling"])
     sentence_folder(path / "pooled-twice", ["Transformer", "Pooling"], pooling_mode_cls_token=True)
     sentence_folder(path / "foreign", ["Transformer", "Pooling"], library="my_lab.models")
     files: dict[str, list[Any]] = {
@@ -179,8 +179,8 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     ),
     "modules that cannot be trained": (
         RecipeError,
-        {"model": model("dense")},
-        ["modules.json has Dense", "Transformer, Pooling, Normalize"],
+        {"model": model("lstm")},
+        ["modules.json has LSTM", "Transformer, Pooling, Dense, Normalize"],
     ),
     "two ways of pooling": (
         RecipeError,

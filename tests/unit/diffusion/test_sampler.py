@@ -12,7 +12,7 @@ from fullshard.data.order import FIXED, draws
 from fullshard.diffusion.denoise import bind
 from fullshard.diffusion.sampler import sample
 from fullshard.objectives.base import Objective
-from fullshard.ops.betas import alphas_cumprod
+from fullshard.ops.denoising import alphas_cumprod
 from fullshard.ops.keyed_noise import NOISE, normal
 from fullshard.part import decode
 

@@ -12,7 +12,7 @@ from scipy import stats
 from fullshard.errors import RecipeError
 from fullshard.objectives.base import Objective
 from fullshard.objectives.ddpm import DDPM
-from fullshard.ops.betas import alphas_cumprod, min_snr_weights, noised, velocity
+from fullshard.ops.denoising import alphas_cumprod, min_snr_weights, noised, velocity
 from fullshard.ops.keyed_noise import NOISE, TIME, normal, uniform
 from fullshard.part import decode
 from tests.unit.objectives.test_flow_matching import SHAPE, Dit, assert_same, batch, gradients, run
