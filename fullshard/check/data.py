@@ -162,7 +162,7 @@ def _batches(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
 
 def _shapes(batch: Batch) -> str:
     sizes = {name: " x ".join(map(str, value.shape)) for name, value in batch.items() if hasattr(value, "shape")}
-    shown = {name: shape for name, shape in sizes.items() if name not in ("sample_ids", "bounds")}
+    shown = {name: shape for name, shape in sizes.items() if name not in ("sample_ids", "bounds", "draws")}
     groups: dict[str, list[str]] = {}
     for name, shape in shown.items():
         groups.setdefault(shape, []).append(name)

@@ -41,7 +41,7 @@ def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         "objective": {"kind": "flow_matching", "label_drop": DROP},
         "data": {
             "train": {"kind": "digits", "part": "train"},
-            "validation": {"kind": "digits", "part": "held_out"},
+            "holdout": 0,
             "cache": str(folder / "cache"),
             "pack": False,
         },
@@ -52,7 +52,7 @@ def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
         "precision": "fp32",
         "topology": {"device": "cpu"},
         "sharding": {},
-        "evaluate": {"every_epochs": None},
+        "evaluate": {"every_epochs": None, "parts": []},
         "checkpoint": {"every_steps": 2, "every_epochs": None, "keep": None, "best": None},
         "log": {"every_steps": 1, "sinks": []},
     }
@@ -148,6 +148,18 @@ def test_diffusers_reads_what_is_left(folder: Path, straight: Any) -> None:
     saved = open_tensors(run / "last").section("model")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, saved.whole(name)), name
+
+
+def test_noise_is_fixed_in_validation(ranks: RankPool, folder: Path) -> None:
+    held = {"validation": {"kind": "digits", "part": "held_out"}}
+    often = {"every_steps": 1, "per_device": 300, "parts": ["loss"]}
+    sections = {"data": held, "evaluate": often, "optimizer": {"lr": 1e-12}, "duration": {"steps": 2}}
+    losses = []
+    for world in (1, 2):
+        records = ranks.run(train, settings(folder, f"held-{world}", **sections), world=world)[0]
+        losses += [record["loss"] for record in records if record["kind"] == "validation"]
+    assert len(losses) == 4
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
 def test_ddpm_trains_on_any_ranks(ranks: RankPool, folder: Path) -> None:

@@ -26,9 +26,9 @@ NUMBERS = ("step", "loss", "grad_norm")
 bucket.install()
 
 
-def train(chosen: dict[str, Any]) -> list[dict[str, Any]]:
+def train(chosen: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
     """From here, so that a rank imports this file and knows the bucket."""
-    return small.train(chosen)
+    return small.train(chosen, **settings)
 
 
 @pytest.fixture(scope="module")

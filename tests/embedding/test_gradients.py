@@ -27,11 +27,10 @@ PLAIN, OTHERWISE = (False, False, True), (True, True, False)
 """Adapters, dropout, packed rows."""
 CASES: list[tuple[int, tuple[bool, bool, bool], list[int | None]]] = [
     (1, PLAIN, [None, 3]),
-    (1, OTHERWISE, [3]),
+    (1, OTHERWISE, [1]),
     (2, PLAIN, [None, 3, 64]),
-    (2, OTHERWISE, [1]),
-    (4, PLAIN, [None]),
-    (4, OTHERWISE, [3]),
+    (2, OTHERWISE, [3]),
+    (4, OTHERWISE, [None, 3]),
 ]
 
 

@@ -117,7 +117,6 @@ CASES = [
     ("qwen2_vl", 1, [None, 1, 3, 64]),
     ("qwen2_vl", 2, [None, 2, {"tokens": 40}]),
     ("qwen2_vl", 4, [None, 1]),
-    ("qwen3_vl", 1, [None, 3]),
     ("qwen3_vl", 2, [None, 2]),
 ]
 
