@@ -88,6 +88,7 @@ def build(
     workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
     train, validation = _loaders(recipe, ground, world, workers=workers)
     proofs = _check_first_batch(recipe, model, train, world)
+    gallery = Gallery(recipe.folder, progress, write, ground.data.encoder.shown)
     parts = Parts(
         model=model.module,
         objective=recipe.objective,
@@ -102,9 +103,7 @@ def build(
         total_steps=ground.plan.total_steps,
         epochs=ground.plan.epochs,
         evaluations=recipe.evaluate.parts,
-        evaluation_inputs=_evaluation_inputs(
-            recipe, ground, model.module, aux, validation, world, console, Gallery(recipe.folder, progress, write)
-        ),
+        evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, aux, validation, world, console, gallery),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,

@@ -142,3 +142,7 @@ class Encoder(Part):
     def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
         """The batch with random changes, in training only; `draws` are the keys of its samples' randomness."""
         return batch
+
+    def shown(self, images: Any) -> Any:
+        """Images of a batch with values from -1 to 1, as a person looks at them: without what `collate` scaled."""
+        return images

@@ -28,12 +28,14 @@ class Gallery:
     folder: Path
     progress: Progress
     write: Callable[[dict[str, Any]], None]
+    shown: Callable[[torch.Tensor], torch.Tensor]
+    """Takes off what the data was scaled by."""
 
     def show(self, name: str, images: torch.Tensor, *, columns: int) -> Path:
         """Writes `pictures/NAME-STEP.png` and a record that says so; on rank 0."""
         step = self.progress.step
         path = self.folder / FOLDER / f"{name}-{step}.png"
-        save_grid(images, path, columns=columns)
+        save_grid(self.shown(images), path, columns=columns)
         told = {"kind": "event", "event": "picture", "step": step, "name": name, "file": f"{FOLDER}/{path.name}"}
         self.write(told)
         return path

@@ -53,8 +53,10 @@ class Family(Part):
         return None
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
-        """The processor that lies in a folder, as it was saved with a checkpoint."""
-        raise NotImplementedError
+        """The tokenizer that lies in a folder, as it was saved with a checkpoint."""
+        from fullshard.hf.tokenizer import load_tokenizer
+
+        return load_tokenizer(folder, trust_remote_code=False, where=where)
 
     def build(self, *, processor: Any) -> nn.Module:
         """The module with its edits (LoRA, frozen parts, resized embedding): parameters on meta, buffers real."""
@@ -81,8 +83,8 @@ class Family(Part):
         return None
 
     def rehearse(self, module: nn.Module) -> None:
-        """Runs one forward pass of a module on the meta device, to see which of its parts call which; may raise."""
-        raise NotImplementedError
+        """Runs one forward pass of a module on the meta device, to see which of its parts call which; may raise. Where
+        a family runs none, parts that are called from outside their block are not seen."""
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """The dtype a parameter is kept in: fp32 for everything that is trained."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fullshard.checkpoint.reader import open_tensors
+from fullshard.data.encode.image import Images
 from fullshard.data.order import draws, permutation
 from fullshard.ops.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
 from tests.ranks import RankPool
@@ -176,6 +177,7 @@ def test_pictures_are_the_same_on_any_ranks(ranks: RankPool, folder: Path) -> No
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     part = {"kind": "pictures", "classes": [3, 0, 7], "per_class": 2, "steps": 2}
+    assert torch.equal(Images(mean=0.5, scale=4.0).shown(torch.tensor([-6.0, 2.0])), torch.tensor([-1.0, 1.0]))
     found = []
     for world in (1, 2):
         shown = {"evaluate": {"every_epochs": None, "parts": [part]}, "log": {"sinks": ["tensorboard"]}}

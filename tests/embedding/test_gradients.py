@@ -30,7 +30,8 @@ CASES: list[tuple[int, tuple[bool, bool, bool], list[int | None]]] = [
     (1, OTHERWISE, [1]),
     (2, PLAIN, [None, 3, 64]),
     (2, OTHERWISE, [3]),
-    (4, OTHERWISE, [None, 3]),
+    (4, PLAIN, [None]),
+    (4, OTHERWISE, [3]),
 ]
 
 

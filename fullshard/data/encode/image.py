@@ -93,6 +93,10 @@ class Images(Encoder):
         assert self._scaling is not None, "measured numbers need the encoded data: settle comes first"
         return self._scaling
 
+    def shown(self, images: Any) -> Any:
+        mean, scale = self.scaling
+        return images / scale + mean
+
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
         return self.encode_many([record], processor, length=length)[0]
 
