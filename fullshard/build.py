@@ -16,17 +16,18 @@ from torch import nn
 from fullshard.checkpoint.saver import Saver
 from fullshard.data.loader import Loader
 from fullshard.dist import reduce
+from fullshard.dist.average import Average
 from fullshard.dist.gradients import FirstUpdate
 from fullshard.dist.mesh import make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, reshard, shard
-from fullshard.dist.world import World
+from fullshard.dist.world import World, peak_of
+from fullshard.ema import evaluations
 from fullshard.errors import DataError
 from fullshard.evaluate.base import EvaluationInputs
 from fullshard.frozen import frozen_models
 from fullshard.ground import Ground
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
-from fullshard.log.peaks import peak_flops
 from fullshard.log.pictures import Gallery
 from fullshard.loop import Parts
 from fullshard.placement import shard_plan, sync_batchnorm
@@ -79,7 +80,13 @@ def build(
     model = _sharded_model(recipe, ground, world, precision, console)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
-    places: dict[str, Any] = {"module": model.module, "left_out": model.left_out, "optimizer": optimizer}
+    average = Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None
+    places: dict[str, Any] = {
+        "module": model.module,
+        "left_out": model.left_out,
+        "optimizer": optimizer,
+        "average": average,
+    }
     saver = make_saver(recipe, ground, world, **places, scaler=scaler, console=console)
     if checkpoint is not None:
         saver.restore(checkpoint)
@@ -102,7 +109,7 @@ def build(
         steps_per_epoch=ground.plan.steps_per_epoch,
         total_steps=ground.plan.total_steps,
         epochs=ground.plan.epochs,
-        evaluations=recipe.evaluate.parts,
+        evaluations=evaluations(recipe.evaluate.parts, average),
         evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, aux, validation, world, console, gallery),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
@@ -114,7 +121,7 @@ def build(
         saver=saver,
         write=write,
         console=console,
-        meters=_meters(model.flops_per_token, world, progress),
+        meters=Meters.going_on(progress, model.flops_per_token, peak_of(world.device), ranks=world.size),
         progress=progress,
         device=world.device,
         rank=world.rank,
@@ -226,16 +233,4 @@ def _evaluation_inputs(
         device=world.device,
         bar=console.validation_bar,
         show=gallery.show,
-    )
-
-
-def _meters(flops: float, world: World, progress: Progress) -> Meters:
-    peak = peak_flops(torch.cuda.get_device_name(world.device)) if world.device.type == "cuda" else None
-    return Meters(
-        flops_per_token=flops,
-        peak_flops=peak,
-        ranks=world.size,
-        samples=progress.samples,
-        tokens=progress.tokens,
-        seconds=progress.seconds,
     )

@@ -98,12 +98,14 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
             recipe.objective.check_data(stored, samples_per_step=plan.global_size)
     for evaluation in recipe.evaluate.parts:
         evaluation.check(recipe.objective, module, data.validation_from)
+        evaluation.check_encoder(recipe.objective, module, data.encoder)
     for line in without_effect(recipe, data, plan):
         console.warn(line)
     identity = {
         "samples": len(data.train),
         "samples per step": plan.global_size,
         "content of data.train": recipe.data.train.open().fingerprint(),
+        **data.encoder.identity(data.train_from.store),
     }
     return Ground(processor, module, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
 
@@ -130,6 +132,7 @@ def check_best(recipe: Recipe) -> None:
     """The number that decides the best model is one that validation will give, as far as that is known beforehand."""
     given = [evaluation.gives(recipe.objective) for evaluation in recipe.evaluate.parts]
     known = {name for names in given if names is not None for name in names}
+    known = set(recipe.ema.names(sorted(known))) if recipe.ema else known
     best = recipe.checkpoint.best
     if best and known and None not in given and best.metric not in known:
         raise RecipeError(

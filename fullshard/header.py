@@ -30,6 +30,8 @@ def header_rows(
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
     rows.append(("optimizer", _optimizer(recipe)))
+    if recipe.ema:
+        rows.append(("ema", recipe.ema.describe()))
     rows.append(("checkpoints", _checkpoints(recipe, built)))
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:

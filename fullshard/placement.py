@@ -46,6 +46,13 @@ def check_model(recipe: Recipe, module: nn.Module) -> None:
         )
 
 
+def state_bytes(recipe: Recipe, module: nn.Module) -> int:
+    """Parameters, gradients, Adam's moments and the average, in fp32."""
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in module.parameters()) - trained
+    return (20 if recipe.ema else 16) * trained + 4 * frozen
+
+
 def shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: ResolvedPrecision) -> ShardPlan:
     """Which modules become units, on which mesh, in which dtypes."""
     sharding, asked = recipe.sharding, recipe.sharding.wrap
@@ -57,9 +64,7 @@ def shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: Resol
         hints=recipe.model.blocks(module),
         rehearse=recipe.model.rehearse,
     )
-    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    frozen = sum(p.numel() for p in module.parameters()) - trainable
-    layout = choose_layout(sharding.strategy, world, state_bytes=16 * trainable + 4 * frozen)
+    layout = choose_layout(sharding.strategy, world, state_bytes=state_bytes(recipe, module))
     return ShardPlan(
         wrap=wrap,
         layout=layout,

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from fullshard.checkpoint import folder
 from fullshard.checkpoint.settings import Checkpoint, remote_output
 from fullshard.data.base import Encoder, Source
+from fullshard.ema import Ema
 from fullshard.evaluate.base import Evaluation
 from fullshard.launch.base import Launcher
 from fullshard.models.base import Family
@@ -252,6 +253,8 @@ class Recipe(Section):
     """How gradients become updates."""
     schedule: Schedule = Field(default_factory=lambda: decode(Schedule, {}, where="schedule"))
     """How the learning rate moves."""
+    ema: Ema | None = None
+    """Average the weights: true, a decay, or settings."""
     precision: Precision = "auto"
     """auto, bf16, fp16 or fp32, in any of the field's spellings."""
     sharding: Sharding = Field(default_factory=Sharding)

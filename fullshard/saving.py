@@ -16,6 +16,7 @@ from fullshard.checkpoint.sharded import Sharded
 from fullshard.checkpoint.tensors import all_tensors, materialise_state
 from fullshard.checkpoint.write import Target
 from fullshard.dist import reduce
+from fullshard.dist.average import Average
 from fullshard.dist.world import World
 from fullshard.errors import RecipeError, SetupError
 from fullshard.ground import Ground
@@ -47,6 +48,7 @@ def make_saver(
     left_out: frozenset[str],
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
+    average: Average | None,
     console: Console,
 ) -> Saver:
     """A saver without a background: that comes with `go_background`, when the optimizer's state is known."""
@@ -71,6 +73,7 @@ def make_saver(
         processor=ground.processor,
         world=world,
         console=console,
+        average=average,
         group=reduce.host_group(max(TIMEOUT_S, recipe.topology.timeout_s)),
     )
 

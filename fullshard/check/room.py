@@ -165,8 +165,9 @@ def _stored(recipe: Recipe) -> int:
 
 
 def _moments(recipe: Recipe) -> int:
-    """Bytes of Adam's two moments of one trained number; an optimizer of the user's own is taken for Adam."""
-    return 2 if recipe.optimizer.kind() == "adamw_8bit" else 2 * _stored(recipe)
+    """Bytes of Adam's two moments of one trained number, and of its average; an optimizer of the user's own is taken
+    for Adam."""
+    return (2 if recipe.optimizer.kind() == "adamw_8bit" else 2 * _stored(recipe)) + (4 if recipe.ema else 0)
 
 
 def _copies(recipe: Recipe, ranks: Ranks) -> float:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.tensors import Tensors, local
+from fullshard.checkpoint.tensors import Tensors
 from fullshard.checkpoint.write import Snapshot, Written
+from fullshard.dist.values import local
 
 _ALIGNED = 64
 _SWITCH_S = 2e-4

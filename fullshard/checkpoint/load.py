@@ -19,14 +19,16 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.full import read_full
 from fullshard.checkpoint.reader import Full, StoredTensors, open_tensors
 from fullshard.checkpoint.storage import Reader
-from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, local, materialise_state, model_tensors, squares
+from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
 from fullshard.checkpoint.together import together
 from fullshard.checkpoint.write import norms
+from fullshard.dist.average import KEY as EMA
 from fullshard.dist.shard import reshard
+from fullshard.dist.values import local
 from fullshard.errors import CheckpointError
 
 _OTHER_SETTINGS = (
-    "Resume with the model, LoRA and optimizer settings it was saved with, or start over with --resume never."
+    "Resume with the model, LoRA, optimizer and ema settings it was saved with, or start over with --resume never."
 )
 _OTHER_CHECKPOINT = "Resume from another one: --resume RUN/checkpoint-STEP."
 
@@ -42,11 +44,11 @@ def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, left
     _prove(path, state)
 
 
-def load_weights(path: Path, *, model: nn.Module, left_out: Collection[str] = ()) -> None:
-    """The model's tensors alone."""
+def load_weights(path: Path, *, model: nn.Module, left_out: Collection[str] = (), average: Tensors) -> None:
+    """The model's tensors alone, and those of its average, by parameter name."""
     reshard(model)
-    names = model_tensors(model)
-    state = {f"model/{name}": tensor for name, tensor in names.items()}
+    state = {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
+    state |= {f"optimizer/{name}/{EMA}": tensor for name, tensor in average.items()}
     _read(path, state, left_out=[f"model/{name}" for name in left_out], weights_only=True)
 
 
@@ -63,7 +65,7 @@ def _read(path: Path, state: Tensors, *, left_out: Collection[str], weights_only
     def fit() -> None:
         shapes = {name: opened[0].shape(name) for name in opened[0].names()}
         if weights_only:
-            shapes = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
+            shapes = {name: shape for name, shape in shapes.items() if name.startswith("model/") or name in state}
         _check_fit(shapes, state, left_out=left_out)
         wanted.update({name: tensor for name, tensor in state.items() if name in shapes})
 

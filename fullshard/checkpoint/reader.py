@@ -15,6 +15,9 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.storage import Reader
 from fullshard.errors import CheckpointError
 
+EMA = "/ema"
+"""How the name of an average ends among the optimizer's state."""
+
 
 class StoredTensors:
     """Tensors by name: `model/NAME` and `optimizer/NAME/KEY`."""
@@ -151,6 +154,43 @@ class Full(StoredTensors):
         return self._files[section].get_slice(key)
 
 
+class Averaged(StoredTensors):
+    """The model's tensors, those that were trained as their average."""
+
+    def __init__(self, tensors: StoredTensors) -> None:
+        super().__init__()
+        self._model, self._kept = tensors.section("model"), tensors.section("optimizer")
+        self._averages = {name.removesuffix(EMA) for name in self._kept.names() if name.endswith(EMA)}
+
+    @property
+    def there(self) -> bool:
+        """Whether the run kept an average."""
+        return bool(self._averages)
+
+    def names(self) -> set[str]:
+        return self._model.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._model.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._kept.dtype(name + EMA) if name in self._averages else self._model.dtype(name)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name in self._averages:
+            return self._kept.read(name + EMA, start, stop)
+        return self._model.read(name, start, stop)
+
+
+def weights_of(checkpoint: Path, which: str | None) -> StoredTensors:
+    """The model's tensors, `ema` or `model`; None: averaged where the run kept an average."""
+    tensors = open_tensors(checkpoint)
+    averaged = Averaged(tensors)
+    if which == "ema" and not averaged.there:
+        raise CheckpointError(f"{checkpoint} holds no averaged weights: the run had no ema. Leave --weights out.")
+    return averaged if averaged.there and which != "model" else tensors.section("model")
+
+
 def described(tensors: StoredTensors) -> dict[str, dict[str, Any]]:
     """Name, shape and dtype of everything, as the manifest has it."""
     return {
@@ -159,4 +199,4 @@ def described(tensors: StoredTensors) -> dict[str, dict[str, Any]]:
     }
 
 
-__all__ = ["StoredTensors", "described", "open_tensors"]
+__all__ = ["StoredTensors", "described", "open_tensors", "weights_of"]

@@ -5,6 +5,7 @@ Called by the loop on every rank alike. Must not know losses, data or when it is
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 import time
@@ -24,6 +25,7 @@ from fullshard.checkpoint.tensors import Tensors, all_tensors, squares
 from fullshard.checkpoint.together import together
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
 from fullshard.dist import reduce, values
+from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
 from fullshard.dist.world import World
 from fullshard.errors import CheckpointError
@@ -52,6 +54,8 @@ class Saver:
     console: Console
     group: Any
     """All ranks, over gloo, apart from what training exchanges, with a patience of its own."""
+    average: Average | None = None
+    """Averaged weights, which are exported instead of the trained ones."""
     background: Background | None = None
     _processor_files: dict[str, bytes] | None = field(default=None, init=False)
     _frozen: dict[str, int] | None = field(default=None, init=False)
@@ -113,9 +117,15 @@ class Saver:
         """Writes `model/` and says whose weights it holds; for the best ones they are loaded back first."""
         best = progress.best_step if self.export_best else None
         if best is not None and best != progress.step:
-            load.load_weights(self.target.run / files.name_of(best), model=self.model, left_out=self.left_out)
-        which = f"the weights of step {best}, the best" if best is not None else f"the weights of step {progress.step}"
-        return f"{self._write_model()} ({which})"
+            average = self.average.tensors() if self.average else {}
+            path = self.target.run / files.name_of(best)
+            load.load_weights(path, model=self.model, left_out=self.left_out, average=average)
+        weights = "averaged weights" if self.average else "weights"
+        which = (
+            f"the {weights} of step {best}, the best" if best is not None else f"the {weights} of step {progress.step}"
+        )
+        with self.average.in_place() if self.average else contextlib.nullcontext():
+            return f"{self._write_model()} ({which})"
 
     def _snapshot(self, progress: Progress, best: bool) -> Snapshot:
         tensors = all_tensors(self.model, self.optimizer, left_out=self.left_out)

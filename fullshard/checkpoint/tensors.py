@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.dist.shard import reshard
+from fullshard.dist.values import local
 
 Tensors = dict[str, torch.Tensor]
 
@@ -58,11 +59,6 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's slice."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -78,6 +78,10 @@ def write_model(
 ) -> None:
     """Configuration and weights, as `from_pretrained` of the model's class reads them."""
     module.save_config(folder)
+    # FSDP gives a sharded module a class of its own, and from_pretrained is told the name of the class.
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["_class_name"] = config["_class_name"].removeprefix("FSDP")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     buffers = [(name, t) for name, t in module.state_dict().items() if name not in parameters]
     with SafetensorsStream(folder / WEIGHTS) as stream:

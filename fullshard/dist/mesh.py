@@ -31,9 +31,9 @@ class Layout:
 
 
 def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
-    """Resolves the strategy. `auto`, by this rule: on a CPU or one rank `full`; else, with s = bytes of parameters,
-    gradients and optimizer state and m = memory of one GPU: several nodes and s / ranks-per-node < 0.4 m → `hybrid`;
-    one node and s < 0.4 m → `grad_op`; otherwise `full`."""
+    """Resolves the strategy. `auto`, by this rule: on a CPU `full`; else, with s = bytes of parameters, gradients and
+    optimizer state and m = memory of one GPU: several nodes and s / ranks-per-node < 0.4 m → `hybrid`; one node and
+    s < 0.4 m → `grad_op`; one rank and s < 0.1 m → `grad_op`; otherwise `full`."""
     if strategy == "auto":
         return _auto_layout(world, state_bytes)
     if strategy == "hybrid":
@@ -47,11 +47,14 @@ def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
 
 
 def _auto_layout(world: World, state_bytes: int) -> Layout:
-    if world.device.type != "cuda" or world.size == 1:
-        why = "one rank" if world.size == 1 else "CPU ranks"
-        return Layout("full", 1, world.size, f"auto: {why}")
+    if world.device.type != "cuda":
+        return Layout("full", 1, world.size, "auto: one rank" if world.size == 1 else "auto: CPU ranks")
     memory = torch.cuda.get_device_properties(world.device).total_memory
     gib = f"{state_bytes / 2**30:.1f} GiB of state, {memory / 2**30:.0f} GiB per GPU"
+    if world.size == 1:
+        # Nothing is sent: what stays is a copy in the compute dtype, an eighth of the state.
+        strategy = "grad_op" if state_bytes < 0.1 * memory else "full"
+        return Layout(strategy, 1, 1, f"auto: one rank ({gib})")
     if world.num_nodes > 1 and state_bytes / world.local_size < 0.4 * memory:
         return Layout("hybrid", world.num_nodes, world.local_size, f"auto: a node holds a copy ({gib})")
     if world.num_nodes == 1 and state_bytes < 0.4 * memory:

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 
 from fullshard.dist import exact, outputs, recompute, values
 from fullshard.dist.mesh import Layout
+from fullshard.dist.turns import STAY
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.models.base import Family, Weights
 
@@ -129,6 +130,7 @@ def _fully_shard(
         fully_shard(
             part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard and name != ""
         )
+    setattr(module, STAY, not reshard)
     for method in methods:
         register_fsdp_forward_method(module, method)
     for unit in fsdp_modules(module):

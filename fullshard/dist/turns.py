@@ -11,14 +11,20 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+STAY = "stays_gathered"
+"""Set on a sharded model whose parameters stay gathered from forward to backward."""
+
 
 def one_by_one(module: nn.Module, batches: Sequence[Any], *, reduce_once: bool = False) -> Iterator[Any]:
     """Micro-batches of one step. Gradients are reduced into their slices after each, so accumulation costs no full-size
-    gradient; replicas are added up once, after the last. With `reduce_once` slices are, too: for many small ones."""
+    gradient; replicas are added up once, after the last. With `reduce_once` slices are, too: for many small ones.
+    Parameters that stay gathered from forward to backward stay so for the whole step."""
     root = cast(FSDPModule, module)
+    stay = getattr(module, STAY, False)
     for index, batch in enumerate(batches):
         last = index == len(batches) - 1
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last or not reduce_once)
         root.set_requires_all_reduce(last)
+        root.set_reshard_after_backward(last or not stay)
         yield batch

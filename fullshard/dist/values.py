@@ -61,15 +61,20 @@ def slices(parameter: DTensor) -> list[tuple[int, int]]:
     return [(rank, bounds[index + 1] - bounds[index]) for index, rank in enumerate(ranks)]
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's slice."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def whole(parameter: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Not DTensor's `full_tensor`: over gloo its collective crashes on a GPU."""
     mesh = parameter.device_mesh
-    shards, local = mesh["dp_shard"].size(), parameter.to_local()
+    shards, rows = mesh["dp_shard"].size(), parameter.to_local()
     chunk = -(-parameter.shape[0] // shards)
-    mine = local.new_zeros((chunk, *parameter.shape[1:]))
-    mine[: local.shape[0]] = local
-    gathered = local.new_empty((chunk * shards, *parameter.shape[1:]))
+    mine = rows.new_zeros((chunk, *parameter.shape[1:]))
+    mine[: rows.shape[0]] = rows
+    gathered = rows.new_empty((chunk * shards, *parameter.shape[1:]))
     reduce.gather_tensor(gathered, mine, group=mesh.get_group("dp_shard"))
     return gathered[: parameter.shape[0]]
 

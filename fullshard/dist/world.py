@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import SetupError
+from fullshard.log.peaks import peak_flops
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ def leave() -> None:
     """Leaves the process group; safe to call twice."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def peak_of(device: torch.device) -> float | None:
+    """Operations per second that the device could do at best; None where that is not known."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory(device: torch.device) -> int:

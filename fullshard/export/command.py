@@ -36,6 +36,10 @@ def export(
         str, typer.Option(metavar="fp32|bf16|fp16|original", help="original: as the model was stored before training.")
     ] = "original",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that one file holds: 5GB, 500MB.")] = "5GB",
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged where the run kept an average."),
+    ] = None,
     base: Annotated[
         str | None, typer.Option(metavar="PATH", help="Where the run's base model is now, if it has moved.")
     ] = None,
@@ -56,6 +60,7 @@ def export(
 
     size = parse_size(shard_size)
     _one_of("--as", form, (None, *writing.FORMS))
+    _one_of("--weights", weights, (None, "ema", "model"))
     _one_of("--dtype", dtype, tuple(writing.DTYPES))
     found = named(checkpoint)
     target = writing.free(out, found)
@@ -64,7 +69,7 @@ def export(
     with libraries.route(console):
         from fullshard.export.source import open_trained
 
-        trained = open_trained(found, base=base, trust_remote_code=trust_remote_code)
+        trained = open_trained(found, base=base, trust_remote_code=trust_remote_code, weights=weights)
         wish = writing.Wish(writing.settle(trained, form, target), dtype, size if shard_size != "5GB" else None)
         names = list(writing.names_for(trained, wish.form))
         writing.write(trained, target, wish, _watched(trained.tensors(names), len(names), console))

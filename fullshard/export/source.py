@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint.reader import StoredTensors, open_tensors
+from fullshard.checkpoint.reader import StoredTensors, weights_of
 from fullshard.dist.gradients import checksums
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.hf.edits import has_adapters, is_adapter
@@ -117,18 +117,18 @@ class _Rows:
         return self.dtype.is_floating_point
 
 
-def open_trained(checkpoint: Path, *, base: str | None, trust_remote_code: bool) -> Trained:
+def open_trained(checkpoint: Path, *, base: str | None, trust_remote_code: bool, weights: str | None = None) -> Trained:
     """The model that a checkpoint's own recipe describes, checked against the checkpoint's tensors."""
     state = files.read_state(checkpoint)
     family = decode(Family, _settings(checkpoint, state, base, trust_remote_code), where="model")
-    stored = open_tensors(checkpoint).section("model")
+    stored = weights_of(checkpoint, weights)
     with _advised():
         processor = _processor(checkpoint, family)
         module = family.build(processor=processor)
     _check_fit(checkpoint, module, stored)
     with _advised():
-        weights = _weights(family, module, needed=set(_tensors_of(module)) - stored.names())
-    return Trained(checkpoint, family, processor, module, stored, weights, state.get("frozen") or {})
+        start = _weights(family, module, needed=set(_tensors_of(module)) - stored.names())
+    return Trained(checkpoint, family, processor, module, stored, start, state.get("frozen") or {})
 
 
 @contextlib.contextmanager

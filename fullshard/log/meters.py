@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from fullshard.state import Progress
+
 PHASES = ("data", "compute", "log", "evaluate", "save")
 ADVICE_STEPS = 10
 """Measured steps that the advice about data wait rests on: a few steps say little, the first of them least."""
@@ -69,6 +71,12 @@ class Meters:
         self._window = _Window(clock())
         self._heard = _Heard()
         self._windows_quiet: int | None = None
+
+    @classmethod
+    def going_on(cls, progress: Progress, flops_per_token: float, peak_flops: float | None, *, ranks: int) -> Meters:
+        """Meters of a run that stands where `progress` says."""
+        counts = {"samples": progress.samples, "tokens": progress.tokens, "seconds": progress.seconds}
+        return cls(flops_per_token=flops_per_token, peak_flops=peak_flops, ranks=ranks, **counts)  # type: ignore[arg-type]
 
     @property
     def seconds(self) -> float:

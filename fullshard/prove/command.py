@@ -88,21 +88,20 @@ def _place(recipe: Recipe, ranks: Ranks, ground: Ground) -> Place:
 
     from fullshard.dist.mesh import choose_layout
     from fullshard.dist.world import World, choose_device_type
+    from fullshard.placement import state_bytes
     from fullshard.precision import resolve_precision
     from fullshard.prove.cases import Place
 
     device = torch.device(choose_device_type(recipe.topology.device))
     world = World(0, ranks.per_node, 0, ranks.per_node, device, recipe.topology.backend)
-    parameters = list(ground.module.parameters())
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    state_bytes = 16 * trained + 4 * (sum(p.numel() for p in parameters) - trained)
+    state = state_bytes(recipe, ground.module)
     return Place(
         folder=recipe.output,
         ranks=ranks,
         device=device.type,
         num_gpus=torch.cuda.device_count() if device.type == "cuda" else 0,
         half=resolve_precision(recipe.precision, device).compute != torch.float32,
-        strategy=choose_layout(recipe.sharding.strategy, world, state_bytes=state_bytes).strategy,
+        strategy=choose_layout(recipe.sharding.strategy, world, state_bytes=state).strategy,
     )
 
 
