@@ -95,6 +95,7 @@ def build(
     workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
     train, validation = _loaders(recipe, ground, world, workers=workers)
     proofs = _check_first_batch(recipe, model, train, world)
+    speed = model.flops_per_token, peak_of(world.device)
     gallery = Gallery(recipe.folder, progress, write, ground.data.encoder.shown)
     parts = Parts(
         model=model.module,
@@ -121,7 +122,7 @@ def build(
         saver=saver,
         write=write,
         console=console,
-        meters=Meters.going_on(progress, model.flops_per_token, peak_of(world.device), ranks=world.size),
+        meters=Meters.going_on(progress, *speed, ranks=world.size, unit=ground.data.encoder.unit),
         progress=progress,
         device=world.device,
         rank=world.rank,

@@ -24,6 +24,7 @@ from fullshard.errors import FullshardError, RecipeError, SetupError
 from fullshard.explain.command import explain
 from fullshard.export.command import export
 from fullshard.mine.command import mine
+from fullshard.sample.command import sample
 
 if TYPE_CHECKING:
     from fullshard.dist.env import Launch
@@ -370,5 +371,6 @@ app.command()(verify)
 app.command("explain", context_settings={"ignore_unknown_options": True})(explain)
 app.command("export")(export)
 app.command()(mine)
+app.command()(sample)
 app.add_typer(shelf.recipes, name="recipes")
 app.command()(shelf.presets)

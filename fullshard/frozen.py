@@ -17,7 +17,7 @@ from fullshard.errors import RecipeError
 from fullshard.ground import Ground, cache_folder
 from fullshard.models.base import Family
 from fullshard.placement import shard_plan
-from fullshard.precision import ResolvedPrecision
+from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
 
 
@@ -41,6 +41,9 @@ def _frozen(
         raise RecipeError(f"objective.{name}: it is never trained, so it needs weights to start from: give its path.")
     other = recipe.model_copy(update={"model": family})
     plan = replace(shard_plan(other, module, world, precision), activation_checkpointing="none", compile=False)
+    # A frozen model may ask for a precision of its own, such as a VAE that overflows in fp16.
+    if own := getattr(family, "precision", None):
+        plan = replace(plan, compute=resolve_precision(own, world.device).compute)
     family.choose_kernels(module, device=world.device.type, compute=precision.compute, packed=False)
     mesh = make_mesh(plan.layout, world)
     shard(module, plan, mesh, family=family, weights=weights, device=world.device, seed=recipe.seed)

@@ -92,6 +92,8 @@ class Encoder(Part):
     """Whether a sample may be cut anywhere and go on in another row, as running text may; others are packed whole."""
     lays_out: ClassVar[bool] = False
     """Whether the objective lays texts out in rows by itself; the feature `lengths` then has an entry for each text."""
+    unit: ClassVar[str] = "tokens"
+    """What speed is counted in. `images`: each sample is one."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -115,6 +117,13 @@ class Encoder(Part):
 
     def settle(self, store: Store) -> None:
         """Takes from the encoded training data what no single record tells; on every rank, before the first batch."""
+
+    def close(self) -> None:
+        """Frees what only encoding needs; called when all data is encoded."""
+
+    def identity(self, store: Store) -> dict[str, str]:
+        """What the encoded training data follows from beside its records, by name: must not change up to a resume."""
+        return {}
 
     def texts(self, record: Record) -> list[str]:
         """The plain text in a record, for training a tokenizer; none where there is none."""

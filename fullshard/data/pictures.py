@@ -6,6 +6,7 @@ not know records, labels, batches or ranks.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -36,6 +37,17 @@ class Picture:
     @property
     def is_latent(self) -> bool:
         return bool(self.values.dtype == np.float32)
+
+    def fingerprint(self) -> int:
+        """64 bits of a hash of what was read."""
+        found = hashlib.blake2b(f"{self.values.dtype}{self.values.shape}".encode(), digest_size=8)
+        found.update(self.values.tobytes())
+        return int.from_bytes(found.digest(), "little", signed=True)
+
+
+def floats(values: np.ndarray) -> np.ndarray:
+    """Pixels from -1 to 1; latents as they are."""
+    return values if values.dtype == np.float32 else values.astype(np.float32) / np.float32(127.5) - np.float32(1)
 
 
 def read(value: Any, column: str, *, root: Path | None, size: int | None, channels: Literal[1, 3] | None) -> Picture:
@@ -158,4 +170,4 @@ def _cropped(image: Image.Image, size: int) -> Image.Image:
     return resized.crop((left, top, left + size, top + size))
 
 
-__all__ = ["Picture", "read"]
+__all__ = ["Picture", "floats", "read"]

@@ -119,6 +119,7 @@ def prepare(
         held_from = Stored(records, store, kept)
         held = _samples("validation", store, kept, encoder, length, pack, report)
     trained = _samples("train", store, chosen, encoder, length, pack, report)
+    encoder.close()
     return Prepared(
         train=trained,
         validation=held,
@@ -179,7 +180,8 @@ def _samples(
             if "image_sizes" in store.names:
                 rows += f", {counted(int(store.sizes('image_sizes')[chosen].sum()), 'image')}"
     num_records = len(np.unique(store.records[chosen]))
-    counts = [(num_records, "record"), (len(chosen), "sample"), (samples.num_tokens, "token")]
+    counts = [(num_records, "record"), (len(chosen), "sample")]
+    counts += [(samples.num_tokens, "token")] if encoder.unit == "tokens" else []
     report.append(f"{name}: {', '.join(counted(*count) for count in counts)}, {rows}")
     return samples
 

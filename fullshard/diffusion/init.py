@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.hf.edits import ADAPTER
+
 
 @torch.no_grad()
 def initialise(unit: nn.Module) -> None:
@@ -23,14 +25,19 @@ def initialise(unit: nn.Module) -> None:
             for parameter in layer.parameters():
                 if not parameter.is_meta:
                     parameter.zero_()
+        _adapters(part)
 
 
 def _zero_layers(part: nn.Module) -> list[nn.Module]:
     """Of one module: the linear of an adaptive norm, so that blocks pass on what they get, and a last projection."""
-    names = ["linear"] if type(part).__name__.startswith("AdaLayerNorm") else []
+    kind = type(part).__name__
+    # That of PixArt serves all blocks, and each adds numbers of its own: there nothing is zero.
+    names = ["linear"] if "AdaLayerNorm" in kind and kind != "AdaLayerNormSingle" else []
     if hasattr(part, "transformer_blocks"):
         names += ["proj_out", "proj_out_1", "proj_out_2"]
-    return [layer for name in names if isinstance(layer := getattr(part, name, None), nn.Linear)]
+    layers = (getattr(part, name, None) for name in names)
+    plain = (getattr(layer, "base_layer", layer) for layer in layers)
+    return [layer for layer in plain if isinstance(layer, nn.Linear)]
 
 
 def _layer(part: Any) -> None:
@@ -45,5 +52,16 @@ def _layer(part: Any) -> None:
     elif hasattr(part, "reset_parameters"):
         part.reset_parameters()
     else:  # a parameter that belongs to no layer, such as a scale
-        for parameter in part.parameters(recurse=False):
-            nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.constant_(parameter, 0.0 if name == "bias" else 1.0)
+
+
+def _adapters(part: Any) -> None:
+    """Adapters that change nothing yet."""
+    if hasattr(part, "reset_lora_parameters"):
+        own = [p for name, p in part.named_parameters() if name.startswith("lora_")]
+        if own and not any(p.is_meta for p in own):
+            part.reset_lora_parameters(ADAPTER, init_lora_weights=True)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from fullshard.data.order import FIXED, draws
+from fullshard.ops.denoising import Text, without
 from fullshard.ops.keyed_noise import NOISE, normal
 
 Method = Literal["euler", "heun"]
@@ -28,31 +29,48 @@ def sample(
     steps: int,
     guidance: float,
     method: Method,
+    text: Text | None = None,
 ) -> torch.Tensor:
-    """(images, *shape) fp32, one for each number. `guidance` 1 asks the model once; more, what the label changes counts
-    so many times."""
+    """(images, *shape) fp32, one for each number. `guidance` 1 asks the model once; more, what the label and the text
+    change counts so many times."""
     keys = torch.from_numpy(draws(numbers.cpu().numpy(), seed=seed, stream=FIXED)).to(numbers.device)
     state: torch.Tensor = objective.start(normal(keys, shape, NOISE))
     levels = objective.levels(steps)
+    given = labels, text
     for level, following in zip(levels, levels[1:], strict=False):
         width = objective.coordinate(following) - objective.coordinate(level)
-        slope = _slope(objective, model, state, level, labels, guidance)
+        slope = _slope(objective, model, state, level, given, guidance)
         ahead = state + width * slope
         if method == "heun" and following != levels[-1]:  # at the end of the way the model has nothing to say
-            slope = (slope + _slope(objective, model, ahead, following, labels, guidance)) / 2
+            slope = (slope + _slope(objective, model, ahead, following, given, guidance)) / 2
             ahead = state + width * slope
         state = ahead
     return state
 
 
 def _slope(
-    objective: Any, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, guidance: float
+    objective: Any,
+    model: Any,
+    state: torch.Tensor,
+    level: float,
+    given: tuple[torch.Tensor | None, Text | None],
+    guidance: float,
 ) -> torch.Tensor:
-    if labels is None or guidance == 1:
-        found: torch.Tensor = objective.slope(model, state, level, labels)
-        return found
-    both = objective.slope(
-        model, torch.cat([state, state]), level, torch.cat([labels, torch.full_like(labels, model.null_label)])
-    )
-    with_label, without = torch.chunk(both, 2)
-    return without + guidance * (with_label - without)
+    labels, text = given
+    if guidance == 1 or (labels is None and text is None):
+        return _asked(objective, model, state, level, labels, text)
+    if labels is not None:
+        labels = torch.cat([labels, torch.full_like(labels, model.null_label)])
+    if text is not None:
+        none = without(text)
+        text = {name: torch.cat([part, none[name]]) for name, part in text.items()}
+    both = _asked(objective, model, torch.cat([state, state]), level, labels, text)
+    conditioned, free = torch.chunk(both, 2)
+    return free + guidance * (conditioned - free)
+
+
+def _asked(
+    objective: Any, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, text: Text | None
+) -> torch.Tensor:
+    found: torch.Tensor = objective.slope(model, state, level, labels, **({} if text is None else {"text": text}))
+    return found

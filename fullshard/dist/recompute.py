@@ -5,6 +5,7 @@ Non-reentrant, and without wrapper modules, so parameter names stay what they we
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ def apply(blocks: Sequence[nn.Module], mode: str) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
-    # A function of its own: of a functools.partial torch.compile captures nothing, without a word.
+    # A function of its own: of a functools.partial torch.compile captures nothing, without a word. With the block's own
+    # signature: which inputs must stay exact is found by their names.
+    @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **settings, **kwargs)
 

@@ -64,6 +64,9 @@ class Evaluation(Part):
         """Raises what would stop it at the first validation. Called before the ranks meet, with the empty model and the
         encoded validation data; None where there is none."""
 
+    def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
+        """The same, by how records become samples."""
+
     def run(self, inputs: EvaluationInputs) -> Findings:
         """Looks at the model; called on every rank with the same settings."""
         raise NotImplementedError

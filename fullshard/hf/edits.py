@@ -31,7 +31,7 @@ def add_lora(
     dropout: float,
     targets: str | list[str],
     base: str | None,
-    task: str = "CAUSAL_LM",
+    task: str | None = "CAUSAL_LM",
 ) -> None:
     """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta."""
     from peft import LoraConfig

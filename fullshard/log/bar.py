@@ -108,8 +108,9 @@ def status_line(record: Mapping[str, Any], run: Pace) -> str:
 
 
 def _speed(record: Mapping[str, Any]) -> list[tuple[str, int]]:
-    rate = record.get("tokens_per_second")
-    parts = [(f"{'-' if rate is None else words.short(rate)} tok/s", 11)]
+    unit = "img" if "images_per_second" in record else "tok"
+    rate = record.get("images_per_second", record.get("tokens_per_second"))
+    parts = [("-" if rate is None else f"{words.short(rate)} {unit}/s", 11)]
     if record.get("mfu") is not None:
         parts.append((f"MFU {record['mfu']:.1%}", 9))
     if record.get("memory_gib") is not None:

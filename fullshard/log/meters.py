@@ -44,7 +44,8 @@ class _Heard:
 class Meters:
     """Counts steps and gives one record per window.
 
-    `samples`, `tokens` and `seconds` start where a resumed run had got to. The first `warmup` steps of a process
+    `samples`, `tokens` and `seconds` start where a resumed run had got to; `unit` is what tokens are called: for images
+    each counts as one. The first `warmup` steps of a process
     (compiling, first allocations) never enter a rate. Waiting for the device belongs into the phase `compute`: read the
     loss inside it, or an asynchronous device makes `compute` look short.
     """
@@ -59,12 +60,14 @@ class Meters:
         tokens: int = 0,
         seconds: float = 0.0,
         warmup: int = 1,
+        unit: str = "tokens",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.samples, self.tokens = samples, tokens
         self.totals = dict.fromkeys(PHASES, 0.0)
         """Seconds per phase in this process, warm-up included."""
         self._flops_per_token, self._peak_flops, self._ranks = flops_per_token, peak_flops, ranks
+        self._unit = unit
         self._clock = clock
         self._began = clock() - seconds
         self._warmup = warmup
@@ -73,10 +76,17 @@ class Meters:
         self._windows_quiet: int | None = None
 
     @classmethod
-    def going_on(cls, progress: Progress, flops_per_token: float, peak_flops: float | None, *, ranks: int) -> Meters:
+    def going_on(cls, progress: Progress, flops: float, peak: float | None, *, ranks: int, unit: str) -> Meters:
         """Meters of a run that stands where `progress` says."""
-        counts = {"samples": progress.samples, "tokens": progress.tokens, "seconds": progress.seconds}
-        return cls(flops_per_token=flops_per_token, peak_flops=peak_flops, ranks=ranks, **counts)  # type: ignore[arg-type]
+        return cls(
+            flops_per_token=flops,
+            peak_flops=peak,
+            ranks=ranks,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            seconds=progress.seconds,
+            unit=unit,
+        )
 
     @property
     def seconds(self) -> float:
@@ -140,7 +150,7 @@ class Meters:
         seconds = self._clock() - window.began - sum(window.time.get(name, 0.0) for name in PAUSES)
         if window.steps == 0 or seconds <= 0:
             return {}
-        rates = {"tokens_per_second": round(window.tokens / seconds, 2)}
+        rates = {f"{self._unit}_per_second": round(window.tokens / seconds, 2)}
         if self._flops_per_token and self._peak_flops:
             flops = window.tokens / seconds * self._flops_per_token
             rates["mfu"] = round(flops / (self._peak_flops * self._ranks), 4)

@@ -1,10 +1,11 @@
-"""The diffusers family: denoisers by class and size, or from a folder or the hub; class-conditional or without labels.
+"""The diffusers family: denoisers by class and size, or from a folder or the hub; with labels, texts or neither.
 
-Must not know objectives, noise, ranks or sharding.
+Edits come in one order: adapters, frozen parameters. Must not know objectives, noise, ranks or sharding.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,10 +14,16 @@ from pydantic import Field, model_validator
 
 from fullshard.diffusion.shapes import class_of, completed, named_size
 from fullshard.models.base import Family, Weights
+from fullshard.models.hf import Lora
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+logger = logging.getLogger(__name__)
+
+REHEARSED = 2
+"""Images in a forward pass without values."""
 
 
 class Diffusers(Family):
@@ -29,13 +36,17 @@ class Diffusers(Family):
     path: str | None = None
     """A folder or hub name to start from: of a denoiser, or of a pipeline that has one."""
     architecture: str | None = None
-    """Start from scratch: dit, unet, or a class of diffusers."""
+    """Start from scratch: dit, unet, sd3, flux, pixart, unet_text, or the class of diffusers."""
     size: str | None = None
-    """The named size of the architecture: S, B, L or XL with a patch of 2, 4 or 8 (XL/2); tiny."""
+    """The named size: tiny of every architecture; of dit also S, B, L or XL with a patch of 2, 4 or 8 (XL/2)."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Settings of the class that differ: sample_size, in_channels, num_layers, ..."""
     classes: int | None = Field(None, ge=1)
     """Labels from 0 to one less; one more row stands for none. null: as stored, and without labels from scratch."""
+    guidance: float = Field(3.5, ge=0)
+    """What a model that takes its guidance as an input (Flux with guidance_embeds) is told, always."""
+    lora: Lora | None = None
+    """Train adapters instead of the model: true, a rank, or settings."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     freeze: list[str] = Field(default_factory=list)
@@ -66,9 +77,27 @@ class Diffusers(Family):
         name, settings = self._settings()
         with init_empty_weights(include_buffers=False):
             module: nn.Module = class_of(name).from_config(settings)
-        bind(module, classes=self._classes(name, settings))
+        bind(module, classes=self._classes(name, settings), guidance=self.guidance)
+        if self.lora is not None:
+            self._adapt(module, self.lora)
         freeze(module, self.freeze)
         return module
+
+    def _adapt(self, module: nn.Module, settings: Lora) -> None:
+        from fullshard.diffusion.adapter import every_linear
+        from fullshard.hf.edits import add_lora
+
+        if self.path is None:
+            logger.warning("model.lora on a model from scratch: its random base is frozen and never exported")
+        add_lora(
+            module,
+            r=settings.r,
+            alpha=settings.alpha,
+            dropout=settings.dropout,
+            targets=every_linear(module) if settings.targets == "all-linear" else settings.targets,
+            task=None,
+            base=self.path,
+        )
 
     def weights(self, module: nn.Module) -> Weights | None:
         from fullshard.diffusion.files import FolderWeights
@@ -89,17 +118,40 @@ class Diffusers(Family):
 
         initialise(unit)
 
+    def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """fp32 for what is trained; frozen parameters stay in the half precision they are stored in, if they are."""
+        import torch
+
+        stored = torch.float32 if parameter.requires_grad else self._stored_dtype()
+        return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
+
     def rehearse(self, module: nn.Module) -> None:
         import torch
 
         model: Any = module
-        size, channels = model.config.sample_size or 32, model.config.in_channels
+        size = getattr(model.config, "sample_size", None) or 32
         sides = (size, size) if isinstance(size, int) else tuple(size)
-        noisy, times = torch.empty(2, channels, *sides, device="meta"), torch.empty(2, device="meta")
-        model.denoise(noisy, times, None)
+        noisy = torch.empty(REHEARSED, model.image_channels, *sides, device="meta")
+        times = torch.empty(REHEARSED, device="meta")
+        model.denoise(noisy, times)
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
-        return 6.0 * sum(p.numel() for p in module.parameters())
+        """Of an image: the matrix products of a forward pass, as torch counts them, and twice as many backward; once
+        where weights are frozen, which need no gradient."""
+        import copy
+
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counter:
+            self.rehearse(copy.deepcopy(module).to("meta"))
+        passes = 2 if self.lora is not None else 3
+        return float(passes * counter.get_total_flops() / REHEARSED)
+
+    def exports(self, module: nn.Module, name: str) -> bool:
+        from fullshard.hf.edits import has_adapters, is_adapter
+        from fullshard.ops.scalars import is_scalar
+
+        return is_adapter(name) or not (has_adapters(module) or is_scalar(name))
 
     def export(
         self,
@@ -109,12 +161,26 @@ class Diffusers(Family):
         *,
         processor: Any,
         dtype: torch.dtype | None = None,
+        merged: bool = False,
     ) -> None:
-        """Configuration and weights in diffusers' own layout."""
+        """Adapters alone, or configuration and weights in diffusers' own layout, in the dtype they were stored in."""
+        from fullshard.diffusion.adapter import write_adapter
         from fullshard.diffusion.files import write_model
+        from fullshard.hf.edits import has_adapters
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_model(module, tensors, folder, dtype=dtype)
+        if has_adapters(module) and not merged:
+            write_adapter(module, tensors, folder, dtype=dtype)
+            return
+        write_model(module, tensors, folder, dtype=dtype or self._stored_dtype(), merged=merged)
+
+    def _stored_dtype(self) -> torch.dtype:
+        import torch
+
+        from fullshard.diffusion.files import stored_dtype
+
+        folder = self.stored_in()
+        return torch.float32 if folder is None else stored_dtype(folder)
 
     def _settings(self) -> tuple[str, dict[str, Any]]:
         """The name of the class, and all of its settings."""
@@ -122,14 +188,13 @@ class Diffusers(Family):
 
         folder = self.stored_in()
         if folder is not None:
-            stored = read_config(folder)
-            name = str(stored.pop("_class_name"))
-            stored = {key: value for key, value in stored.items() if not key.startswith("_")}
-            return name, completed(name, {**stored, **self.overrides}, classes=self.classes, where="model.overrides")
-        assert self.architecture is not None
-        name = class_of(self.architecture).__name__
-        sized = named_size(name, self.size) if self.size is not None else {}
-        return name, completed(name, {**sized, **self.overrides}, classes=self.classes, where="model.overrides")
+            name, settings = read_config(folder)
+        else:
+            assert self.architecture is not None
+            name = class_of(self.architecture).__name__
+            settings = named_size(name, self.size) if self.size is not None else {}
+        settings, stored = {**settings, **self.overrides}, folder is not None
+        return name, completed(name, settings, classes=self.classes, stored=stored, where="model.overrides")
 
     def _classes(self, name: str, settings: dict[str, Any]) -> int | None:
         """How many labels there are; a stored model knows, and the last row of a table is the one for none."""

@@ -11,20 +11,24 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import nn
 
+from fullshard.models.base import Family
 from fullshard.objectives.base import Batch, Objective, Terms
 from fullshard.ops.denoising import (
     Betas,
     Prediction,
+    Text,
     alphas_cumprod,
     check_denoiser,
+    denoised,
     given,
     last_times,
     min_snr_weights,
     noised,
     require_denoiser,
+    require_vae,
     sum_of_means,
     velocity,
 )
@@ -47,22 +51,32 @@ class DDPM(Objective):
     min_snr: float | None = Field(None, gt=0)
     """Weigh timesteps down whose ratio of signal to noise is above this, so that easy ones do not lead; 5 is usual."""
     label_drop: float | None = Field(None, ge=0, le=1)
-    """The share of labels replaced by the one that means none, for guidance without a classifier; null: 0.1 where the
-    model has such a label."""
+    """The share of labels, or texts, replaced by what means none, for guidance without a classifier; null: 0.1 where
+    the model takes texts, or has a label that means none."""
+    vae: Family | None = None
+    """A frozen VAE (kind: autoencoder): images become latents in every step; null: the data is taken as it is."""
+
+    @model_validator(mode="after")
+    def _vae_is_one(self) -> DDPM:
+        require_vae(self.vae)
+        return self
 
     def extend(self, module: nn.Module) -> None:
         require_denoiser(module, kind=self.kind(), label_drop=self.label_drop)
+
+    def frozen(self) -> dict[str, Any]:
+        return {"vae": self.vae} if self.vae is not None else {}
 
     def count(self, batch: Batch) -> int:
         return int((batch["sample_ids"] >= 0).sum())
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
-        denoiser: Any = model
-        images, labels = given(model, batch, label_drop=self.label_drop)
+        seen = given(model, batch, label_drop=self.label_drop, vae=aux.get("vae"))
+        images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
         timesteps = self.timesteps(uniform(batch["draws"], TIME))
         kept = alphas_cumprod(self.betas, self.num_timesteps, images.device)[timesteps]
-        found = denoiser.denoise(noised(images, noise, kept), timesteps, labels)
+        found = denoised(model, noised(images, noise, kept), timesteps, seen.labels, seen.text)
         target = noise if self.prediction == "epsilon" else velocity(images, noise, kept)
         apart = F.mse_loss(found.float(), target, reduction="none").flatten(1)
         if self.min_snr is not None:
@@ -86,12 +100,14 @@ class DDPM(Objective):
         kept = self._kept(level)
         return math.sqrt((1 - kept) / kept)
 
-    def slope(self, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None) -> torch.Tensor:
+    def slope(
+        self, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, text: Text | None = None
+    ) -> torch.Tensor:
         """How the state changes with the coordinate."""
         kept = self._kept(level)
         noisy = state * math.sqrt(kept)
         timesteps = torch.full((len(state),), int(level), device=state.device)
-        found: torch.Tensor = model.denoise(noisy, timesteps, labels)
+        found = denoised(model, noisy, timesteps, labels, text)
         return found if self.prediction == "epsilon" else math.sqrt(kept) * found + math.sqrt(1 - kept) * noisy
 
     def _kept(self, level: float) -> float:
@@ -102,9 +118,8 @@ class DDPM(Objective):
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """The prediction has the image's shape, and timesteps that lie side by side reach the model apart."""
-        images: torch.Tensor = batch["images"]
-        timesteps = self.timesteps(last_times(self.num_timesteps, images.device))
-        return check_denoiser(model, images, timesteps, compute=compute)
+        timesteps = self.timesteps(last_times(self.num_timesteps, batch["images"].device))
+        return check_denoiser(model, batch, timesteps, compute=compute, vae=self.vae)
 
 
 __all__ = ["DDPM"]

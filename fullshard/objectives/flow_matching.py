@@ -13,8 +13,18 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import nn
 
+from fullshard.models.base import Family
 from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.ops.denoising import check_denoiser, given, last_times, require_denoiser, sum_of_means
+from fullshard.ops.denoising import (
+    Text,
+    check_denoiser,
+    denoised,
+    given,
+    last_times,
+    require_denoiser,
+    require_vae,
+    sum_of_means,
+)
 from fullshard.ops.keyed_noise import NOISE, TIME, normal, uniform
 
 FINE = 1000
@@ -37,8 +47,10 @@ class FlowMatching(Objective):
     compare: Literal["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"] = Field("mse_loss", alias="loss")
     """How prediction and target are compared: a loss of torch.nn.functional, by its name."""
     label_drop: float | None = Field(None, ge=0, le=1)
-    """The share of labels replaced by the one that means none, for guidance without a classifier; null: 0.1 where the
-    model has such a label."""
+    """The share of labels, or texts, replaced by what means none, for guidance without a classifier; null: 0.1 where
+    the model takes texts, or has a label that means none."""
+    vae: Family | None = None
+    """A frozen VAE (kind: autoencoder): images become latents in every step; null: the data is taken as it is."""
     timestep_scale: float = Field(1000.0, gt=0)
     """The model is told the time, 0 to 1, multiplied by this."""
     integer_time: bool = False
@@ -58,19 +70,28 @@ class FlowMatching(Objective):
             )
         return self
 
+    @model_validator(mode="after")
+    def _vae_is_one(self) -> FlowMatching:
+        require_vae(self.vae)
+        return self
+
     def extend(self, module: nn.Module) -> None:
         require_denoiser(module, kind=self.kind(), label_drop=self.label_drop)
+
+    def frozen(self) -> dict[str, Any]:
+        return {"vae": self.vae} if self.vae is not None else {}
 
     def count(self, batch: Batch) -> int:
         return int((batch["sample_ids"] >= 0).sum())
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
-        denoiser: Any = model
-        images, labels = given(model, batch, label_drop=self.label_drop)
+        seen = given(model, batch, label_drop=self.label_drop, vae=aux.get("vae"))
+        images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
         times = self.times(batch["draws"])
         share = times.reshape(-1, *(1,) * (images.dim() - 1))
-        found = denoiser.denoise((1 - share) * images + share * noise, self.timesteps(times), labels)
+        noisy = (1 - share) * images + share * noise
+        found = denoised(model, noisy, self.timesteps(times), seen.labels, seen.text)
         return Terms(sum_of_means(getattr(F, self.compare)(found.float(), noise - images, reduction="none"), batch))
 
     def times(self, draws: torch.Tensor) -> torch.Tensor:
@@ -97,17 +118,17 @@ class FlowMatching(Objective):
         """What the way runs along: time."""
         return level
 
-    def slope(self, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None) -> torch.Tensor:
+    def slope(
+        self, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, text: Text | None = None
+    ) -> torch.Tensor:
         """How the state changes with the coordinate."""
         times = torch.full((len(state),), level, device=state.device)
-        found: torch.Tensor = model.denoise(state, self.timesteps(times), labels)
-        return found
+        return denoised(model, state, self.timesteps(times), labels, text)
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """The prediction has the image's shape, and times that lie side by side reach the model apart."""
-        images: torch.Tensor = batch["images"]
-        times = last_times(int(self.timestep_scale) if self.integer_time else FINE, images.device)
-        return check_denoiser(model, images, self.timesteps(times), compute=compute)
+        times = last_times(int(self.timestep_scale) if self.integer_time else FINE, batch["images"].device)
+        return check_denoiser(model, batch, self.timesteps(times), compute=compute, vae=self.vae)
 
 
 __all__ = ["FlowMatching"]

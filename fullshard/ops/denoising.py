@@ -1,13 +1,15 @@
 """What objectives of denoising share: the betas of DDPM, what a denoiser is given of a batch, and proofs about it.
 
-A denoiser has the method `denoise(noisy, timesteps, labels)`; `num_classes` is None where it takes no labels, and
-`null_label`, where it has one, is the label that means none. Must not know a model's class, optimizers or ranks.
+A denoiser has the method `denoise(noisy, timesteps, labels, text=...)`; `num_classes` is None where it takes no labels,
+and `null_label`, where it has one, is the label that means none; `text_width` and `pooled_width` are None where it
+takes no texts. Must not know a model's class, optimizers or ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -18,9 +20,11 @@ from fullshard.ops.keyed_noise import LABEL_DROP, uniform
 
 Betas = Literal["linear", "cosine"]
 Prediction = Literal["epsilon", "v"]
+Text = dict[str, torch.Tensor]
+"""States (B, T, D), their mask (B, T), and pooled (B, P) where the model takes one vector for the whole text, too."""
 
 LABELS_DROPPED = 0.1
-"""The share of labels that is dropped where the recipe names none and the model knows a label that means none."""
+"""The share of labels and texts that is dropped where the recipe names none and the model knows what means none."""
 NEIGHBOURS = 10
 """Timesteps that a model is tried with before the first step: the last ones, where floating formats are coarsest. With
 the first timestep that makes eleven, a number that is rarely a dimension of anything else."""
@@ -59,24 +63,72 @@ def min_snr_weights(kept: torch.Tensor, gamma: float, prediction: Prediction) ->
     return snr.clamp(max=gamma) / (snr if prediction == "epsilon" else snr + 1)
 
 
-def given(model: Any, batch: dict[str, Any], *, label_drop: float | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Images and labels as the model gets them, some labels replaced by the one that means none. Fillers are blank, so
-    that nothing that they happen to hold reaches the model."""
+@dataclass(frozen=True)
+class Given:
+    """What a denoiser gets of a batch."""
+
+    images: torch.Tensor
+    labels: torch.Tensor | None
+    text: Text | None
+
+
+def given(model: Any, batch: dict[str, Any], *, label_drop: float | None, vae: Any = None) -> Given:
+    """Images, or what `vae` makes of them, labels and texts; some of these two are replaced by what means none, both of
+    a sample together. Fillers are blank, so that nothing that they happen to hold reaches the model."""
     real = batch["sample_ids"] >= 0
     images = torch.where(_wide(real, batch["images"]), batch["images"].float(), 0.0)
-    if getattr(model, "num_classes", None) is None:
-        return images, None
-    labels = torch.where(real, batch["label"], 0)
-    if share := _drop_rate(model, label_drop):
-        labels = torch.where(uniform(batch["draws"], LABEL_DROP) < share, model.null_label, labels)
-    return images, labels
+    if vae is not None:
+        with torch.no_grad():
+            images = vae.encode_images(images)
+    share = _drop_rate(model, label_drop)
+    dropped = uniform(batch["draws"], LABEL_DROP) < share if share else torch.zeros_like(real)
+    labels = None
+    if getattr(model, "num_classes", None) is not None:
+        labels = torch.where(real, batch["label"], 0)
+        if share and model.null_label is not None:
+            labels = torch.where(dropped, model.null_label, labels)
+    text = None
+    if getattr(model, "text_width", None) is not None:
+        text = without(texts_of(model, batch), dropped | ~real)
+    return Given(images, labels, text)
+
+
+def texts_of(model: Any, batch: dict[str, Any]) -> Text:
+    """The texts of a batch, in the parts that the model takes."""
+    parts = {"states": "text_states", "mask": "text_mask"}
+    if getattr(model, "pooled_width", None) is not None:
+        parts["pooled"] = "text_pooled"
+    return {name: batch[key] for name, key in parts.items()}
+
+
+def without(text: Text, dropped: torch.Tensor | None = None) -> Text:
+    """Texts replaced by none, which is one token of zeros and a pooled vector of zeros: those that `dropped` (B,) says,
+    or all."""
+    if dropped is None:
+        dropped = torch.ones_like(text["mask"][:, 0])
+    found = {name: torch.where(_wide(dropped, part), 0.0, part) for name, part in text.items() if name != "mask"}
+    first = torch.arange(text["mask"].shape[1], device=dropped.device) == 0
+    return {**found, "mask": torch.where(dropped[:, None], first, text["mask"])}
+
+
+def denoised(
+    model: Any, noisy: torch.Tensor, timesteps: torch.Tensor, labels: torch.Tensor | None, text: Text | None
+) -> torch.Tensor:
+    """What the model predicts; one that takes no texts need not have an argument for them."""
+    found: torch.Tensor = model.denoise(noisy, timesteps, labels, **({} if text is None else {"text": text}))
+    return found
 
 
 def _drop_rate(model: Any, label_drop: float | None) -> float:
-    """The share of labels that is dropped, as the recipe says or by what the model knows."""
+    """The share of labels and texts that is dropped, as the recipe says or by what the model knows."""
     if label_drop is not None:
         return label_drop
-    return 0.0 if getattr(model, "null_label", None) is None else LABELS_DROPPED
+    return LABELS_DROPPED if _knows_none(model) else 0.0
+
+
+def _knows_none(model: Any) -> bool:
+    """Whether there is something to say in place of a label or a text: for texts there always is."""
+    return getattr(model, "null_label", None) is not None or getattr(model, "text_width", None) is not None
 
 
 def sum_of_means(apart: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
@@ -91,10 +143,19 @@ def require_denoiser(module: Any, *, kind: str, label_drop: float | None) -> Non
             f"objective.kind = {kind} needs a model that denoises images, and {type(module).__name__} has no method "
             "denoise. Use model.kind: diffusers."
         )
-    if label_drop and getattr(module, "null_label", None) is None:
+    if label_drop and not _knows_none(module):
         raise RecipeError(
             f"objective.label_drop = {label_drop:g}, and {type(module).__name__} has no label that means none: only 0 "
             "is allowed. Leave objective.label_drop out, or give the model its classes (model.classes)."
+        )
+
+
+def require_vae(family: Any) -> None:
+    """Refuses a frozen model that makes no latents, in words for a check of settings."""
+    if family is not None and not hasattr(family, "latent_shape"):
+        raise ValueError(
+            f"objective.vae.kind = {family.kind()} makes no latents of images. Use objective.vae: {{kind: autoencoder, "
+            "path: FOLDER}"
         )
 
 
@@ -104,20 +165,63 @@ def last_times(num: int, device: torch.device) -> torch.Tensor:
     return (steps + 0.5) / num
 
 
+def require_data(model: Any, batch: dict[str, Any], *, channels: int) -> None:
+    """Refuses a first batch whose images or texts are not those that the model takes."""
+    wanted = getattr(model, "image_channels", getattr(getattr(model, "config", None), "in_channels", None))
+    states = batch["text_states"].shape[-1] if "text_states" in batch else None
+    pooled = batch["text_pooled"].shape[-1] if "text_pooled" in batch else None
+    takes, takes_pooled = getattr(model, "text_width", None), getattr(model, "pooled_width", None)
+    name = type(model).__name__.removeprefix("FSDP")
+    if wanted is not None and channels != wanted:
+        raise RecipeError(
+            f"The images or latents of data.train have {channels} channels, and {name} takes {wanted}. Choose other "
+            f"data, or give the model as many: model.overrides.in_channels={channels}."
+        )
+    if takes is None and states is not None:
+        raise RecipeError(
+            f"data.encode.text gives texts, and {name} takes none. Leave data.encode.text out, or choose a model that "
+            "is conditioned on texts."
+        )
+    if takes is not None and states is None:
+        raise RecipeError(
+            f"{name} is conditioned on texts (states of {takes}), and the data has none. Name the text encoder in "
+            "data.encode.text, with records that have a text."
+        )
+    if takes != states:
+        raise RecipeError(
+            f"data.encode.text gives states of {states}, and {name} takes {takes}. Choose the text encoder that the "
+            "model was made for."
+        )
+    if takes_pooled is not None and takes_pooled != pooled:
+        raise RecipeError(
+            f"{name} takes a vector of {takes_pooled} for a whole text, and data.encode.text gives "
+            f"{'none' if pooled is None else pooled}. Name an encoder that gives it, such as CLIP, before that of the "
+            "states: data.encode.text: [{path: CLIP}, {path: T5}]."
+        )
+
+
 @torch.no_grad()
-def check_denoiser(model: Any, images: torch.Tensor, timesteps: torch.Tensor, *, compute: torch.dtype) -> list[str]:
+def check_denoiser(
+    model: Any, batch: dict[str, Any], timesteps: torch.Tensor, *, compute: torch.dtype, vae: Any = None
+) -> list[str]:
     """One image, at timesteps that lie side by side: the prediction has its shape, and no part of the model is given
-    two of the timesteps as one. Returns the line that says so, or none where no part takes timesteps."""
+    two of the timesteps as one. Returns the line that says so, or none where no part takes timesteps. `vae` says what
+    shape the images take on, and is not asked for more."""
+    images = batch["images"] if vae is None else _latents_of(batch["images"], vae)
+    require_data(model, batch, channels=images.shape[1])
     image = images[:1].float().expand(len(timesteps), *images.shape[1:]).contiguous()
     classes = getattr(model, "num_classes", None)
     labels = None if classes is None else torch.zeros(len(timesteps), dtype=torch.int64, device=images.device)
+    text = None
+    if getattr(model, "text_width", None) is not None:
+        text = {name: part[:1].expand(len(timesteps), *part.shape[1:]) for name, part in texts_of(model, batch).items()}
     told: dict[str, bool] = {}
     parts: list[tuple[str, nn.Module]] = list(model.named_modules())
     hooks = [part.register_forward_hook(_watch(name, told, timesteps), with_kwargs=True) for name, part in parts]
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
-            found = model.denoise(image, timesteps, labels)
+            found = denoised(model, image, timesteps, labels, text)
     finally:
         for hook in hooks:
             hook.remove()
@@ -136,6 +240,20 @@ def check_denoiser(model: Any, images: torch.Tensor, timesteps: torch.Tensor, *,
             "it, or use precision: fp32."
         )
     return [f"neighbouring timesteps reach the model apart ({dtype})"] if told else []
+
+
+def _latents_of(images: torch.Tensor, vae: Any) -> torch.Tensor:
+    """Zeros in the shape of the latents of images."""
+    most = float(images.abs().max())
+    if most > 1:
+        raise RecipeError(
+            f"objective.vae takes images with values from -1 to 1, and those of data.train go up to {most:g}. Leave "
+            "data.encode.mean and data.encode.scale out, and give images, not latents."
+        )
+    try:
+        return images.new_zeros(len(images), *vae.latent_shape(images.shape[1:]))
+    except ValueError as error:
+        raise RecipeError(f"objective.vae: an image of data.train {error}.") from None
 
 
 def _watch(name: str, told: dict[str, bool], timesteps: torch.Tensor) -> Any:
@@ -159,14 +277,20 @@ def _wide(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 __all__ = [
     "Betas",
+    "Given",
     "Prediction",
+    "Text",
     "alphas_cumprod",
     "check_denoiser",
+    "denoised",
     "given",
     "last_times",
     "min_snr_weights",
     "noised",
     "require_denoiser",
+    "require_vae",
     "sum_of_means",
+    "texts_of",
     "velocity",
+    "without",
 ]

@@ -58,11 +58,9 @@ def reference(run: Path) -> dict[str, torch.Tensor]:
     """What diffusers' EMAModel makes of the weights after each step."""
     from diffusers.training_utils import EMAModel
 
-    names: list[str] = []
-    follower = None
+    names, follower = sorted(average_of(run)), None
     for step in range(1, STEPS + 1):
         stored = open_tensors(run / f"checkpoint-{step}").section("model")
-        names = sorted(name for name in stored.names() if name in average_of(run))
         weights = [torch.nn.Parameter(stored.whole(name)) for name in names]
         follower = follower or EMAModel(weights, decay=DECAY)
         follower.step(weights)
@@ -80,11 +78,17 @@ def test_it_is_the_average_that_diffusers_keeps(straight: Path) -> None:
     assert any(not torch.equal(found[name], trained.whole(name)) for name in found)
 
 
-def test_four_ranks_and_a_split_keep_the_same(ranks: RankPool, folder: Path, straight: Path) -> None:
-    sections = {"sharding": {"strategy": "hybrid"}, "data": {"holdout": 0.1}, "batch": {"per_device": 2}}
-    run = run_of(ranks, averaged(folder, "four", **sections), world=4)
+@pytest.mark.parametrize(
+    ("name", "world", "sections"),
+    [("split", 1, {"batch": {"per_device": 2}}), ("copies", 2, {"sharding": {"strategy": "none"}})],
+)
+def test_ranks_splits_and_layouts_do_not_show(
+    ranks: RankPool, folder: Path, straight: Path, name: str, world: int, sections: dict[str, Any]
+) -> None:
+    run = run_of(ranks, averaged(folder, name, data={"holdout": 0.1}, **sections), world=world)
+    found = average_of(run)
     for name, tensor in average_of(straight).items():
-        torch.testing.assert_close(average_of(run)[name], tensor, rtol=0, atol=2e-5)
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5)
 
 
 def test_a_resumed_run_goes_on_with_the_same_average(ranks: RankPool, folder: Path, straight: Path) -> None:

@@ -1,6 +1,7 @@
-"""Images or latents, each perhaps with a class: one sample for each record, all of one shape.
+"""Images or latents, each perhaps with a class or a text: one sample for each record, all of one shape.
 
-Files are read once, when the data is encoded. Must not know files of records, ranks, noise or what is predicted.
+Files are read once, when the data is encoded; so are images and texts by a frozen VAE and text encoders. Must not know
+files of records, ranks, noise or what is predicted.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
+from fullshard.data import captions
 from fullshard.data.base import Encoder, Features, Record, Records
 from fullshard.data.columns import MAPPING, is_empty
+from fullshard.data.frozen import CODE, Frozen
 from fullshard.data.images import given, place, quiet
-from fullshard.data.pictures import Picture, read
-from fullshard.data.records import counted, keys_found
+from fullshard.data.pictures import Picture, floats, read
+from fullshard.data.records import combine, counted, digest, keys_found
+from fullshard.diffusion.latents import Latents
+from fullshard.diffusion.parts import give_back
+from fullshard.diffusion.texts import Texts
 from fullshard.errors import DataError
 from fullshard.part import did_you_mean
 
@@ -34,6 +40,7 @@ NO_LABEL = -1
 _COLUMNS = ("latent_vector_path", "path", "image")
 """Where an image or a latent is looked for: the first column that holds something."""
 _MOST_THREADS = 8
+_RESIZE = "Set data.encode.size to make the images alike, or take the record out."
 _DIGITS = 9
 """Measured numbers are rounded to so many, so that those in the report are those in use, on every kind of processor."""
 
@@ -43,9 +50,12 @@ class Images(Encoder):
 
     Pixels become numbers from -1 to 1, latents stay as they are; then the mean is taken off and the scale put on."""
 
+    unit: ClassVar[str] = "images"
+
     column_mapping: dict[str, str] = {}
-    """Which column of a record is its image (or latent) or its label, where it has another name than label, or
-    than latent_vector_path, path or image, of which the first that holds something is taken."""
+    """Which column of a record is its image (or latent), its label or its text, where it has another name than label,
+    than latent_vector_path, path or image, or than text, caption or prompt, of which the first that holds something is
+    taken."""
     root: Path | None = None
     """Where relative paths begin; null: in the current folder."""
     size: int | None = Field(None, ge=1)
@@ -60,25 +70,49 @@ class Images(Encoder):
     """Whether about half of the images, drawn anew in each epoch, are learned with left and right exchanged."""
     classes: int | None = Field(None, ge=1)
     """How many classes there are: each record needs a label from 0 to one less; null: any label from 0 on, or none."""
+    vae: Latents | None = None
+    """Images become latents, once, by this VAE; null: they stay images."""
+    text: list[Texts] | Texts | None = None
+    """Texts become states, once, by this text encoder; of several, states come from the last, and the one vector of a
+    whole text from the first that gives one. null: texts are not read."""
 
     _form: tuple[tuple[int, ...], bool] | None = PrivateAttr(None)
     """The shape that all samples must have, and whether they are latents: as data.train, or the first encoded here."""
     _scaling: tuple[float, float] | None = PrivateAttr(None)
     """Mean and scale, where they are measured."""
     _told: list[str] = PrivateAttr(default_factory=list)
+    _opened: Frozen | None = PrivateAttr(None)
+    """The VAE and the text encoders, as long as data is encoded."""
 
     @field_validator("column_mapping")
     @classmethod
     def _known(cls, mapping: dict[str, str]) -> dict[str, str]:
-        known = ["image", "label"]
+        known = ["image", "label", "text"]
         for name in mapping:
             if name not in known:
                 raise ValueError(
                     f"{name!r} is nothing a record of images has{did_you_mean(name, known)}. Known: {', '.join(known)}"
                 )
-        if len(set(mapping.values())) < len(mapping):
-            raise ValueError(f"{mapping['image']!r} is taken for 'image' and for 'label'")
+        taken: dict[str, str] = {}
+        for name, column in sorted(mapping.items()):
+            if (before := taken.setdefault(column, name)) != name:
+                raise ValueError(f"{column!r} is taken for {before!r} and for {name!r}")
         return mapping
+
+    @model_validator(mode="after")
+    def _fits(self) -> Images:
+        if self.vae is not None and self.flip:
+            raise ValueError(
+                "data.encode.flip = true flips images, and data.encode.vae stores their latents: a flipped latent is "
+                "not the latent of the flipped image. Leave flip out, or use objective.vae, which encodes in every step"
+            )
+        if self.text == []:
+            raise ValueError("data.encode.text = [] names no text encoder. Name one, or leave it out")
+        return self
+
+    @property
+    def _texts(self) -> list[Texts]:
+        return self.text if isinstance(self.text, list) else [self.text] if self.text is not None else []
 
     @property
     def is_measured(self) -> bool:
@@ -95,7 +129,8 @@ class Images(Encoder):
 
     def shown(self, images: Any) -> Any:
         mean, scale = self.scaling
-        return images / scale + mean
+        images = images / scale + mean
+        return images if self.vae is None else self.vae.decode(images)
 
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
         return self.encode_many([record], processor, length=length)[0]
@@ -105,7 +140,25 @@ class Images(Encoder):
             return []
         with quiet(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(records))) as pool:
             pictures = list(pool.map(self._read, records))
-        return [[self._features(picture, record)] for picture, record in zip(pictures, records, strict=True)]
+        labels = [self._label(record) for record in records]
+        sources = [picture.fingerprint() for picture in pictures]
+        written = [captions.caption(record, self.column_mapping.get("text")) for record in records if self.text]
+        # Last, and all together: a mistake in a record is found before anything heavy runs.
+        if self.vae is not None:
+            pictures = self._frozen().latents(pictures)
+        texts = self._frozen().states(written) if self.text else [{}] * len(records)
+        samples = zip(pictures, labels, sources, texts, strict=True)
+        return [[{**self._features(picture, label, source), **text}] for picture, label, source, text in samples]
+
+    def _frozen(self) -> Frozen:
+        """The VAE and the text encoders, opened when the first record needs them."""
+        self._opened = self._opened or Frozen(self.vae, self._texts)
+        return self._opened
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened = None
+            give_back()
 
     def _read(self, record: Record) -> Picture:
         column = self._column(record)
@@ -117,25 +170,26 @@ class Images(Encoder):
             )
         return picture
 
-    def _features(self, picture: Picture, record: Record) -> Features:
+    def _features(self, picture: Picture, label: int, source: int) -> Features:
         form = picture.values.shape, picture.is_latent
         self._form = self._form or form
         if form != self._form:
             raise DataError(
                 f"{picture.name} is {_words(*form)}, but the first sample is {_words(*self._form)}, and all "
-                f"need one shape. {_remedy(form, self._form)}"
+                f"need one shape. {_remedy(form, self._form) if self.vae is None else _RESIZE}"
             )
         # With an axis before it, so that the store holds each to the shape of the first, and counts one for each.
-        features = {"image": picture.values[None], "label": np.array([self._label(record)], dtype=np.int64)}
+        features = {"image": picture.values[None], "label": np.array([label], dtype=np.int64)}
+        features["source"] = np.array([source], dtype=np.int64)
         if self.is_measured:
-            values = _values(picture.values).astype(np.float64)
+            values = floats(picture.values).astype(np.float64)
             features["moments"] = np.array([[values.mean(), values.var()]])
         return features
 
     def _columns(self, record: Record) -> list[str]:
         """The columns that can hold the image or latent, and do."""
-        taken = self.column_mapping.get("label")
-        return [name for name in self._accepted if name != taken and not is_empty(record.get(name))]
+        taken = [column for name, column in self.column_mapping.items() if name != "image"]
+        return [name for name in self._accepted if name not in taken and not is_empty(record.get(name))]
 
     @property
     def _accepted(self) -> tuple[str, ...]:
@@ -190,7 +244,11 @@ class Images(Encoder):
         images = store.flat("image")
         self._form = shape, is_latent = images.shape[1:], images.dtype == np.float32
         values = "as they are" if is_latent else "pixels from -1 to 1"
+        values = values if self.vae is None else "by data.encode.vae"
         self._told = [f"{'latents' if is_latent else 'images'}: {_by(shape)}, {values}"]
+        if self.text:
+            width = store.flat("text_states").shape[1]
+            self._told.append(f"texts: at most {self._texts[-1].max_tokens} tokens, states of {width}")
         if self.is_measured:
             means, variances = store.flat("moments").T
             # All samples are equally large.
@@ -207,18 +265,33 @@ class Images(Encoder):
             self._told.append(f"scaling: mean = {mean!r}, scale = {scale!r} (measured over {of} of data.train)")
 
     def outside(self, records: Records) -> str:
-        """A fingerprint of the files that records name: of their places, sizes and times.
+        """A fingerprint of the files that records name: of their places, sizes and times; and of the VAE and text
+        encoders, with every weight.
 
         Where the first record holds its image itself, all are taken to; a look into each would read all of them."""
-        digest = hashlib.blake2b(digest_size=16)
+        weights = list(self._weights().values())
+        return "".join([*weights, *(map(digest, CODE) if weights else ()), self._files(records)])
+
+    def _weights(self) -> dict[str, str]:
+        """A fingerprint of each frozen model."""
+        parts = {"vae": self.vae, **{f"text[{index}]": text for index, text in enumerate(self._texts)}}
+        return {name: combine(*map(digest, part.files())) for name, part in parts.items() if part is not None}
+
+    def identity(self, store: Store) -> dict[str, str]:
+        sources = hashlib.blake2b(store.flat("source").tobytes(), digest_size=16).hexdigest() if len(store) else ""
+        weights = {f"content of data.encode.{name}": found for name, found in self._weights().items()}
+        return {"content of the images of data.train": sources, **weights}
+
+    def _files(self, records: Records) -> str:
+        found = hashlib.blake2b(digest_size=16)
         begin = place("", self.root).absolute()
         for index in range(len(records)):
             path = self._path(records[index])
             if path is not None:
-                digest.update(_stamp(os.path.join(begin, path)))
+                found.update(_stamp(os.path.join(begin, path)))
             elif index == 0:
                 return ""
-        return digest.hexdigest()
+        return found.hexdigest()
 
     def _path(self, record: Record) -> str | None:
         """The file that a record names."""
@@ -232,10 +305,10 @@ class Images(Encoder):
         return list(self._told)
 
     def reads(self, record: Record) -> list[str]:
-        column = self._column(record)
-        if "image" in self.column_mapping or column == "image":
-            return []
-        return [f"columns: image from {column} (by the keys of the first record)"]
+        text = captions.column_of(record, None) if self.text else None
+        found = {"image": self._column(record), **({"text": text} if text else {})}
+        said = [f"{name} from {column}" for name, column in found.items() if name not in (column, *self.column_mapping)]
+        return [f"columns: {'; '.join(said)} (by the keys of the first record)"] if said else []
 
     def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
         """Flips the images whose draw says so."""
@@ -250,7 +323,7 @@ class Images(Encoder):
         return {**batch, "images": torch.where(flipped[:, None, None, None], images.flip(-1), images)}
 
     def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
-        """`images` fp32 (B, C, H, W), scaled, and `label` int64 (B,), -1 for none."""
+        """`images` fp32 (B, C, H, W), scaled, `label` int64 (B,), -1 for none, and texts where data.encode.text is."""
         import torch
 
         shapes = [sample["image"].shape[1:] for sample in samples]
@@ -263,11 +336,12 @@ class Images(Encoder):
                     f"{_by(wanted)}. Give data.train and data.validation one shape."
                 )
         mean, scale = self.scaling
-        images = _values(np.concatenate([sample["image"] for sample in samples]))
+        images = floats(np.concatenate([sample["image"] for sample in samples]))
         if (mean, scale) != (0.0, 1.0):
             images = (images - np.float32(mean)) * np.float32(scale)
         labels = np.concatenate([sample["label"] for sample in samples])
-        return {"images": torch.from_numpy(images), "label": torch.from_numpy(labels)}
+        texts = captions.collate(samples, max_tokens=self._texts[-1].max_tokens) if self.text else {}
+        return {"images": torch.from_numpy(images), "label": torch.from_numpy(labels), **texts}
 
 
 def _value(value: Any, column: str) -> Any:
@@ -297,11 +371,6 @@ def _whole_number(value: Any) -> int | None:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     return int(value) if isinstance(value, (float, np.floating)) and float(value).is_integer() else None
-
-
-def _values(stored: np.ndarray) -> np.ndarray:
-    """Pixels from -1 to 1; latents as they are."""
-    return stored if stored.dtype == np.float32 else stored.astype(np.float32) / np.float32(127.5) - np.float32(1)
 
 
 def _rounded(number: float) -> float:

@@ -97,7 +97,7 @@ def test_a_table_of_latent_files(tmp_path: Path) -> None:
     data = run(train, tmp_path / "cache", Images(root=tmp_path, classes=3))
     assert data.report[0] == "encoder: image"
     assert "columns: image from latent_vector_path (by the keys of the first record)" in data.report
-    assert "train: 6 records, 6 samples, 6 tokens, not packed" in data.report
+    assert "train: 6 records, 6 samples, not packed" in data.report
     batches = list(Loader(data.train, data.encoder, per_device=4).once())
     found = torch.cat([batch["images"] for batch in batches])
     assert found.dtype == torch.float32

@@ -108,3 +108,28 @@ def test_euler_steps_are_those_of_diffusers(model: Any) -> None:
         noise = model(state, timestep[None], class_labels=labels).sample
         state = scheduler.step(noise, timestep, state, eta=0.0).prev_sample
     torch.testing.assert_close(found, state, rtol=1e-4, atol=1e-4)
+
+
+class Listener:
+    """Predicts what it is told, in the mean of the tokens that count."""
+
+    null_label = None
+
+    def denoise(self, noisy: torch.Tensor, timesteps: torch.Tensor, labels: Any, text: Any) -> torch.Tensor:
+        counted = (text["states"] * text["mask"][..., None]).sum((1, 2)) / text["mask"].sum(1)
+        return (counted + text["pooled"].sum(1))[:, None, None, None].expand_as(noisy) + 0.25
+
+
+@pytest.mark.parametrize("method", ["euler", "heun"])
+def test_guidance_counts_what_the_text_changes(method: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states, pooled = torch.randn(2, 4, 3, generator=generator), torch.randn(2, 5, generator=generator)
+    text = {"states": states, "mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool(), "pooled": pooled}
+    chosen, model = objective(kind="flow_matching"), Listener()
+    start = normal(torch.from_numpy(draws(np.arange(2), seed=0, stream=FIXED)), SHAPE, NOISE)
+    told = torch.stack([states[0, :2].sum() / 2, states[1].sum() / 4]) + pooled.sum(1)
+    for guidance in (0.0, 1.0, 3.0):
+        found = made(chosen, model, None, torch.arange(2), text=text, guidance=guidance, method=method)
+        # Without a text there is one token of zeros: 0.25 alone.
+        expected = start - (guidance * told + 0.25)[:, None, None, None]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -59,6 +59,15 @@ def test_a_record_states_totals_of_the_run_and_rates_of_the_window() -> None:
     assert json.loads(json.dumps(second)) == second
 
 
+def test_images_are_called_so() -> None:
+    clock = Clock()
+    meters = Meters(warmup=0, unit="images", clock=clock)
+    run_steps(meters, clock, 4)
+    record = meters.record(step=4, epoch=1, loss=1.0, lr=1e-4)
+    assert record["images_per_second"] == 1000.0
+    assert "tokens_per_second" not in record
+
+
 def test_warm_up_never_enters_a_rate() -> None:
     clock = Clock()
     meters = Meters(warmup=2, clock=clock)

@@ -105,13 +105,42 @@ def test_an_exported_folder_is_read_by_diffusers_and_by_us(tmp_path: Path) -> No
     assert all(torch.equal(weights.read(name, 0, len(tensor)), tensor) for name, tensor in own.items())
 
 
+@torch.no_grad()
+def test_a_pipeline_draws_with_the_exported_model(tmp_path: Path) -> None:
+    """Step by step what the module itself predicts."""
+    import diffusers
+
+    chosen = family(architecture="dit", size="tiny", overrides={"sample_size": 4}, classes=3)
+    module: Any = real(chosen)
+    for parameter in module.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    chosen.export(module, iter(module.named_parameters()), tmp_path, processor=None)
+    vae = diffusers.AutoencoderKL(block_out_channels=(8,), latent_channels=4, norm_num_groups=4, sample_size=4).eval()
+    pipeline = diffusers.DiTPipeline(
+        diffusers.DiTTransformer2DModel.from_pretrained(tmp_path), vae, diffusers.DDIMScheduler()
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    draw = torch.Generator().manual_seed(4)
+    drawn = pipeline(
+        [2], guidance_scale=1.0, num_inference_steps=2, generator=draw.manual_seed(4), output_type="np"
+    ).images
+    state, scheduler = torch.randn(1, 4, 4, 4, generator=draw.manual_seed(4)), diffusers.DDIMScheduler()
+    scheduler.set_timesteps(2)
+    for timestep in scheduler.timesteps:
+        state = scheduler.step(module.denoise(state, timestep[None], torch.tensor([2])), timestep, state).prev_sample
+    image = (vae.decode(state / vae.config.scaling_factor).sample / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(torch.tensor(drawn), image.permute(0, 2, 3, 1), rtol=0, atol=1e-5)
+
+
 def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model\.size = 'XXL/2' is not known .*Known: tiny, S/2, .*XL/8"):
         family(architecture="dit", size="XXL/2").build(processor=None)
     with pytest.raises(RecipeError, match=r"'ditt' is no denoiser that is known \(did you mean 'dit'"):
         family(architecture="ditt", size="tiny").build(processor=None)
-    with pytest.raises(RecipeError, match="conditioned on more than a label, which is not supported yet"):
-        family(architecture="FluxTransformer2DModel", overrides={"num_layers": 1}).build(processor=None)
+    with pytest.raises(RecipeError, match="is called in a way of its own, which is not supported yet"):
+        family(architecture="HunyuanDiT2DModel", overrides={"num_layers": 1}).build(processor=None)
+    with pytest.raises(RecipeError, match=r"model\.size = 'B/2' is not known for SD3Transformer2DModel. Known: tiny"):
+        family(architecture="sd3", size="B/2").build(processor=None)
     with pytest.raises(
         RecipeError, match=r"model\.overrides\.num_layer is no setting of DiT.*did you mean 'num_layers'"
     ):

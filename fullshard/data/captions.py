@@ -1,0 +1,75 @@
+"""Texts that say what an image shows: found in records, and their states as features and in a batch.
+
+Must not know images, files, text encoders or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fullshard.data.base import Features, Record
+from fullshard.data.columns import MAPPING, is_empty
+from fullshard.data.records import keys_found
+from fullshard.errors import DataError
+
+if TYPE_CHECKING:
+    from fullshard.diffusion.texts import TextState
+
+COLUMNS = ("text", "caption", "prompt")
+"""Where a text is looked for: the first column that holds something."""
+
+
+def column_of(record: Record, mapped: str | None) -> str | None:
+    """The column that holds the text."""
+    accepted = (mapped,) if mapped else COLUMNS
+    return next((name for name in accepted if not is_empty(record.get(name))), None)
+
+
+def caption(record: Record, mapped: str | None) -> str:
+    """The text of a record."""
+    column = column_of(record, mapped)
+    value = record[column] if column is not None else None
+    if isinstance(value, str) and value.strip():
+        return value
+    accepted = f"Accepted for it: {', '.join((mapped,) if mapped else COLUMNS)}."
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{column!r} must be a text, found {type(value).__name__}: {str(value)[:40]}. Give it one, or take another "
+            f"column with {MAPPING} = {{text: COLUMN}}."
+        )
+    raise DataError(
+        f"no text in the record, or a blank one, but data.encode.text asks for one. {keys_found(record)} {accepted} "
+        f"Give it one, take the record out, or name another column with {MAPPING} = {{text: COLUMN}}."
+    )
+
+
+def features_of(found: Sequence[TextState]) -> Features:
+    """One text by all encoders: states are those of the last, one vector is that of the first that gives one."""
+    features: Features = {"text_states": found[-1].states, "cut": np.array([found[-1].is_cut])}
+    pooled = next((each.pooled for each in found if each.pooled is not None), None)
+    return features if pooled is None else {**features, "text_pooled": pooled[None]}
+
+
+def collate(samples: Sequence[Features], *, max_tokens: int) -> dict[str, Any]:
+    """`text_states` fp32 (B, T, D), `text_mask` bool (B, T) and, where it is stored, `text_pooled` fp32 (B, P); nothing
+    for samples without texts. T is always the same: what a model without masks computes must not depend on a text's
+    neighbours in the batch."""
+    import torch
+
+    if "text_states" not in samples[0]:
+        return {}
+    states = np.zeros((len(samples), max_tokens, samples[0]["text_states"].shape[1]), dtype=np.float32)
+    mask = np.zeros(states.shape[:2], dtype=bool)
+    for row, sample in enumerate(samples):
+        size = len(sample["text_states"])
+        states[row, :size], mask[row, :size] = sample["text_states"], True
+    found = {"text_states": torch.from_numpy(states), "text_mask": torch.from_numpy(mask)}
+    if "text_pooled" in samples[0]:
+        found["text_pooled"] = torch.from_numpy(np.concatenate([sample["text_pooled"] for sample in samples]))
+    return found
+
+
+__all__ = ["COLUMNS", "caption", "collate", "column_of", "features_of"]

@@ -1,0 +1,78 @@
+"""The frozen models that images and texts go through when data is encoded: opened at the first use, freed with this.
+
+Must not know records, stores or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.data import captions
+from fullshard.data.base import Features
+from fullshard.data.pictures import Picture, floats
+from fullshard.diffusion import latents
+from fullshard.diffusion.latents import Latents, encode
+from fullshard.diffusion.texts import TextEncoder, Texts
+from fullshard.errors import DataError
+
+CODE = tuple(Path(latents.__file__).with_name(name) for name in ("latents.py", "texts.py", "vae.py"))
+"""The files whose code decides what is made; what an encoder has in its own folder is known without them."""
+
+
+class Frozen:
+    """A VAE and text encoders, as data.encode names them."""
+
+    def __init__(self, vae: Latents | None, texts: Sequence[Texts]) -> None:
+        self._settings = vae, texts
+
+    @cached_property
+    def _vae(self) -> Any:
+        vae, _ = self._settings
+        assert vae is not None
+        return vae.open()
+
+    @cached_property
+    def _encoders(self) -> list[TextEncoder]:
+        return [text.open() for text in self._settings[1]]
+
+    def latents(self, pictures: Sequence[Picture]) -> list[Picture]:
+        """What the VAE makes of images; grey ones become coloured where it wants colours."""
+        coloured = [self._checked(picture) for picture in pictures]
+        values = encode(self._vae, [floats(picture.values) for picture in coloured])
+        found = [Picture(picture.name, latent) for picture, latent in zip(pictures, values, strict=True)]
+        for picture in found:
+            if not np.isfinite(picture.values).all():
+                raise DataError(
+                    f"{picture.name} becomes a latent with NaN or infinite values. Check the weights of "
+                    "data.encode.vae, or take the record out."
+                )
+        return found
+
+    def _checked(self, picture: Picture) -> Picture:
+        from fullshard.diffusion.vae import latent_shape
+
+        if picture.is_latent:
+            raise DataError(
+                f"{picture.name} is a latent, but data.encode.vae makes latents of images. Leave data.encode.vae out, "
+                "or give images."
+            )
+        if len(picture.values) == 1 and self._vae.config.in_channels == 3:
+            picture = Picture(picture.name, np.repeat(picture.values, 3, axis=0))
+        try:
+            latent_shape(self._vae.config, picture.values.shape)
+        except ValueError as error:
+            raise DataError(f"{picture.name} {error}, or take the record out.") from None
+        return picture
+
+    def states(self, written: Sequence[str]) -> list[Features]:
+        """What the text encoders make of texts."""
+        each = [encoder.encode(written) for encoder in self._encoders]
+        return [captions.features_of(found) for found in zip(*each, strict=True)]
+
+
+__all__ = ["CODE", "Frozen"]

@@ -1,0 +1,70 @@
+"""What code of the user's that looks at images is given, and a first try of it before a run begins.
+
+Must not know what it finds in them, files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fullshard.diffusion.grid import image_shape, pixels
+from fullshard.errors import RecipeError
+
+Shape = tuple[int, int, int]
+"""Channels, height and width."""
+
+
+def require_denoiser(kind: str, objective: Any, model: Any) -> None:
+    """Raises RecipeError where no images can be asked for by their class."""
+    if not hasattr(objective, "slope") or not hasattr(model, "denoise"):
+        raise RecipeError(
+            f"evaluate.parts: kind {kind} needs an objective that images are made by (flow_matching, ddpm), and "
+            f"objective.kind is {objective.kind()}. Leave it out."
+        )
+    if getattr(model, "text_width", None) is not None:
+        raise RecipeError(
+            f"evaluate.parts: kind {kind} asks for images by their class, and the model is conditioned on texts. Leave "
+            "it out."
+        )
+
+
+def require_images(kind: str, objective: Any, model: Any, encoder: Any) -> Shape | None:
+    """The shape of the images that are made; None where a VAE decides it. RecipeError for latents that stay so."""
+    shape = image_shape(model)
+    if "vae" in objective.frozen() or getattr(encoder, "vae", None) is not None:
+        return None
+    if shape[0] not in (1, 3):
+        raise RecipeError(
+            f"evaluate.parts: kind {kind} looks at images of 1 or 3 channels, and the model has {shape[0]}: latents "
+            "are no images. Name the VAE that makes images of them (data.encode.vae or objective.vae), or leave it out."
+        )
+    return shape
+
+
+def as_given(images: torch.Tensor, *, as_bytes: bool = False) -> torch.Tensor:
+    """Images with values from -1 to 1 as fp32 from 0 to 1, or as bytes."""
+    found = pixels(images)
+    return (found * 255).round().to(torch.uint8) if as_bytes else found
+
+
+@torch.no_grad()
+def trial(judge: Callable[..., Any], shape: Shape, where: str, *, as_bytes: bool = False) -> Any:
+    """What the user's code says to two images."""
+    ramp = torch.linspace(-1, 1, 2 * torch.Size(shape).numel()).reshape(2, *shape)
+    if isinstance(judge, torch.nn.Module):
+        judge.eval()
+    try:
+        return judge(as_given(ramp, as_bytes=as_bytes))
+    except Exception as error:  # whatever the user's code raises
+        kind = "uint8 from 0 to 255" if as_bytes else "float32 from 0 to 1"
+        raise RecipeError(
+            f"{where}: it failed on images of shape {list(ramp.shape)}, {kind} "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}). Let it take such "
+            "images."
+        ) from error
+
+
+__all__ = ["Shape", "as_given", "require_denoiser", "require_images", "trial"]

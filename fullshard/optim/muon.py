@@ -1,0 +1,91 @@
+"""Muon for the matrices inside blocks, AdamW for everything else: embeddings, heads, vectors, convolutions.
+
+Must not know how parameters are sharded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from fullshard.errors import RecipeError
+from fullshard.optim.base import Optimizer
+from fullshard.part import did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Muon(Optimizer):
+    """Momentum made orthogonal by a few Newton-Schulz iterations, in bf16, on whole matrices."""
+
+    matrix_lr: float | None = Field(None, gt=0)
+    """The rate of matrices, which the schedule multiplies as well; null: that of the rest."""
+    adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """How the rate of a matrix follows from its shape: to steps as large as AdamW's, so that a rate found for AdamW can
+    stay; or original, which wants rates near 0.02."""
+    matrices: list[str] | None = Field(None, min_length=1)
+    """Patterns over parameter names that Muon takes; null: matrices inside numbered blocks, embeddings left out."""
+    momentum: Decay = 0.95
+    """Decay of the mean gradient."""
+    nesterov: bool = True
+    """Look one step ahead."""
+    iterations: int = Field(5, ge=1, lt=100)
+    """Newton-Schulz iterations."""
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """AdamW's decay of the first and second moment, for the rest."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+
+    def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        from fullshard.orthogonal import Momentum, SlicedMuon
+
+        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        taken = self.taken([(name, p.dim()) for name, p in trainable])
+        return SlicedMuon(
+            {"params": [p for name, p in trainable if name in taken], "weight_decay": self.weight_decay},
+            self.groups([(name, p) for name, p in trainable if name not in taken]),
+            lr=self.lr,
+            settings=Momentum(
+                self.momentum, self.nesterov, self.iterations, self.adjust, (self.matrix_lr or self.lr) / self.lr
+            ),
+            betas=self.betas,
+            eps=self.eps,
+        )
+
+    def taken(self, trainable: list[tuple[str, int]]) -> set[str]:
+        """The names that Muon takes, from all names and their dims. By name, so it is the same for any sharding."""
+        matrices = [name for name, dims in trainable if dims == 2]
+        if self.matrices is None:
+            found = {name for name in matrices if _in_block(name) and "embed" not in name}
+            if not found:
+                raise RecipeError(
+                    f"optimizer.kind = muon: none of the {len(matrices)} trained matrices lies in a numbered block, "
+                    f"which is where Muon is of use. Name some in optimizer.matrices ({', '.join(matrices[:3])}), or "
+                    "use optimizer.kind: adamw."
+                )
+            return found
+        found = set()
+        for index, pattern in enumerate(self.matrices):
+            matching = fnmatch.filter(matrices, pattern)
+            if not matching:
+                raise RecipeError(
+                    f"optimizer.matrices[{index}] = {pattern!r} matches none of the {len(matrices)} trained matrices"
+                    f"{did_you_mean(pattern.strip('*'), matrices)}. Names look like: {', '.join(matrices[:3])}; * "
+                    "stands for anything."
+                )
+            found.update(matching)
+        return found
+
+
+def _in_block(name: str) -> bool:
+    return any(part.isdecimal() for part in name.split("."))
+
+
+__all__ = ["Muon"]

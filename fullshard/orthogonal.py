@@ -1,0 +1,99 @@
+"""Muon on sliced parameters: matrices move by an orthogonal step, which needs them whole; everything else by AdamW.
+
+Each rank keeps momentum for its own slices alone. What is made orthogonal is gathered matrix by matrix, on all ranks in
+the same order, and let go again. The arithmetic is torch's own. Must not know recipes, names of parameters or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, _zeropower_via_newtonschulz
+
+from fullshard.dist.values import local, rows_of, whole
+
+BUFFER = "momentum_buffer"
+"""The name of the state that torch's Muon keeps."""
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """How the step of a matrix follows from its gradients."""
+
+    momentum: float
+    nesterov: bool
+    iterations: int
+    adjust: str
+    """How the rate follows from the shape, by torch's name."""
+    factor: float
+    """The rate of matrices as a share of the group's."""
+
+
+class SlicedMuon(torch.optim.Optimizer):
+    """The first group holds matrices; the others are AdamW's. One state for all, by parameter."""
+
+    def __init__(
+        self,
+        matrices: dict[str, Any],
+        others: list[dict[str, Any]],
+        *,
+        lr: float,
+        settings: Momentum,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__([matrices, *others], {"lr": lr})
+        self._settings = settings
+        self._adamw: torch.optim.AdamW | None = None
+        if others:
+            # The groups are the same objects, so that both see one learning rate.
+            self._adamw = torch.optim.AdamW(self.param_groups[1:], lr=lr, betas=betas, eps=eps, fused=True)
+            self._adamw.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of everything that has a gradient."""
+        assert closure is None, "the loss was computed before"
+        if self._adamw is not None:
+            self._adamw.step()
+        group = self.param_groups[0]
+        rate = float(group["lr"]) * self._settings.factor
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                self._update(parameter, rate, decay=rate * group["weight_decay"])
+        return None
+
+    def _update(self, parameter: nn.Parameter, rate: float, *, decay: float) -> None:
+        settings, state, gradient = self._settings, self.state[parameter], parameter.grad
+        assert gradient is not None
+        if BUFFER not in state:
+            state[BUFFER] = torch.zeros_like(gradient)
+        buffer = local(state[BUFFER]).lerp_(local(gradient), 1 - settings.momentum)
+        ahead = local(gradient).lerp(buffer, settings.momentum) if settings.nesterov else buffer
+        step = self._orthogonal(parameter, ahead)
+        weight = local(parameter)
+        weight.mul_(1 - decay)
+        weight.add_(step, alpha=-_adjust_lr(rate, settings.adjust, parameter.shape))
+
+    def _orthogonal(self, parameter: nn.Parameter, ahead: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the orthogonal matrix that is nearest to the whole of `ahead`."""
+        sliced, rows, device = ahead, slice(None), ahead.device
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            as_one = DTensor.from_local(
+                ahead, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            )
+            rows = slice(*rows_of(parameter))
+            # Slices that live on the host are multiplied where there is a device for it.
+            sliced = whole(as_one).to(mesh.device_type)
+        coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
+        found = _zeropower_via_newtonschulz(sliced, coefficients, self._settings.iterations, EPS)
+        return found[rows].to(device)
+
+
+__all__ = ["Momentum", "SlicedMuon"]

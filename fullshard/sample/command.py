@@ -1,0 +1,270 @@
+"""`fullshard sample`: images from a trained diffusion model, as one grid and as files. Starts its own ranks, or joins.
+
+Must not import torch before it is called, nor know how a model is loaded or images are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.errors import SetupError
+
+if TYPE_CHECKING:
+    import torch
+
+    from fullshard.dist.world import World
+    from fullshard.log.console import Console
+    from fullshard.sample.images import Loaded, Wish
+    from fullshard.sample.source import Chosen
+
+
+def sample(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
+    classes: Annotated[
+        str | None, typer.Option(metavar="0,1,2", help="A row for each; without it the first ten classes.")
+    ] = None,
+    per_class: Annotated[int, typer.Option(min=1, metavar="N", help="Images in a row.")] = 8,
+    guidance: Annotated[
+        float, typer.Option(min=0, metavar="X", help="How much a class counts; 1 is what the model learned.")
+    ] = 2.0,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps from noise to an image.")] = 32,
+    method: Annotated[
+        str, typer.Option(metavar="heun|euler", help="heun asks the model twice a step, and needs fewer steps.")
+    ] = "heun",
+    seed: Annotated[int, typer.Option(metavar="N", help="Decides the noise.")] = 0,
+    grid: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Where the grid goes; else RUN/pictures/sample-STEP.png.")
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Also write every image by itself, in a folder for each class.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="STEP|best|latest", help="Which weights; else the latest, or without any RUN/model."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged where the run kept an average."),
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto for every GPU.")
+    ] = "auto",
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Images that each rank makes at once.")] = 64,
+) -> None:
+    """Make images with the model of RUN.
+
+    The recipe of the run says how, and how its data was scaled. The same seed gives the same images, on any number of
+    ranks. A grid that exists is replaced.
+
+    Exit codes: 0 done; 2 a mistake in the options or the run; 3 images that hold values that are no numbers.
+    """
+    from fullshard.dist import env
+    from fullshard.sample.source import choose
+
+    # Before anything is loaded: what can be refused by the words alone.
+    wanted = _classes(classes)
+    _one_of("--method", method, ("heun", "euler"))
+    _one_of("--weights", weights, (None, "ema", "model"))
+    launch = env.detect(os.environ)
+    chosen = choose(run, checkpoint, devices=devices, nodes=launch.num_nodes)
+    picture = Path(grid).expanduser() if grid else chosen.run / "pictures" / f"sample-{chosen.name}.png"
+    target = _Target(_grid(picture), _folder(images))
+    if launch.rank == 0:
+        target.probe()
+    if launch.launcher == "none" and (ranks := _own_ranks(chosen)) is not None:
+        options: dict[str, Any] = {
+            "--classes": classes,
+            "--method": method,
+            "--weights": weights,
+            "--guidance": guidance,
+        }
+        options |= {"--per-class": per_class, "--steps": steps, "--seed": seed, "--batch-size": batch_size}
+        options |= {"--grid": target.grid, "--images": target.folder}
+        words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+        command = [sys.executable, "-m", "fullshard", "sample", str(chosen.checkpoint or chosen.run), *words]
+        raise typer.Exit(chosen.reading.recipe.topology.launcher.start(command, ranks))
+    from fullshard.diffusion.grid import Way
+    from fullshard.sample.images import Wish
+
+    way = Way(steps, "heun" if method == "heun" else "euler", guidance, seed)
+    _as_rank(chosen, Wish(wanted, per_class, way, batch_size, weights), target)
+
+
+class _Target:
+    """Where images go."""
+
+    def __init__(self, grid: Path, folder: Path | None) -> None:
+        self.grid, self.folder = grid, folder
+
+    def probe(self) -> None:
+        """Sees before any work is done that both can be written."""
+        with _writing("--grid", self.grid):
+            self.grid.parent.mkdir(parents=True, exist_ok=True)
+            hidden = self._hidden()
+            hidden.touch()
+            hidden.unlink()
+        if self.folder is not None:
+            with _writing("--images", self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / ".fullshard").touch()
+                (self.folder / ".fullshard").unlink()
+
+    def write(self, images: torch.Tensor, classes: tuple[int, ...] | None, *, per_class: int) -> None:
+        from fullshard.log.pictures import save_grid
+
+        hidden = self._hidden()
+        with _writing("--grid", self.grid):
+            try:
+                save_grid(images, hidden, columns=per_class)
+                hidden.replace(self.grid)
+            finally:
+                hidden.unlink(missing_ok=True)
+        if self.folder is not None:
+            with _writing("--images", self.folder):
+                for number, image in enumerate(images):
+                    row, column = divmod(number, per_class)
+                    place = self.folder / str(classes[row]) if classes is not None else self.folder
+                    place.mkdir(exist_ok=True)
+                    _save(image, place / f"{column:0{len(str(per_class - 1))}d}.png")
+
+    def _hidden(self) -> Path:
+        return self.grid.with_name(f".sample-{os.getpid()}-{self.grid.name}")
+
+
+def _save(image: torch.Tensor, path: Path) -> None:
+    """One image as it is, unlike in a grid, which shows small ones larger."""
+    from PIL import Image
+
+    from fullshard.diffusion.judge import as_given
+
+    values = as_given(image[None], as_bytes=True)[0].numpy()
+    Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0)).save(path)
+
+
+def _classes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise SetupError(f"--classes {text} is no list of classes. Write their numbers, with commas between: 0,1,2.")
+    return tuple(int(part) for part in parts)
+
+
+def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        from fullshard.part import did_you_mean
+
+        known = [word for word in allowed if word]
+        raise SetupError(f"{option} {value}: allowed are {', '.join(known)}{did_you_mean(str(value), known)}.")
+
+
+def _grid(path: Path) -> Path:
+    if "://" in str(path) or path.suffix.lower() != ".png" or path.is_dir():
+        raise SetupError(
+            f"--grid {path}: the grid is one picture, in a local file whose name ends in .png. Give such a one."
+        )
+    return path
+
+
+def _folder(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    folder = Path(text).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SetupError(f"--images {text} exists and is no empty folder. Choose another name, or empty it first.")
+    return folder
+
+
+@contextlib.contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(
+            f"{option} {path} cannot be written ({error.strerror or error}). Check disk space and permissions, or "
+            "choose another place."
+        ) from error
+
+
+def _own_ranks(chosen: Chosen) -> Any:
+    """The ranks to start; None where one is enough, and that is this process."""
+    from fullshard.run import ranks_of
+
+    ranks = ranks_of(chosen.reading.recipe.topology)
+    if ranks.per_node > 1:
+        return ranks
+    if ranks.device_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
+    return None
+
+
+def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
+    """This rank's part, from loading to the last line."""
+    from fullshard.dist import env
+    from fullshard.dist import world as worlds
+    from fullshard.log import libraries
+    from fullshard.log.bar import Pace
+    from fullshard.log.console import Bar, Console
+    from fullshard.precision import avoid_broken_amx
+    from fullshard.run import check_launch
+    from fullshard.sample import images as making
+
+    topology, launch = chosen.reading.recipe.topology, env.detect(os.environ)
+    check_launch(launch, topology)
+    env.export(launch)
+    if worlds.choose_device_type(topology.device) == "cpu":
+        avoid_broken_amx()
+    console = Console(silent=launch.rank != 0)
+
+    def watch(steps: int) -> Bar:
+        return Bar(console, "Sampling", "", Pace(steps, clock=console.clock))
+
+    try:
+        with libraries.route(console):
+            loaded = making.load(chosen, wish, console)
+            world = worlds.join(device=topology.device, backend=topology.backend, timeout_s=topology.timeout_s)
+            _announce(console, chosen, wish, loaded, world, target)
+            found = making.make(loaded, chosen, wish, world, watch)
+            if found is not None:
+                target.write(found, making.classes_of(loaded.module, wish), per_class=wish.per_class)
+                _say_done(console, target, len(found))
+    finally:
+        console.close()
+        worlds.leave()
+
+
+def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, world: World, target: _Target) -> None:
+    from fullshard.data.records import counted
+    from fullshard.sample.images import classes_of
+
+    rows, way = classes_of(loaded.module, wish), wish.way
+    each = counted(wish.per_class, "image")
+    what = f"{each} of each class: {', '.join(map(str, rows))}" if rows else each
+    lines = [
+        ("weights", f"{chosen.weights}{f', --weights {wish.weights}' if wish.weights else ''}"),
+        ("images", what),
+        ("way", f"{counted(way.steps, 'step')} of {way.method}, guidance {way.guidance:g}, seed {way.seed}"),
+        ("world", world.describe()),
+        ("grid", str(target.grid)),
+    ]
+    if target.folder is not None:
+        lines.append(("files", str(target.folder)))
+    console.header(f"fullshard sample: {chosen.reading.recipe.name}", lines)
+
+
+def _say_done(console: Console, target: _Target, count: int) -> None:
+    from fullshard.data.records import counted
+
+    console.say(f"Wrote {target.grid} ({counted(count, 'image')})")
+    if target.folder is not None:
+        console.say(f"Wrote {counted(count, 'file')} to {target.folder}")
+
+
+__all__ = ["sample"]

@@ -1,0 +1,123 @@
+"""A run as a place that weights come from: which of its checkpoints is meant, and the recipe it was trained by.
+
+Must not know images, nor import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import store
+from fullshard.errors import CheckpointError, SetupError
+from fullshard.part import plain
+from fullshard.read import Reading, read
+
+RESOLVED = "recipe.resolved.yaml"
+MODEL = "model"
+_LATEST = ("latest", "last")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What images are made with."""
+
+    run: Path
+    """The run folder."""
+    checkpoint: Path | None
+    """None: the model that the run has exported."""
+    reading: Reading
+    """The run's recipe, for the ranks of this machine."""
+
+    @property
+    def weights(self) -> Path:
+        return self.checkpoint or self.run / MODEL
+
+    @property
+    def name(self) -> str:
+        """Of the weights, for a file."""
+        return str(files.step_of(self.checkpoint)) if self.checkpoint else MODEL
+
+
+def choose(run: str, which: str | None, *, devices: str, nodes: int) -> Chosen:
+    """The run that a path names, and its checkpoint: a step, `best` or `latest`; None: the latest, or without any the
+    exported model."""
+    place = files.place(run)
+    with store.reaching(place):
+        checkpoint = _checkpoint(place, run, which)
+        named = checkpoint is not None and not store.exists(place / RESOLVED)
+        folder = checkpoint.parent if checkpoint is not None and named else place
+        recipe = _recipe(folder, checkpoint)
+    return Chosen(folder, checkpoint, _here(recipe, devices=devices, nodes=nodes))
+
+
+def _checkpoint(place: Path, run: str, which: str | None) -> Path | None:
+    if store.exists(place / files.MANIFEST) or place.name in ("best", *_LATEST):
+        if which is not None:
+            raise SetupError(f"RUN = {run} is a checkpoint already. Leave --checkpoint {which} out, or name the run.")
+        return files.named(run)
+    resolved = place / RESOLVED
+    among = files.candidates(place)
+    if not among and not store.exists(resolved):
+        what = f"it has no {RESOLVED} and no checkpoint" if store.exists(place) else "there is no such folder"
+        raise CheckpointError(
+            f"RUN = {run} is no run: {what}. Name the folder that fullshard train has written: OUTPUT/NAME."
+        )
+    if kept := place if among else _elsewhere(resolved):
+        return _among(kept, which)
+    _require_exported(place, run, which)
+    return None
+
+
+def _elsewhere(resolved: Path) -> Path | None:
+    """Where the run keeps its checkpoints, if not in its folder and there are any."""
+    recipe = read(resolved).recipe
+    return recipe.checkpoints if recipe.checkpoint.store and files.candidates(recipe.checkpoints) else None
+
+
+def _among(place: Path, which: str | None) -> Path:
+    if which is None or which in _LATEST:
+        return files.candidates(place)[0]
+    known = ", ".join(str(files.step_of(path)) for path in files.published(place))
+    found = files.pointed(place, "best") if which == "best" else None
+    if which.isdecimal() and store.exists(place / files.name_of(int(which)) / files.MANIFEST):
+        found = place / files.name_of(int(which))
+    if found is None:
+        what = "no best one was chosen" if which == "best" else "there is no such checkpoint"
+        raise CheckpointError(f"--checkpoint {which}: {what} in {place}. Give latest, best, or a step: {known}.")
+    return found
+
+
+def _require_exported(place: Path, run: str, which: str | None) -> None:
+    if which is not None or not (place / MODEL / "config.json").is_file():
+        wanted = f"--checkpoint {which}: " if which is not None else ""
+        rest = "" if which is None else f" Its {MODEL}/ is taken without --checkpoint, if there is one."
+        raise CheckpointError(
+            f"{wanted}RUN = {run} has no checkpoint{'' if which else f' and no {MODEL}/'}. Train it first, with "
+            f"checkpoint.at_end: true.{rest}"
+        )
+
+
+def _recipe(place: Path, checkpoint: Path | None) -> dict[str, Any]:
+    stored = files.read_state(checkpoint).get("recipe") if checkpoint else None
+    if isinstance(stored, Mapping):
+        return dict(stored)
+    if not (place / RESOLVED).is_file():
+        raise CheckpointError(
+            f"{checkpoint} does not hold the run's recipe: an older version of fullshard wrote it. Name the run folder "
+            "instead."
+        )
+    return plain(read(place / RESOLVED).recipe)
+
+
+def _here(recipe: dict[str, Any], *, devices: str, nodes: int) -> Reading:
+    """The recipe on this machine, which need not be the one that it was trained on."""
+    topology = {key: value for key, value in recipe.get("topology", {}).items() if key in ("timeout_s", "launcher")}
+    sharding = {**recipe.get("sharding", {}), "strategy": "auto"}
+    return read({**recipe, "topology": {**topology, "devices": devices, "nodes": nodes}, "sharding": sharding})
+
+
+__all__ = ["Chosen", "choose"]
