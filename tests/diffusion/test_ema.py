@@ -15,7 +15,7 @@ from fullshard.cli import app
 from fullshard.ema import Ema
 from fullshard.errors import CheckpointError
 from fullshard.log.metrics import FILE, read
-from tests.diffusion.test_runs import SHAPE, STEPS, WIDTH, settings
+from tests.diffusion.test_runs import LR, SHAPE, STEPS, WIDTH, settings
 from tests.ranks import RankPool
 from tests.small import train
 
@@ -88,7 +88,8 @@ def test_ranks_splits_and_layouts_do_not_show(
     run = run_of(ranks, averaged(folder, name, data={"holdout": 0.1}, **sections), world=world)
     found = average_of(run)
     for name, tensor in average_of(straight).items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2e-5)
+        # Adam makes a whole step of a gradient that is nearly zero: the last digits of a sum show as a part of the rate.
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0.1 * LR)
 
 
 def test_a_resumed_run_goes_on_with_the_same_average(ranks: RankPool, folder: Path, straight: Path) -> None:

@@ -51,6 +51,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shrunk(name: str, local: Path) -> list[str]:
     """The overrides that make a built-in recipe small and local; a new recipe needs an entry here."""
     own = {
+        "diffusion": ["data.train={kind: digits, part: train}", "evaluate.parts=[loss]", "evaluate.per_device=64"],
         "embedding": [
             f"data.train={local}/pairs.jsonl",
             "data.validation=null",
@@ -91,7 +92,8 @@ def test_a_recipe_trains_three_steps(name: str, local: Path, tmp_path: Path) -> 
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
     assert 0 < result.validation["loss"] < 10
     exported = {path.name for path in (tmp_path / name / "model").iterdir()}
-    assert ("adapter_model.safetensors" if name in ADAPTED else "model.safetensors") in exported
+    weights = {"diffusion": "diffusion_pytorch_model"} | dict.fromkeys(ADAPTED, "adapter_model")
+    assert f"{weights.get(name, 'model')}.safetensors" in exported
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from fullshard.data.base import Records, Source
 from fullshard.data.records import Listed, combine
@@ -24,20 +23,17 @@ class Digits(Source):
     part: Literal["train", "held_out", "all"] = "all"
     """train: the 899 digits with even numbers in scikit-learn's order; held_out: the 898 with odd ones. In turn,
     since the digits of one writer stand together there."""
-    repeat: int = Field(1, ge=1)
-    """How often an epoch has each digit: they are few, and each time it is another sample, with noise of its own."""
 
     def open(self) -> Records:
         images, labels = _digits()
         chosen = {"train": range(0, len(labels), 2), "held_out": range(1, len(labels), 2)}.get(
             self.part, range(len(labels))
         )
-        rows = [{"image": images[number], "label": int(labels[number])} for number in chosen] * self.repeat
-        content = ("digits", self.part, str(self.repeat), images.tobytes().hex(), str(labels.tolist()))
+        rows = [{"image": images[number], "label": int(labels[number])} for number in chosen]
         return Listed(
             rows,
-            place=lambda index: f"scikit-learn's digits, number {chosen[index % len(chosen)]}",
-            fingerprint=lambda: combine(*content),
+            place=lambda index: f"scikit-learn's digits, number {chosen[index]}",
+            fingerprint=lambda: combine("digits", self.part, images.tobytes().hex(), str(labels.tolist())),
         )
 
 
