@@ -35,7 +35,7 @@ class Ema(Section):
     def from_short(cls, value: Any) -> Any:
         if value is True:
             return {}
-        return {"decay": value} if isinstance(value, (int, float)) else value
+        return {"decay": value} if isinstance(value, (int, float)) and value is not False else value
 
     def decay_at(self, update: int) -> float:
         """What stays of the average at an update, counted from 1: nothing at the first."""

@@ -10,10 +10,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fullshard import load
 from fullshard.checkpoint.reader import open_tensors, weights_of
 from fullshard.cli import app
 from fullshard.ema import Ema
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, RecipeError
 from fullshard.log.metrics import FILE, read
 from tests.diffusion.test_runs import LR, SHAPE, STEPS, WIDTH, settings
 from tests.ranks import RankPool
@@ -88,7 +89,7 @@ def test_ranks_splits_and_layouts_do_not_show(
     run = run_of(ranks, averaged(folder, name, data={"holdout": 0.1}, **sections), world=world)
     found = average_of(run)
     for name, tensor in average_of(straight).items():
-        # Adam makes a whole step of a gradient that is nearly zero: the last digits of a sum show as a part of the rate.
+        # Adam makes a whole step of a gradient that is nearly zero: the last digits of a sum show as part of the rate.
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0.1 * LR)
 
 
@@ -148,3 +149,10 @@ def test_a_run_without_an_average_has_none_to_export(ranks: RankPool, folder: Pa
 def test_decay_warms_up() -> None:
     assert [Ema(decay=0.9).decay_at(n) for n in (1, 2, 11, 1000)] == [0.0, 2 / 11, 11 / 20, 0.9]
     assert [Ema(decay=0.9, warmup=False).decay_at(n) for n in (1, 2)] == [0.0, 0.9]
+
+
+def test_its_short_spellings() -> None:
+    assert load("quickstart", "ema=true").ema == Ema()
+    assert load("diffusion", "ema=null").ema is None
+    with pytest.raises(RecipeError, match=r"ema must be a mapping of keys, found false"):
+        load("diffusion", "ema=false")
