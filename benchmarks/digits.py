@@ -120,7 +120,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("run", nargs="?", type=Path)
     parser.add_argument("--count", type=int, default=500)
-    parser.add_argument("--guidance", type=float, nargs="*", default=[1.0, 1.5, 2.0, 4.0])
+    parser.add_argument("--guidance", type=float, nargs="*", default=[1.0, 2.0, 4.0])
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         run = options.run

@@ -1,4 +1,4 @@
-"""Frozen models that an objective looks at beside the one it trains, such as a teacher: sharded like any model.
+"""Frozen models beside the one that is trained, such as a teacher or a text encoder: sharded like any model.
 
 Must not know what they are for.
 """
@@ -6,6 +6,7 @@ Must not know what they are for.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -14,18 +15,35 @@ from fullshard.dist.mesh import make_mesh
 from fullshard.dist.shard import shard
 from fullshard.dist.world import World
 from fullshard.errors import RecipeError
-from fullshard.ground import Ground, cache_folder
+from fullshard.ground import Ground, cache_folder, encoder_of
 from fullshard.models.base import Family
+from fullshard.part import decode
 from fullshard.placement import shard_plan
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
 
 
-def frozen_models(recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision) -> dict[str, nn.Module]:
-    """The models that the objective names, with their stored weights."""
-    return {
+def frozen_models(
+    recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, *, texts: bool = True
+) -> dict[str, nn.Module]:
+    """The models that the objective names, with stored weights; and, unless `texts` is false, the text encoders that
+    the run looks at in every step."""
+    found = {
         name: _frozen(recipe, ground, world, precision, name, family)
         for name, family in recipe.objective.frozen().items()
+    }
+    stack = getattr(encoder_of(recipe), "stack", None)
+    if texts and stack is not None and stack.is_live:
+        found |= text_encoders(recipe, ground, world, precision)
+    return found
+
+
+def text_encoders(recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision) -> dict[str, nn.Module]:
+    """The text encoders of data.encode.text, whether the run looks at them in every step or not."""
+    stack: Any = getattr(encoder_of(recipe), "stack", None)
+    return {
+        name: _frozen(recipe, ground, world, precision, name, decode(Family, settings, where="data.encode.text"))
+        for name, settings in stack.families().items()
     }
 
 

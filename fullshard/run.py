@@ -312,7 +312,8 @@ def _say_next(reading: Reading, result: Result, console: Console) -> None:
         console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on.")
         return
     recipe = reading.recipe
-    use = f"Use the model:     {recipe.model.loader}({result.folder + '/model'!r})"
+    adapted = getattr(recipe.model, "lora", None) is not None
+    use = f"Use the model:     {recipe.model.load_with(result.folder + '/model', adapter=adapted)}"
     keep = f"Keep the model:    {_again(reading, 'checkpoint.at_end=true')}"
     changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
     console.next_steps(

@@ -94,7 +94,7 @@ def _kinds(contract: type[Part], definitions: dict[str, Any]) -> list[dict[str, 
     return [*built_in, own]
 
 
-_SHORT: dict[str, Any] = {"string": "x", "array": ["x"], "boolean": True, "integer": 1}
+_SHORT: dict[str, Any] = {"string": "x", "array": ["x"], "boolean": True, "integer": 1, "number": 0.5}
 
 
 def _takes(cls: type[Section], example: Any) -> bool:

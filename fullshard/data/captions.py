@@ -1,4 +1,4 @@
-"""Texts that say what an image shows: found in records, and their states as features and in a batch.
+"""Texts that say what an image shows: found in records, and their states or tokens as features and in a batch.
 
 Must not know images, files, text encoders or ranks.
 """
@@ -16,7 +16,7 @@ from fullshard.data.records import keys_found
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
-    from fullshard.diffusion.texts import TextState
+    from fullshard.diffusion.texts import TextStack
 
 COLUMNS = ("text", "caption", "prompt")
 """Where a text is looked for: the first column that holds something."""
@@ -46,22 +46,30 @@ def caption(record: Record, mapped: str | None) -> str:
     )
 
 
-def features_of(found: Sequence[TextState]) -> Features:
-    """One text by all encoders: states are those of the last, one vector is that of the first that gives one."""
-    features: Features = {"text_states": found[-1].states, "cut": np.array([found[-1].is_cut])}
-    pooled = next((each.pooled for each in found if each.pooled is not None), None)
-    return features if pooled is None else {**features, "text_pooled": pooled[None]}
+def features_of(written: Sequence[str], stack: TextStack) -> list[Features]:
+    """What a sample keeps of its text: tokens where encoders are live, else states."""
+    if stack.is_live:
+        found = stack.tokens(written)
+        rows = zip(found.ids, found.is_cut, strict=True)
+        return [{"text_tokens": ids[None], "cut": np.array([is_cut])} for ids, is_cut in rows]
+    features = []
+    for state in stack.states(written):
+        pooled = {} if state.pooled is None else {"text_pooled": state.pooled[None]}
+        features.append({"text_states": state.states, "cut": np.array([state.is_cut]), **pooled})
+    return features
 
 
-def collate(samples: Sequence[Features], *, max_tokens: int) -> dict[str, Any]:
-    """`text_states` fp32 (B, T, D), `text_mask` bool (B, T) and, where it is stored, `text_pooled` fp32 (B, P); nothing
-    for samples without texts. T is always the same: what a model without masks computes must not depend on a text's
-    neighbours in the batch."""
+def collate(samples: Sequence[Features], *, length: int) -> dict[str, Any]:
+    """`text_tokens` int64 (B, tokens of all encoders); or `text_states` fp32 (B, T, D), `text_mask` bool (B, T) and,
+    where it is stored, `text_pooled` fp32 (B, P); nothing for samples without texts. T is always `length`: what a model
+    without masks computes must not depend on a text's neighbours in the batch."""
     import torch
 
+    if "text_tokens" in samples[0]:
+        return {"text_tokens": torch.from_numpy(np.concatenate([sample["text_tokens"] for sample in samples]))}
     if "text_states" not in samples[0]:
         return {}
-    states = np.zeros((len(samples), max_tokens, samples[0]["text_states"].shape[1]), dtype=np.float32)
+    states = np.zeros((len(samples), length, samples[0]["text_states"].shape[1]), dtype=np.float32)
     mask = np.zeros(states.shape[:2], dtype=bool)
     for row, sample in enumerate(samples):
         size = len(sample["text_states"])

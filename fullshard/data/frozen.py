@@ -1,4 +1,4 @@
-"""The frozen models that images and texts go through when data is encoded: opened at the first use, freed with this.
+"""The frozen VAE that images go through when data is encoded: opened at the first use, freed with this.
 
 Must not know records, stores or ranks.
 """
@@ -12,33 +12,26 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.data import captions
-from fullshard.data.base import Features
 from fullshard.data.pictures import Picture, floats
+from fullshard.data.records import combine, digest
 from fullshard.diffusion import latents
 from fullshard.diffusion.latents import Latents, encode
-from fullshard.diffusion.texts import TextEncoder, Texts
+from fullshard.diffusion.texts import TextStack
 from fullshard.errors import DataError
 
-CODE = tuple(Path(latents.__file__).with_name(name) for name in ("latents.py", "texts.py", "vae.py"))
+CODE = tuple(Path(latents.__file__).with_name(name) for name in ("latents.py", "text_model.py", "texts.py", "vae.py"))
 """The files whose code decides what is made; what an encoder has in its own folder is known without them."""
 
 
 class Frozen:
-    """A VAE and text encoders, as data.encode names them."""
+    """A VAE, as data.encode names it."""
 
-    def __init__(self, vae: Latents | None, texts: Sequence[Texts]) -> None:
-        self._settings = vae, texts
+    def __init__(self, settings: Latents) -> None:
+        self._settings = settings
 
     @cached_property
     def _vae(self) -> Any:
-        vae, _ = self._settings
-        assert vae is not None
-        return vae.open()
-
-    @cached_property
-    def _encoders(self) -> list[TextEncoder]:
-        return [text.open() for text in self._settings[1]]
+        return self._settings.open()
 
     def latents(self, pictures: Sequence[Picture]) -> list[Picture]:
         """What the VAE makes of images; grey ones become coloured where it wants colours."""
@@ -69,10 +62,12 @@ class Frozen:
             raise DataError(f"{picture.name} {error}, or take the record out.") from None
         return picture
 
-    def states(self, written: Sequence[str]) -> list[Features]:
-        """What the text encoders make of texts."""
-        each = [encoder.encode(written) for encoder in self._encoders]
-        return [captions.features_of(found) for found in zip(*each, strict=True)]
+
+def fingerprints(vae: Latents | None, stack: TextStack | None) -> dict[str, str]:
+    """Of each frozen model, with every weight."""
+    parts: dict[str, Any] = {"vae": vae} if vae is not None else {}
+    parts |= {f"text[{index}]": text for index, text in enumerate(stack.texts if stack else [])}
+    return {name: combine(*map(digest, part.files())) for name, part in parts.items()}
 
 
-__all__ = ["CODE", "Frozen"]
+__all__ = ["CODE", "Frozen", "fingerprints"]

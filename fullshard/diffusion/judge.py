@@ -6,42 +6,52 @@ Must not know what it finds in them, files or ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from fullshard.diffusion.grid import image_shape, pixels
+from fullshard.diffusion.grid import Shape, image_shape, pixels
 from fullshard.errors import RecipeError
-
-Shape = tuple[int, int, int]
-"""Channels, height and width."""
 
 
 def require_denoiser(kind: str, objective: Any, model: Any) -> None:
-    """Raises RecipeError where no images can be asked for by their class."""
+    """Raises RecipeError where no images can be made."""
     if not hasattr(objective, "slope") or not hasattr(model, "denoise"):
         raise RecipeError(
             f"evaluate.parts: kind {kind} needs an objective that images are made by (flow_matching, ddpm), and "
             f"objective.kind is {objective.kind()}. Leave it out."
         )
-    if getattr(model, "text_width", None) is not None:
-        raise RecipeError(
-            f"evaluate.parts: kind {kind} asks for images by their class, and the model is conditioned on texts. Leave "
-            "it out."
-        )
+
+
+def takes_texts(model: Any) -> bool:
+    return getattr(model, "text_width", None) is not None
 
 
 def require_images(kind: str, objective: Any, model: Any, encoder: Any) -> Shape | None:
-    """The shape of the images that are made; None where a VAE decides it. RecipeError for latents that stay so."""
-    shape = image_shape(model)
+    """The shape of the images that are made; None where a VAE or the data decides it. RecipeError for latents that stay
+    so."""
     if "vae" in objective.frozen() or getattr(encoder, "vae", None) is not None:
         return None
-    if shape[0] not in (1, 3):
+    if model.image_channels not in (1, 3):
         raise RecipeError(
-            f"evaluate.parts: kind {kind} looks at images of 1 or 3 channels, and the model has {shape[0]}: latents "
-            "are no images. Name the VAE that makes images of them (data.encode.vae or objective.vae), or leave it out."
+            f"evaluate.parts: kind {kind} looks at images of 1 or 3 channels, and the model has "
+            f"{model.image_channels}: latents are no images. Name the VAE that makes images of them (data.encode.vae "
+            "or objective.vae), or leave it out."
         )
-    return shape
+    return None if takes_texts(model) else image_shape(model)
+
+
+def shape_of(images: torch.Tensor, objective: Any) -> tuple[int, ...]:
+    """Of what the model makes, by the images of a batch."""
+    shape, vae = tuple(images.shape[1:]), objective.frozen().get("vae")
+    return shape if vae is None else tuple(vae.latent_shape(shape))
+
+
+def kept_open(encoder: Any) -> AbstractContextManager[None]:
+    """Within it a VAE that `encoder.shown` decodes with stays open."""
+    vae = getattr(encoder, "vae", None)
+    return nullcontext() if vae is None else vae.kept()  # type: ignore[no-any-return]
 
 
 def as_given(images: torch.Tensor, *, as_bytes: bool = False) -> torch.Tensor:
@@ -67,4 +77,4 @@ def trial(judge: Callable[..., Any], shape: Shape, where: str, *, as_bytes: bool
         ) from error
 
 
-__all__ = ["Shape", "as_given", "require_denoiser", "require_images", "trial"]
+__all__ = ["as_given", "kept_open", "require_denoiser", "require_images", "shape_of", "takes_texts", "trial"]

@@ -6,11 +6,13 @@ Must not know records, stores, losses or ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import PrivateAttr
 
 from fullshard.part import Section
 
@@ -29,6 +31,9 @@ class Latents(Section):
     """A folder or hub name: of an AutoencoderKL of diffusers, or of a pipeline that has one."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
+
+    _keeps: bool = PrivateAttr(False)
+    _opened: Any = PrivateAttr(None)
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -56,11 +61,24 @@ class Latents(Section):
 
         return vae.load(self.folder(), device=device or parts.device(), where=WHERE)
 
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it the VAE that decodes is opened once, and freed at the end."""
+        from fullshard.diffusion.parts import give_back
+
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._opened = False, None
+            give_back()
+
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images of latents, with a VAE that is freed again."""
+        """Images of latents, with a VAE that is freed again, unless it is kept."""
         import torch
 
-        opened = self.open(latents.device)
+        opened = self._opened or self.open(latents.device)
+        self._opened = opened if self._keeps else None
         with torch.no_grad():
             return torch.cat([opened.decode_latents(some) for some in latents.split(8)])
 

@@ -1,16 +1,15 @@
-"""States of texts, made once when data is prepared: the settings of data.encode.text, and the encoder while it is
-needed.
+"""Frozen text encoders: the settings of data.encode.text, texts as tokens, and the encoders while data is prepared.
 
 Any text encoder of Transformers. Must not know records, stores, losses or ranks.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -21,22 +20,33 @@ from fullshard.part import Section
 if TYPE_CHECKING:
     import torch
 
+Join = Literal["flux", "sdxl", "sd3"]
+NO_TOKEN = -1
+"""What the tokens of a text are filled up with where it ends."""
 WHERE = "data.encode.text.path"
 _PART = "text_encoder"
 _AT_ONCE = {"cpu": 8, "cuda": 64}
-_TEXT_SIDE = {"CLIPModel": "CLIPTextModel", "SiglipModel": "SiglipTextModel"}
-"""Models of images and texts, and the class of their text side."""
 
 
 @dataclass(frozen=True)
 class TextState:
-    """What an encoder makes of one text."""
+    """What encoders make of one text."""
 
     states: np.ndarray
     """(tokens, width) fp32."""
     pooled: np.ndarray | None
-    """(width,) fp32, for encoders that give it."""
+    """(width,) fp32, where an encoder gives it."""
     is_cut: bool
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Texts as the encoders read them: the tokens for each encoder side by side."""
+
+    ids: np.ndarray
+    """(texts, tokens of all encoders) int64; NO_TOKEN fills up."""
+    is_cut: np.ndarray
+    """(texts,) bool: too long for the last encoder."""
 
 
 class Texts(Section):
@@ -53,6 +63,11 @@ class Texts(Section):
     padded: bool | None = None
     """Whether every text is filled up to max_tokens and the filling counts as text, as Stable Diffusion and Flux have
     it; false: the model is told where the text ends, as PixArt has it. null: true for CLIP, false for others."""
+    live: bool = False
+    """false: states are made once, and kept in data.cache. true: only tokens are, and the encoder, sharded like any
+    model, makes states of them in every step."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """What it computes in, whatever the trained model does."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -83,80 +98,124 @@ class Texts(Section):
         folders = dict.fromkeys([self.folder(), self.tokenizer_folder()])
         return [file for folder in folders for file in content(folder)]
 
-    def open(self) -> TextEncoder:
-        """The encoder itself, on a device of its own choice, in fp32."""
-        import torch
-        import transformers
-
-        from fullshard.diffusion import parts
+    def tokenizer(self) -> Any:
         from fullshard.hf.tokenizer import load_tokenizer
 
-        folder = self.folder()
-        config = json.loads((folder / parts.CONFIG).read_text(encoding="utf-8"))
-        name = (config.get("architectures") or [""])[0]
-        # A model that also writes text (T5) is read without that part.
-        usual = transformers.AutoModelForTextEncoding if "ForConditional" in name else transformers.AutoModel
-        loader = getattr(transformers, _TEXT_SIDE.get(name, name), None) if "For" not in name else None
-        module = (loader or usual).from_pretrained(folder, dtype=torch.float32).requires_grad_(False).eval()
-        tokenizer = load_tokenizer(self.tokenizer_folder(), trust_remote_code=False, where=WHERE)
-        self._check(module, tokenizer)
-        padded = self.padded if self.padded is not None else "clip" in str(module.config.model_type)
-        return TextEncoder(module.to(parts.device()), tokenizer, self.max_tokens, padded)
+        found = load_tokenizer(self.tokenizer_folder(), trust_remote_code=False, where=WHERE)
+        if found.pad_token_id is None:
+            raise RecipeError(f"{WHERE}: the tokenizer has no token for padding. Give it one, and save it again.")
+        return found
 
-    def _check(self, module: Any, tokenizer: Any) -> None:
+    def bound(self, module: Any, *, early: bool, join: Join) -> Any:
+        """A module of this encoder with its method `encode_texts`."""
+        from fullshard.diffusion.text_model import bind, is_clip
+
         longest = getattr(module.config, "max_position_embeddings", None)
         if longest is not None and self.max_tokens > longest:
             raise RecipeError(
                 f"data.encode.text.max_tokens = {self.max_tokens}, and {type(module).__name__} has positions for "
                 f"{longest} tokens. Lower it to at most {longest}."
             )
-        if tokenizer.pad_token_id is None:
-            raise RecipeError(f"{WHERE}: the tokenizer has no token for padding. Give it one, and save it again.")
+        padded = self.padded if self.padded is not None else early or is_clip(module)
+        fill = self.tokenizer().pad_token_id
+        return bind(module, tokens=self.max_tokens, fill=fill, padded=padded, early=early, join=join)
 
-
-@dataclass(frozen=True)
-class TextEncoder:
-    """A text encoder in memory."""
-
-    module: Any
-    tokenizer: Any
-    max_tokens: int
-    padded: bool
-
-    def encode(self, texts: Sequence[str]) -> Iterator[TextState]:
-        """In order."""
-        at_once = _AT_ONCE[self.module.device.type]
-        for start in range(0, len(texts), at_once):
-            yield from self._encode(list(texts[start : start + at_once]))
-
-    def _encode(self, texts: list[str]) -> Iterator[TextState]:
+    def open(self, *, early: bool, join: Join) -> Any:
+        """The encoder itself, whole, on a device of its own choice."""
         import torch
 
+        from fullshard.diffusion import parts
+        from fullshard.diffusion.text_model import load
+
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return self.bound(load(self.folder(), dtype=dtype, device=parts.device()), early=early, join=join)
+
+
+class TextStack:
+    """All text encoders of a recipe, at least one, and how they go together."""
+
+    def __init__(self, texts: Sequence[Texts], join: Join) -> None:
+        self.texts, self.join = list(texts), join
+
+    def check(self) -> None:
+        """Raises ValueError for settings that do not go together."""
+        first, *_ = self.texts
+        early = [text for number, text in enumerate(self.texts) if self._is_early(number)]
+        if any(text.live != first.live for text in self.texts):
+            raise ValueError("data.encode.text: live is true for some encoders and false for others. Give all one")
+        if self.join == "sd3" and len(self.texts) < 2:
+            raise ValueError("data.encode.join = sd3 needs two encoders or more in data.encode.text, T5 as the last")
+        if any(text.padded is False or text.max_tokens != early[0].max_tokens for text in early):
+            raise ValueError(
+                f"data.encode.join = {self.join} puts the states of CLIP encoders side by side: give them one "
+                "max_tokens, and leave padded out"
+            )
+
+    @property
+    def is_live(self) -> bool:
+        return self.texts[0].live
+
+    @property
+    def length(self) -> int:
+        """Tokens of the states of a text."""
+        before = self.texts[0].max_tokens if self.join == "sd3" else 0
+        return before + self.texts[-1].max_tokens
+
+    def families(self) -> dict[str, dict[str, Any]]:
+        """The settings of each encoder as a model that is spread over ranks."""
+        return {
+            f"text[{number}]": {
+                "kind": "text_encoder",
+                "encoder": text.model_dump(mode="json"),
+                "early": self._is_early(number),
+                "join": self.join,
+            }
+            for number, text in enumerate(self.texts)
+        }
+
+    def _is_early(self, number: int) -> bool:
+        """Whether an encoder's states come from its last layer but one, as SDXL and SD3 have it for CLIP."""
+        return self.join == "sdxl" or (self.join == "sd3" and number < len(self.texts) - 1)
+
+    @cached_property
+    def _tokenizers(self) -> list[Any]:
+        return [text.tokenizer() for text in self.texts]
+
+    @cached_property
+    def _encoders(self) -> list[Any]:
+        return [text.open(early=self._is_early(number), join=self.join) for number, text in enumerate(self.texts)]
+
+    def tokens(self, written: Sequence[str]) -> Tokens:
+        each = [self._of_one(*pair, written) for pair in zip(self.texts, self._tokenizers, strict=True)]
+        return Tokens(np.concatenate([found.ids for found in each], axis=1), each[-1].is_cut)
+
+    def _of_one(self, text: Texts, tokenizer: Any, written: Sequence[str]) -> Tokens:
+        ids = np.full((len(written), text.max_tokens), NO_TOKEN, dtype=np.int64)
         # One token more than there may be shows which texts are too long.
-        lengths = [len(ids) for ids in self._tokens(texts, self.max_tokens + 1)["input_ids"]]
-        filled = "max_length" if self.padded else "longest"
-        found = self._tokens(texts, self.max_tokens, padding=filled, return_tensors="pt")
-        found = found.to(self.module.device)
-        ids, mask = found["input_ids"], found["attention_mask"]
-        with torch.no_grad():
-            output = self.module(input_ids=ids, **({} if self.padded else {"attention_mask": mask}))
-        pooled = _pooled(output)
-        for index, length in enumerate(lengths):
-            states = output.last_hidden_state[index]
-            states = states if self.padded else states[mask[index].bool()]
-            whole = None if pooled is None else pooled[index].float().cpu().numpy()
-            yield TextState(states.float().cpu().numpy(), whole, length > self.max_tokens)
+        whole = tokenizer(list(written), truncation=True, max_length=text.max_tokens + 1)["input_ids"]
+        cut = tokenizer(list(written), truncation=True, max_length=text.max_tokens)["input_ids"]
+        for row, found in enumerate(cut):
+            ids[row, : len(found)] = found
+        return Tokens(ids, np.array([len(found) > text.max_tokens for found in whole]))
 
-    def _tokens(self, texts: list[str], most: int, **settings: Any) -> Any:
-        return self.tokenizer(texts, truncation=True, max_length=most, **settings)
+    def states(self, written: Sequence[str]) -> Iterator[TextState]:
+        """In order, by encoders that stay open with this."""
+        import torch
+
+        from fullshard.diffusion.text_model import encoded
+
+        device: torch.device = self._encoders[-1].device
+        tokens = self.tokens(written)
+        at_once = _AT_ONCE[device.type]
+        for rows in np.split(np.arange(len(written)), range(at_once, len(written), at_once)):
+            found = {
+                name: part.cpu().numpy()
+                for name, part in encoded(self._encoders, torch.from_numpy(tokens.ids[rows]).to(device)).items()
+            }
+            for index, row in enumerate(rows):
+                states = found["states"][index, : found["mask"][index].sum()]
+                pooled = found["pooled"][index] if "pooled" in found else None
+                yield TextState(states, pooled, bool(tokens.is_cut[row]))
 
 
-def _pooled(output: Any) -> torch.Tensor | None:
-    """One vector a text: projected where the encoder does that."""
-    for name in ("text_embeds", "pooler_output"):
-        if (found := getattr(output, name, None)) is not None:
-            return found  # type: ignore[no-any-return]
-    return None
-
-
-__all__ = ["TextEncoder", "TextState", "Texts"]
+__all__ = ["NO_TOKEN", "Join", "TextStack", "TextState", "Texts", "Tokens"]

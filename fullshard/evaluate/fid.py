@@ -6,7 +6,6 @@ once. Must not know FSDP or how the model was trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,13 +14,22 @@ import torch
 from pydantic import Field, PrivateAttr
 from torch import nn
 
-from fullshard.diffusion.grid import FILLER, Way, make_images
-from fullshard.diffusion.judge import Shape, as_given, require_denoiser, require_images, trial
+from fullshard.diffusion.grid import FILLER, Shape, Way, make_batch, make_images
+from fullshard.diffusion.judge import (
+    as_given,
+    kept_open,
+    require_denoiser,
+    require_images,
+    shape_of,
+    takes_texts,
+    trial,
+)
 from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError, missing_package
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Objective
+from fullshard.objectives.base import Batch, Objective
+from fullshard.ops.denoising import texts_of
 from fullshard.user_code import load_callable
 
 WHERE = "evaluate.parts: fid.extractor"
@@ -36,7 +44,7 @@ class Fid(Evaluation):
     pixels: Literal["float", "uint8"] = "float"
     """What the extractor takes: numbers from 0 to 1, or bytes."""
     images: int = Field(1000, ge=2)
-    """How many are made; classes come as often as in the validation data."""
+    """How many are made; classes come as often as in the validation data, and texts one after the other."""
     batch_size: int = Field(64, ge=1)
     """Images that each rank makes at once."""
     steps: int = Field(32, ge=1)
@@ -44,11 +52,11 @@ class Fid(Evaluation):
     method: Method = "heun"
     """euler asks the model once a step, heun twice, and needs fewer steps for the same."""
     guidance: float = Field(1.0, ge=0)
-    """How much a label counts: 1 is what the model learned."""
+    """How much a label or a text counts: 1 is what the model learned."""
     seed: int = 0
     """Decides the noise and the order of classes."""
 
-    _shown: Callable[[torch.Tensor], torch.Tensor] = PrivateAttr()
+    _encoder: Any = PrivateAttr()
     """What takes the data's scaling off images."""
     _extractor: _Extractor | None = PrivateAttr(None)
     _real: _Real | None = PrivateAttr(None)
@@ -66,23 +74,21 @@ class Fid(Evaluation):
             )
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
-        self._shown = encoder.shown
+        self._encoder = encoder
         if shape := require_images("fid", objective, model, encoder):
             self._open(shape)
 
     @torch.no_grad()
     def run(self, inputs: EvaluationInputs) -> Findings:
-        extractor = self._extractor or self._open(self._shape(inputs))
-        metric = _metric_class()(extractor, sync_on_compute=False).to(inputs.device)
-        ranks, _ = reduce.place()
-        # The held-out images are the same at every validation.
-        known = self._real is not None and self._real.batches == inputs.batches
-        to_do = -(-self.images // (ranks * self.batch_size)) + (0 if known else inputs.num_batches)
-        with inputs.bar(to_do) as bar:
-            if not known:
-                self._real = self._look_at_real(metric, inputs, bar)
-            self._look_at_made(metric, inputs, bar)
-        assert self._real is not None
+        with kept_open(self._encoder):
+            extractor = self._extractor or self._open(self._shape(inputs))
+            metric = _metric_class()(extractor, sync_on_compute=False).to(inputs.device)
+            # The held-out images are the same at every validation.
+            if self._real is None or self._real.batches != inputs.batches:
+                with inputs.bar(inputs.num_batches) as bar:
+                    self._real = self._look_at_real(metric, inputs, bar)
+            look = self._look_at_texts if takes_texts(inputs.model) else self._look_at_made
+            look(metric, inputs)
         for name, value in (self._real.sums | _sums(metric, "fake", inputs)).items():
             setattr(metric, name, value)
         return Findings({"fid": float(metric.compute())})
@@ -98,20 +104,59 @@ class Fid(Evaluation):
         # In the order of the data, which does not depend on the ranks.
         return _Real(inputs.batches, _sums(metric, "real", inputs), everyone[everyone[:, 0].argsort(), 1])
 
-    def _look_at_made(self, metric: Any, inputs: EvaluationInputs, bar: Any) -> None:
+    @property
+    def _way(self) -> Way:
+        return Way(self.steps, self.method, self.guidance, self.seed)
+
+    def _look_at_made(self, metric: Any, inputs: EvaluationInputs) -> None:
+        """Images by their class, shared out over the ranks."""
         model: Any = inputs.model
-        for numbers, images in make_images(
+        made = make_images(
             inputs.objective,
             model,
             self._labels(model.null_label),
-            Way(self.steps, self.method, self.guidance, self.seed),
+            self._way,
             batch=self.batch_size,
             place=reduce.place(),
             device=inputs.device,
             vae=inputs.aux.get("vae"),
-        ):
-            metric.update(self._given(images[(numbers != FILLER).to(images.device)]), real=False)
-            bar.advance()
+        )
+        with inputs.bar(-(-self.images // (reduce.place()[0] * self.batch_size))) as bar:
+            for numbers, images in made:
+                metric.update(self._given(images[(numbers != FILLER).to(images.device)]), real=False)
+                bar.advance()
+
+    def _look_at_texts(self, metric: Any, inputs: EvaluationInputs) -> None:
+        """Images by the held-out texts, each rank by its own; all of them again and again, until there are enough."""
+        from fullshard.step import to_device
+
+        assert self._real is not None
+        texts = len(self._real.labels)
+        rounds = -(-self.images // texts)
+        with inputs.bar(rounds * inputs.num_batches) as bar:
+            for start in range(0, rounds * texts, texts):
+                for batch in inputs.batches():
+                    ids = batch["sample_ids"]
+                    numbers = torch.where((ids >= 0) & (ids + start < self.images), ids + start, FILLER)
+                    # In the last round there may be nothing left to make, which all ranks must know.
+                    if reduce.any_rank(bool((numbers != FILLER).any()), inputs.device):
+                        self._look_at_batch(metric, inputs, to_device(batch, inputs.device), numbers)
+                    bar.advance()
+
+    def _look_at_batch(self, metric: Any, inputs: EvaluationInputs, batch: Batch, numbers: torch.Tensor) -> None:
+        text, labels = texts_of(inputs.model, batch, inputs.aux), batch["label"]
+        for rows in torch.arange(len(numbers)).split(self.batch_size):
+            images = make_batch(
+                inputs.objective,
+                inputs.model,
+                labels[rows],
+                numbers[rows].to(inputs.device),
+                self._way,
+                text={name: part[rows] for name, part in text.items()},
+                shape=shape_of(batch["images"], inputs.objective),
+                vae=inputs.aux.get("vae"),
+            )
+            metric.update(self._given(images[(numbers[rows] != FILLER).to(images.device)]), real=False)
 
     def _labels(self, null_label: int | None) -> torch.Tensor:
         """One for each image: those of the data, shuffled once and taken over and over."""
@@ -123,12 +168,12 @@ class Fid(Evaluation):
 
     def _given(self, images: torch.Tensor) -> torch.Tensor:
         """What the extractor is shown; a rank may have no image, of which a VAE would make nothing."""
-        return as_given(self._shown(images), as_bytes=self.pixels == "uint8") if len(images) else images
+        return as_given(self._encoder.shown(images), as_bytes=self.pixels == "uint8") if len(images) else images
 
     def _shape(self, inputs: EvaluationInputs) -> Shape:
         """Of the images that the extractor will see, by the held-out ones."""
         batch = next(iter(inputs.batches()))
-        channels, height, width = self._shown(batch["images"][:1].to(inputs.device)).shape[1:]
+        channels, height, width = self._encoder.shown(batch["images"][:1].to(inputs.device)).shape[1:]
         return channels, height, width
 
     def _open(self, shape: Shape) -> _Extractor:

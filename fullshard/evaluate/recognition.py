@@ -5,7 +5,6 @@ The ranks share the images out and run every forward pass together. Must not kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +13,7 @@ from pydantic import Field, PrivateAttr
 from torch import nn
 
 from fullshard.diffusion.grid import FILLER, Way, make_images
-from fullshard.diffusion.judge import as_given, require_denoiser, require_images, trial
+from fullshard.diffusion.judge import as_given, kept_open, require_denoiser, require_images, takes_texts, trial
 from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
@@ -48,7 +47,7 @@ class Recognition(Evaluation):
     seed: int = 0
     """Decides the noise."""
 
-    _shown: Callable[[torch.Tensor], torch.Tensor] = PrivateAttr()
+    _encoder: Any = PrivateAttr()
     """What takes the data's scaling off images."""
     _judge: Any = PrivateAttr(None)
 
@@ -58,6 +57,11 @@ class Recognition(Evaluation):
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         denoiser: Any = model
         require_denoiser("recognition", objective, model)
+        if takes_texts(model):
+            raise RecipeError(
+                "evaluate.parts: kind recognition asks for images by their class, and the model is conditioned on "
+                "texts. Leave it out; fid takes texts."
+            )
         if denoiser.num_classes is None:
             raise RecipeError(
                 "evaluate.parts: kind recognition asks for images of a class, and the model has none. Set "
@@ -70,7 +74,7 @@ class Recognition(Evaluation):
             )
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
-        self._shown = encoder.shown
+        self._encoder = encoder
         self._judge = load_callable(self.classifier, where=WHERE)
         if shape := require_images("recognition", objective, model, encoder):
             self._labels_in(trial(self._judge, shape, WHERE, as_bytes=self.pixels == "uint8"), 2)
@@ -85,7 +89,7 @@ class Recognition(Evaluation):
         wanted = torch.tensor([label for label in asked for _ in range(self.per_class)])
         ranks, _ = reduce.place()
         found = torch.zeros(2, dtype=torch.float64, device=inputs.device)
-        with inputs.bar(-(-len(wanted) // (ranks * self.batch_size))) as bar:
+        with kept_open(self._encoder), inputs.bar(-(-len(wanted) // (ranks * self.batch_size))) as bar:
             for numbers, images in make_images(
                 inputs.objective,
                 model,
@@ -98,7 +102,8 @@ class Recognition(Evaluation):
             ):
                 there = numbers != FILLER
                 if there.any():
-                    given = as_given(self._shown(images[there.to(images.device)]), as_bytes=self.pixels == "uint8")
+                    shown = self._encoder.shown(images[there.to(images.device)])
+                    given = as_given(shown, as_bytes=self.pixels == "uint8")
                     labels = self._labels_in(judge(given), len(given))
                     right = (labels == wanted[numbers[there]]).sum()
                     found += torch.tensor([int(right), len(given)], device=inputs.device)

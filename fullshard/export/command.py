@@ -16,6 +16,7 @@ from fullshard.errors import CheckpointError, SetupError
 
 if TYPE_CHECKING:
     from fullshard.log.console import Bar, Console
+    from fullshard.models.base import Family
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -73,7 +74,7 @@ def export(
         wish = writing.Wish(writing.settle(trained, form, target), dtype, size if shard_size != "5GB" else None)
         names = list(writing.names_for(trained, wish.form))
         writing.write(trained, target, wish, _watched(trained.tensors(names), len(names), console))
-    _say_done(console, target, wish.form, trained.family.loader)
+    _say_done(console, target, wish.form, trained.family)
 
 
 def parse_size(text: str) -> int:
@@ -122,7 +123,7 @@ def _watched(tensors: Iterator[tuple[str, Any]], total: int, console: Console) -
             bar.advance()
 
 
-def _say_done(console: Console, out: Path, form: str, loader: str) -> None:
+def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
     from fullshard.log import words
 
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
@@ -130,9 +131,9 @@ def _say_done(console: Console, out: Path, form: str, loader: str) -> None:
     number = "1 file" if len(files) == 1 else f"{len(files)} files"
     pickled = f"torch.load({str(out)!r}, weights_only=True)"
     load = {
-        "hf": f"{loader}({str(out)!r})",
-        "merged": f"{loader}({str(out)!r})",
-        "adapter": f"{loader.replace('transformers.Auto', 'peft.AutoPeft')}({str(out)!r})",
+        "hf": family.load_with(str(out), adapter=False),
+        "merged": family.load_with(str(out), adapter=False),
+        "adapter": family.load_with(str(out), adapter=True),
         "state": f"safetensors.torch.load_file({str(out)!r})" if out.suffix == ".safetensors" else pickled,
     }
     console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}). Load it with: {load[form]}")

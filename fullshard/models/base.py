@@ -36,6 +36,8 @@ class Family(Part):
     required: ClassVar[tuple[str, ...]] = ("build",)
     loader: ClassVar[str] = "transformers.AutoModelForCausalLM.from_pretrained"
     """What reads an exported folder, as one would type it."""
+    adapter_loader: ClassVar[str | None] = None
+    """The same for exported adapters, where it is another."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
     """Methods of the module, besides `forward`, that an objective calls."""
 
@@ -73,6 +75,10 @@ class Family(Part):
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
         """Gives the real parameters under one module of the tree below `root` fresh values; skips those on meta."""
         raise NotImplementedError
+
+    def load_with(self, folder: str, *, adapter: bool) -> str:
+        """The line of Python that reads what was exported."""
+        return f"{(self.adapter_loader if adapter else None) or self.loader}({folder!r})"
 
     def longest(self, module: nn.Module) -> int | None:
         """The longest sequence that the model has positions for; None: any."""

@@ -125,6 +125,13 @@ class Diffusers(Family):
         stored = torch.float32 if parameter.requires_grad else self._stored_dtype()
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
+    def load_with(self, folder: str, *, adapter: bool) -> str:
+        if not adapter:
+            return super().load_with(folder, adapter=False)
+        if hasattr(class_of(self._settings()[0]), "load_lora_adapter"):
+            return f"PIPELINE.load_lora_weights({folder!r})"
+        return f"peft.PeftModel.from_pretrained(MODEL, {folder!r})"
+
     def rehearse(self, module: nn.Module) -> None:
         import torch
 

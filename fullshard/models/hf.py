@@ -81,6 +81,7 @@ class Tokenizer(Section):
 class Hf(Family):
     """A causal language model of Transformers."""
 
+    adapter_loader: ClassVar[str | None] = "peft.AutoPeftModelForCausalLM.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
     headless: ClassVar[bool] = False
     """Whether the model is the backbone alone."""

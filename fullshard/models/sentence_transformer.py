@@ -35,6 +35,7 @@ class SentenceTransformer(Hf):
     forward_methods: ClassVar[tuple[str, ...]] = ("embed",)
     headless: ClassVar[bool] = True
     loader: ClassVar[str] = "sentence_transformers.SentenceTransformer"
+    adapter_loader: ClassVar[str | None] = None
 
     pooling: Literal["mean", "cls", "last"] | None = None
     """How tokens become one vector: their mean, the first one, the last one. null: as stored; for a plain model the

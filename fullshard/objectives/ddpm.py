@@ -71,7 +71,7 @@ class DDPM(Objective):
         return int((batch["sample_ids"] >= 0).sum())
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
-        seen = given(model, batch, label_drop=self.label_drop, vae=aux.get("vae"))
+        seen = given(model, batch, label_drop=self.label_drop, aux=aux)
         images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
         timesteps = self.timesteps(uniform(batch["draws"], TIME))

@@ -85,7 +85,7 @@ class FlowMatching(Objective):
         return int((batch["sample_ids"] >= 0).sum())
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
-        seen = given(model, batch, label_drop=self.label_drop, vae=aux.get("vae"))
+        seen = given(model, batch, label_drop=self.label_drop, aux=aux)
         images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
         times = self.times(batch["draws"])

@@ -2,19 +2,23 @@
 
 A denoiser has the method `denoise(noisy, timesteps, labels, text=...)`; `num_classes` is None where it takes no labels,
 and `null_label`, where it has one, is the label that means none; `text_width` and `pooled_width` are None where it
-takes no texts. Must not know a model's class, optimizers or ranks.
+takes no texts. Frozen models beside it come by name: `vae`, and `text[0]`, `text[1]`, ... for text encoders. Must not
+know a model's class, optimizers or ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from fullshard.diffusion.text_model import encoded
 from fullshard.errors import RecipeError, SetupError
 from fullshard.ops.keyed_noise import LABEL_DROP, uniform
 
@@ -72,14 +76,16 @@ class Given:
     text: Text | None
 
 
-def given(model: Any, batch: dict[str, Any], *, label_drop: float | None, vae: Any = None) -> Given:
-    """Images, or what `vae` makes of them, labels and texts; some of these two are replaced by what means none, both of
-    a sample together. Fillers are blank, so that nothing that they happen to hold reaches the model."""
+def given(
+    model: Any, batch: dict[str, Any], *, label_drop: float | None, aux: Mapping[str, Any] = MappingProxyType({})
+) -> Given:
+    """Images, or what a VAE in `aux` makes of them, labels and texts; some of these two are replaced by what means
+    none, both of a sample together. Fillers are blank, so that nothing that they happen to hold reaches the model."""
     real = batch["sample_ids"] >= 0
     images = torch.where(_wide(real, batch["images"]), batch["images"].float(), 0.0)
-    if vae is not None:
+    if "vae" in aux:
         with torch.no_grad():
-            images = vae.encode_images(images)
+            images = aux["vae"].encode_images(images)
     share = _drop_rate(model, label_drop)
     dropped = uniform(batch["draws"], LABEL_DROP) < share if share else torch.zeros_like(real)
     labels = None
@@ -89,12 +95,17 @@ def given(model: Any, batch: dict[str, Any], *, label_drop: float | None, vae: A
             labels = torch.where(dropped, model.null_label, labels)
     text = None
     if getattr(model, "text_width", None) is not None:
-        text = without(texts_of(model, batch), dropped | ~real)
+        text = without(texts_of(model, batch, aux), dropped | ~real)
     return Given(images, labels, text)
 
 
-def texts_of(model: Any, batch: dict[str, Any]) -> Text:
-    """The texts of a batch, in the parts that the model takes."""
+def texts_of(model: Any, batch: dict[str, Any], aux: Mapping[str, Any] = MappingProxyType({})) -> Text:
+    """The texts of a batch, in the parts that the model takes; tokens become states by the text encoders in `aux`, on
+    all ranks together."""
+    if "text_tokens" in batch:
+        encoders = [part for name, part in aux.items() if name.startswith("text[")]
+        batch = {f"text_{name}": part for name, part in encoded(encoders, batch["text_tokens"]).items()}
+        require_texts(model, batch)
     parts = {"states": "text_states", "mask": "text_mask"}
     if getattr(model, "pooled_width", None) is not None:
         parts["pooled"] = "text_pooled"
@@ -168,36 +179,46 @@ def last_times(num: int, device: torch.device) -> torch.Tensor:
 def require_data(model: Any, batch: dict[str, Any], *, channels: int) -> None:
     """Refuses a first batch whose images or texts are not those that the model takes."""
     wanted = getattr(model, "image_channels", getattr(getattr(model, "config", None), "in_channels", None))
-    states = batch["text_states"].shape[-1] if "text_states" in batch else None
-    pooled = batch["text_pooled"].shape[-1] if "text_pooled" in batch else None
-    takes, takes_pooled = getattr(model, "text_width", None), getattr(model, "pooled_width", None)
-    name = type(model).__name__.removeprefix("FSDP")
     if wanted is not None and channels != wanted:
         raise RecipeError(
-            f"The images or latents of data.train have {channels} channels, and {name} takes {wanted}. Choose other "
-            f"data, or give the model as many: model.overrides.in_channels={channels}."
+            f"The images or latents of data.train have {channels} channels, and {_name(model)} takes {wanted}. Choose "
+            f"other data, or give the model as many: model.overrides.in_channels={channels}."
         )
-    if takes is None and states is not None:
+    takes = getattr(model, "text_width", None)
+    has = "text_states" in batch or "text_tokens" in batch
+    if takes is None and has:
         raise RecipeError(
-            f"data.encode.text gives texts, and {name} takes none. Leave data.encode.text out, or choose a model that "
-            "is conditioned on texts."
+            f"data.encode.text gives texts, and {_name(model)} takes none. Leave data.encode.text out, or choose a "
+            "model that is conditioned on texts."
         )
-    if takes is not None and states is None:
+    if takes is not None and not has:
         raise RecipeError(
-            f"{name} is conditioned on texts (states of {takes}), and the data has none. Name the text encoder in "
-            "data.encode.text, with records that have a text."
+            f"{_name(model)} is conditioned on texts (states of {takes}), and the data has none. Name the text encoder "
+            "in data.encode.text, with records that have a text."
         )
+    if "text_states" in batch:
+        require_texts(model, batch)
+
+
+def require_texts(model: Any, batch: dict[str, Any]) -> None:
+    """Refuses states of texts that are not those that the model takes."""
+    states, pooled = (batch[key].shape[-1] if key in batch else None for key in ("text_states", "text_pooled"))
+    takes, takes_pooled = model.text_width, getattr(model, "pooled_width", None)
     if takes != states:
         raise RecipeError(
-            f"data.encode.text gives states of {states}, and {name} takes {takes}. Choose the text encoder that the "
-            "model was made for."
+            f"data.encode.text gives states of {states}, and {_name(model)} takes {takes}. Choose the text encoder "
+            "that the model was made for."
         )
     if takes_pooled is not None and takes_pooled != pooled:
         raise RecipeError(
-            f"{name} takes a vector of {takes_pooled} for a whole text, and data.encode.text gives "
+            f"{_name(model)} takes a vector of {takes_pooled} for a whole text, and data.encode.text gives "
             f"{'none' if pooled is None else pooled}. Name an encoder that gives it, such as CLIP, before that of the "
             "states: data.encode.text: [{path: CLIP}, {path: T5}]."
         )
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__.removeprefix("FSDP")
 
 
 @torch.no_grad()
@@ -213,7 +234,7 @@ def check_denoiser(
     classes = getattr(model, "num_classes", None)
     labels = None if classes is None else torch.zeros(len(timesteps), dtype=torch.int64, device=images.device)
     text = None
-    if getattr(model, "text_width", None) is not None:
+    if "text_states" in batch:  # tokens are not encoded here: the model takes what means no text
         text = {name: part[:1].expand(len(timesteps), *part.shape[1:]) for name, part in texts_of(model, batch).items()}
     told: dict[str, bool] = {}
     parts: list[tuple[str, nn.Module]] = list(model.named_modules())
@@ -288,6 +309,7 @@ __all__ = [
     "min_snr_weights",
     "noised",
     "require_denoiser",
+    "require_texts",
     "require_vae",
     "sum_of_means",
     "texts_of",

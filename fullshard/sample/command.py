@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,9 +30,13 @@ def sample(
     classes: Annotated[
         str | None, typer.Option(metavar="0,1,2", help="A row for each; without it the first ten classes.")
     ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT|FILE.txt", help="A row for each text, or for each line of a file; may be repeated."),
+    ] = None,
     per_class: Annotated[int, typer.Option(min=1, metavar="N", help="Images in a row.")] = 8,
     guidance: Annotated[
-        float, typer.Option(min=0, metavar="X", help="How much a class counts; 1 is what the model learned.")
+        float, typer.Option(min=0, metavar="X", help="How much a class or a text counts; 1 is what the model learned.")
     ] = 2.0,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps from noise to an image.")] = 32,
     method: Annotated[
@@ -43,7 +47,7 @@ def sample(
         str | None, typer.Option(metavar="FILE.png", help="Where the grid goes; else RUN/pictures/sample-STEP.png.")
     ] = None,
     images: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Also write every image by itself, in a folder for each class.")
+        str | None, typer.Option(metavar="FOLDER", help="Also write every image by itself, in a folder for each row.")
     ] = None,
     checkpoint: Annotated[
         str | None,
@@ -69,7 +73,7 @@ def sample(
     from fullshard.sample.source import choose
 
     # Before anything is loaded: what can be refused by the words alone.
-    wanted = _classes(classes)
+    wanted, written = _classes(classes), _texts(texts)
     _one_of("--method", method, ("heun", "euler"))
     _one_of("--weights", weights, (None, "ema", "model"))
     launch = env.detect(os.environ)
@@ -88,13 +92,14 @@ def sample(
         options |= {"--per-class": per_class, "--steps": steps, "--seed": seed, "--batch-size": batch_size}
         options |= {"--grid": target.grid, "--images": target.folder}
         words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+        words += [word for text in written for word in ("--texts", text)]
         command = [sys.executable, "-m", "fullshard", "sample", str(chosen.checkpoint or chosen.run), *words]
         raise typer.Exit(chosen.reading.recipe.topology.launcher.start(command, ranks))
     from fullshard.diffusion.grid import Way
     from fullshard.sample.images import Wish
 
     way = Way(steps, "heun" if method == "heun" else "euler", guidance, seed)
-    _as_rank(chosen, Wish(wanted, per_class, way, batch_size, weights), target)
+    _as_rank(chosen, Wish(wanted, per_class, way, batch_size, weights, written), target)
 
 
 class _Target:
@@ -116,7 +121,7 @@ class _Target:
                 (self.folder / ".fullshard").touch()
                 (self.folder / ".fullshard").unlink()
 
-    def write(self, images: torch.Tensor, classes: tuple[int, ...] | None, *, per_class: int) -> None:
+    def write(self, images: torch.Tensor, rows: Sequence[int] | None, *, per_class: int) -> None:
         from fullshard.log.pictures import save_grid
 
         hidden = self._hidden()
@@ -130,7 +135,7 @@ class _Target:
             with _writing("--images", self.folder):
                 for number, image in enumerate(images):
                     row, column = divmod(number, per_class)
-                    place = self.folder / str(classes[row]) if classes is not None else self.folder
+                    place = self.folder / str(rows[row]) if rows is not None else self.folder
                     place.mkdir(exist_ok=True)
                     _save(image, place / f"{column:0{len(str(per_class - 1))}d}.png")
 
@@ -155,6 +160,22 @@ def _classes(text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdecimal() for part in parts):
         raise SetupError(f"--classes {text} is no list of classes. Write their numbers, with commas between: 0,1,2.")
     return tuple(int(part) for part in parts)
+
+
+def _texts(given: list[str] | None) -> tuple[str, ...]:
+    found: list[str] = []
+    for text in given or ():
+        if not text.lower().endswith(".txt"):
+            found.append(text)
+            continue
+        try:
+            lines = Path(text).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(f"--texts {text} cannot be read as a file of texts ({error}). Check its name.") from error
+        found += [line for line in lines if line.strip()]
+    if given is not None and not all(text.strip() for text in found or [""]):
+        raise SetupError(f"--texts {' '.join(given)}: there is no text, or a blank one. Give one or several.")
+    return tuple(found)
 
 
 def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
@@ -233,7 +254,8 @@ def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
             _announce(console, chosen, wish, loaded, world, target)
             found = making.make(loaded, chosen, wish, world, watch)
             if found is not None:
-                target.write(found, making.classes_of(loaded.module, wish), per_class=wish.per_class)
+                rows = range(len(wish.texts)) if wish.texts else making.classes_of(loaded.module, wish)
+                target.write(found, rows, per_class=wish.per_class)
                 _say_done(console, target, len(found))
     finally:
         console.close()
@@ -247,6 +269,8 @@ def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, worl
     rows, way = classes_of(loaded.module, wish), wish.way
     each = counted(wish.per_class, "image")
     what = f"{each} of each class: {', '.join(map(str, rows))}" if rows else each
+    if wish.texts:
+        what = f"{each} of each text: {'; '.join(wish.texts[:3])}{'; ...' if len(wish.texts) > 3 else ''}"
     lines = [
         ("weights", f"{chosen.weights}{f', --weights {wish.weights}' if wish.weights else ''}"),
         ("images", what),

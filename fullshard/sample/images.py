@@ -5,7 +5,7 @@ Must not know options, files of images, or how a run is found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,23 +16,28 @@ from torch import nn
 
 from fullshard.data.base import Encoder
 from fullshard.data.prepare import prepare
-from fullshard.diffusion.grid import FILLER, Way, image_shape, make_images
+from fullshard.diffusion.grid import Way, collected, make_images
+from fullshard.diffusion.judge import kept_open, takes_texts
 from fullshard.dist import reduce
 from fullshard.dist.mesh import make_mesh
 from fullshard.dist.shard import shard
 from fullshard.dist.world import World
 from fullshard.errors import CheckpointError, DataError, NumericalError, SetupError
 from fullshard.export.source import Trained, open_trained
-from fullshard.frozen import frozen_models
+from fullshard.frozen import frozen_models, text_encoders
 from fullshard.ground import Ground, cache_folder, encoder_of
 from fullshard.log.console import Console
 from fullshard.models.base import Family, Weights
+from fullshard.ops.denoising import Text, texts_of
 from fullshard.placement import shard_plan
-from fullshard.precision import resolve_precision
+from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.sample.source import Chosen
 
 MOST_ROWS = 10
 """So many classes are shown where none are named."""
+_TEXTS_AT_ONCE = 8
+_NO_TOKENIZER = cast(Ground, SimpleNamespace(processor=None))
+"""Of the ground frozen models look at the tokenizer alone."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Wish:
     batch_size: int
     weights: str | None
     """`ema` or `model`; None: averaged weights where there are any."""
+    texts: tuple[str, ...] = ()
+    """A row for each, where the model takes texts."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,10 @@ class Loaded:
     module: nn.Module
     family: Family
     weights: Weights
-    encoder: Encoder
+    encoder: Any
+    """How its data was made and scaled."""
+    shape: tuple[int, ...] | None
+    """Of what the model makes; None: its configuration says it."""
 
 
 def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
@@ -70,9 +80,39 @@ def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
     encoder = encoder_of(recipe)
     assert encoder is not None, "an objective that makes images names its encoder"
     _check(module, recipe.objective, encoder, wish, chosen)
-    if getattr(encoder, "is_measured", False):
+    shape = _shape(module, recipe.objective, encoder)
+    if getattr(encoder, "is_measured", False) or shape == ():
         _measure(chosen, encoder, console)
-    return Loaded(module, family, weights, encoder)
+        shape = shape or _shape(module, recipe.objective, encoder)
+    return Loaded(module, family, weights, encoder, shape)
+
+
+def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
+    """Of what the model makes; None where its configuration says it, and () where only the data does. Models that are
+    conditioned on texts take many sizes: theirs is that of the data, where it has one."""
+    if not takes_texts(module):
+        return None
+    found = encoder.shape
+    if found is None and encoder.size is not None and (settings := _vae(objective, encoder)) is not None:
+        from fullshard.diffusion.vae import latent_shape
+
+        return latent_shape(settings, (settings["in_channels"], encoder.size, encoder.size))
+    if found is None and encoder.size is not None:
+        return module.image_channels, encoder.size, encoder.size
+    if found is None:
+        return None if getattr(module.config, "sample_size", None) else ()
+    live = objective.frozen().get("vae")
+    return found if live is None else tuple(live.latent_shape(found))
+
+
+def _vae(objective: Any, encoder: Any) -> Any:
+    """The settings of the VAE, in every step or before; None without one."""
+    live = objective.frozen().get("vae")
+    if live is not None:
+        from fullshard.diffusion.vae import read_settings
+
+        return read_settings(live.stored_in(), where="objective.vae.path")
+    return None if encoder.vae is None else encoder.vae.settings()
 
 
 def _trained(chosen: Chosen, wish: Wish) -> tuple[nn.Module, Family, Weights]:
@@ -116,11 +156,10 @@ class _Values:
 
 def _check(module: Any, objective: Any, encoder: Any, wish: Wish, chosen: Chosen) -> None:
     """What the model can be asked for."""
-    if getattr(module, "text_width", None) is not None:
-        raise SetupError(
-            f"RUN = {chosen.run}: its model is conditioned on texts, and fullshard sample asks by class. Use the "
-            "exported model with a pipeline of diffusers."
-        )
+    if takes_texts(module):
+        _check_texts(encoder, wish, chosen)
+    elif wish.texts:
+        raise SetupError(f"--texts: RUN = {chosen.run} has a model that takes no texts. Ask by --classes, or for none.")
     for label in wish.classes or ():
         if not 0 <= label < (module.num_classes or 0):
             allowed = f"it has the classes 0 to {module.num_classes - 1}" if module.num_classes else "it has no classes"
@@ -128,11 +167,26 @@ def _check(module: Any, objective: Any, encoder: Any, wish: Wish, chosen: Chosen
                 f"--classes {','.join(map(str, wish.classes or ()))}: {label} is no class of the model, {allowed}. "
                 f"{'Choose from these' if module.num_classes else 'Leave --classes out'}."
             )
-    channels = image_shape(module)[0]
+    channels = module.image_channels
     if channels not in (1, 3) and "vae" not in objective.frozen() and getattr(encoder, "vae", None) is None:
         raise SetupError(
             f"RUN = {chosen.run}: its model makes latents of {channels} channels, and the recipe names no VAE that "
             "makes images of them (data.encode.vae, objective.vae). Use the exported model in a pipeline of diffusers."
+        )
+
+
+def _check_texts(encoder: Any, wish: Wish, chosen: Chosen) -> None:
+    if getattr(encoder, "stack", None) is None:
+        raise SetupError(
+            f"RUN = {chosen.run}: its model is conditioned on texts, and the recipe names no text encoder "
+            "(data.encode.text). Use the exported model with a pipeline of diffusers."
+        )
+    if wish.classes is not None:
+        raise SetupError(f"--classes: RUN = {chosen.run} has a model that is conditioned on texts. Ask by --texts.")
+    if not wish.texts:
+        raise SetupError(
+            f"RUN = {chosen.run}: its model is conditioned on texts, and none is given. Give one or several: --texts "
+            "'a small house' --texts 'a tree', or a file with one in each line: --texts FILE.txt."
         )
 
 
@@ -153,7 +207,7 @@ def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> None:
             say=console.note,
         )
     except DataError as error:
-        error.add_note("data.encode measures its scaling over data.train, and it is taken off the images again.")
+        error.add_note("The scaling of the images, or their size, comes from data.train.")
         raise
 
 
@@ -169,16 +223,16 @@ def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callab
     steps."""
     recipe = chosen.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
+    # Before the model is there: the text encoders are freed again.
+    text = _texts(loaded, chosen, wish, world, precision) if wish.texts else None
     module, aux = _spread(loaded, chosen, world), {}
     if recipe.objective.frozen():
-        # Of the ground they look at the tokenizer alone.
-        aux = frozen_models(recipe, cast(Ground, SimpleNamespace(processor=None)), world, precision)
-    rows = classes_of(module, wish) or (0,)
+        aux = frozen_models(recipe, _NO_TOKENIZER, world, precision, texts=False)
+    rows = tuple(range(len(wish.texts))) or classes_of(module, wish) or (0,)
     labels = torch.tensor(rows).repeat_interleave(wish.per_class)
     each = -(-len(labels) // world.size)
-    found: dict[int, torch.Tensor] = {}
-    with watch(-(-each // wish.batch_size) * wish.way.steps) as bar:
-        for numbers, images in make_images(
+    with kept_open(loaded.encoder), watch(-(-each // wish.batch_size) * wish.way.steps) as bar:
+        made = make_images(
             recipe.objective,
             module,
             labels,
@@ -186,18 +240,26 @@ def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callab
             batch=wish.batch_size,
             place=(world.size, world.rank),
             device=world.device,
+            text=text,
+            shape=loaded.shape,
             vae=aux.get("vae"),
             tick=bar.advance,
-        ):
-            all_numbers, all_images = reduce.gather_rows(numbers.to(world.device)), reduce.gather_rows(images)
-            if world.is_main:
-                shown = loaded.encoder.shown(all_images[all_numbers != FILLER]).float().cpu()
-                found |= zip(_real(all_numbers), shown, strict=True)
-    return _finished(found, chosen) if world.is_main else None
+        )
+        found = collected(
+            made,
+            gather=reduce.gather_rows,
+            keep=world.is_main,
+            shown=lambda images: loaded.encoder.shown(images).float().cpu(),
+        )
+    return _finite(found, chosen) if found is not None else None
 
 
-def _real(numbers: torch.Tensor) -> Sequence[int]:
-    return [int(number) for number in numbers if number != FILLER]
+def _texts(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, precision: ResolvedPrecision) -> Text:
+    """What the run's text encoders, spread over the ranks, make of the texts."""
+    encoders = text_encoders(chosen.reading.recipe, _NO_TOKENIZER, world, precision)
+    tokens = torch.from_numpy(loaded.encoder.stack.tokens(wish.texts).ids).to(world.device)
+    parts = [texts_of(loaded.module, {"text_tokens": some}, encoders) for some in tokens.split(_TEXTS_AT_ONCE)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _spread(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:
@@ -212,8 +274,7 @@ def _spread(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:
     return module.eval()
 
 
-def _finished(found: dict[int, torch.Tensor], chosen: Chosen) -> torch.Tensor:
-    images = torch.stack([found[number] for number in sorted(found)])
+def _finite(images: torch.Tensor, chosen: Chosen) -> torch.Tensor:
     if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
         raise NumericalError(
             f"{chosen.weights}: {broken} of {len(images)} images hold values that are no numbers. Use an earlier "

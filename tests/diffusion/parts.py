@@ -46,26 +46,31 @@ def tokenizer_folder(folder: Path) -> Path:
     return folder
 
 
-def clip_folder(folder: Path, *, tokenizer: Path | None = None, seed: int = 0) -> Path:
-    """States and pooled vectors of 12, at most 10 tokens; the tokenizer beside it, or where `tokenizer` says."""
+def clip_folder(
+    folder: Path, *, tokenizer: Path | None = None, seed: int = 0, layers: int = 1, projected: int | None = None
+) -> Path:
+    """States and pooled vectors of 12, or projected to other vectors, at most 10 tokens; the tokenizer beside it, or
+    where `tokenizer` says."""
     import torch
-    from transformers import CLIPTextConfig, CLIPTextModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     torch.manual_seed(seed)
-    shape = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    shape = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": layers, "num_attention_heads": 2}
     tokens = {"vocab_size": 4 + len(WORDS), "pad_token_id": PAD, "bos_token_id": BEGIN, "eos_token_id": END}
-    CLIPTextModel(CLIPTextConfig(**shape, **tokens, max_position_embeddings=10)).save_pretrained(folder)
+    kind = CLIPTextModel if projected is None else CLIPTextModelWithProjection
+    config = CLIPTextConfig(**shape, **tokens, max_position_embeddings=10, projection_dim=projected or 12)
+    kind(config).save_pretrained(folder)
     tokenizer_folder(tokenizer or folder)
     return folder
 
 
-def t5_folder(folder: Path) -> Path:
-    """States of 8."""
+def t5_folder(folder: Path, *, width: int = 8) -> Path:
+    """States of 8, or of another width."""
     import torch
     from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(0)
-    shape = {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    shape = {"d_model": width, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     tokens = {"vocab_size": 4 + len(WORDS), "pad_token_id": PAD, "eos_token_id": END}
     T5EncoderModel(T5Config(**shape, **tokens)).save_pretrained(folder)
     return tokenizer_folder(folder)

@@ -1,5 +1,6 @@
-"""Runs with frozen models beside the denoiser: a VAE that encodes in every step is the cache of its latents, on any
-ranks; texts reach the model from their cache; data that has changed is noticed at a resume."""
+"""Runs with frozen models beside the denoiser: a VAE or text encoders in every step are the cache of what they make, on
+any ranks; `fullshard sample` makes the pictures of the run by its texts; data that has changed is noticed at a
+resume."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from typer.testing import CliRunner
 
+from fullshard.cli import app
 from fullshard.errors import RecipeError
 from fullshard.ground import lay_ground
 from fullshard.log.console import Console
@@ -20,6 +24,7 @@ from tests.ranks import RankPool
 from tests.small import curve, train
 
 NUMBERS = ("loss", "grad_norm")
+FEATURES = "tests.diffusion.test_helpers.mean_and_range"
 PICTURES = {"kind": "pictures", "per_class": 2, "steps": 2}
 
 
@@ -30,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("frozen")
     vae_folder(path / "pipeline" / "vae")
-    clip_folder(path / "clip")
-    t5_folder(path / "t5")
+    clip_folder(path / "clip", layers=2)
+    t5_folder(path / "t5", width=16)
     torch.manual_seed(0)
     shape = {"sample_size": 4, "in_channels": 2, "out_channels": 2, "patch_size": 2, "num_layers": 2}
     width = {"num_attention_heads": 2, "attention_head_dim": 16, "num_embeds_ada_norm": 10}
@@ -69,8 +74,6 @@ def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
 
 
 def picture(folder: Path, name: str) -> np.ndarray:
-    from PIL import Image
-
     with Image.open(folder / "runs" / name / "pictures" / "samples-3.png") as image:
         return np.asarray(image).astype(int)
 
@@ -96,20 +99,88 @@ def test_a_vae_in_every_step_is_the_cache_of_its_latents(ranks: RankPool, folder
         assert abs(picture(folder, name) - first).max() <= 1, name
 
 
-def test_texts_reach_the_model_on_any_ranks(ranks: RankPool, folder: Path) -> None:
-    text = [{"path": str(folder / "clip"), "max_tokens": 6}, {"path": str(folder / "t5"), "max_tokens": 4}]
-    sizes = {"joint_attention_dim": 8, "pooled_projection_dim": 12, "sample_size": 4, "in_channels": 2}
-    model = {"architecture": "sd3", "size": "tiny", "overrides": {**sizes, "out_channels": 2}, "path": None}
-    data = {"holdout": 0.1, "encode": {"kind": "image", "vae": str(folder / "pipeline"), "text": text}}
-    found = []
-    for world in (1, 2):
-        shown = {"evaluate": {"parts": [{**PICTURES, "texts": 3}]}}
-        chosen = settings(folder, f"texts-{world}", model=model, data=data, **shown)
-        found.append(curve(ranks.run(train, chosen, world=world)[0], *NUMBERS))
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-6)
-    one, two = picture(folder, "texts-1"), picture(folder, "texts-2")
-    assert one.shape == (8 * (3 * 9 - 1), 8 * (2 * 9 - 1), 3)
-    assert abs(one - two).max() <= 1
+def with_texts(folder: Path, name: str, *, live: bool, **changes: Any) -> dict[str, Any]:
+    """SD3 with its two kinds of encoders."""
+    text = [{"path": str(folder / kind), "max_tokens": most, "live": live} for kind, most in (("clip", 6), ("t5", 4))]
+    sizes = {"joint_attention_dim": 16, "pooled_projection_dim": 12, "in_channels": 2, "out_channels": 2, **changes}
+    encode = {"kind": "image", "vae": str(folder / "pipeline"), "text": text, "join": "sd3"}
+    return settings(
+        folder,
+        name,
+        model={"architecture": "sd3", "size": "tiny", "overrides": {"sample_size": 4, **sizes}, "path": None},
+        data={"holdout": 0.1, "encode": encode},
+        # So much that texts show after three steps.
+        optimizer={"lr": 2e-2},
+        evaluate={
+            "parts": [
+                {**PICTURES, "texts": 3, "guidance": 20},
+                {"kind": "fid", "extractor": FEATURES, "images": 6, "steps": 2},
+            ]
+        },
+    )
+
+
+def mean_and_range(images: torch.Tensor) -> torch.Tensor:
+    """Features of images, for FID."""
+    flat = images.flatten(1)
+    return torch.stack([flat.mean(1), flat.amax(1) - flat.amin(1)], dim=1)
+
+
+def invoked(words: list[str]) -> str:
+    """A command on one rank of the pool."""
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_text_encoders_in_every_step_are_the_cache_of_their_states(ranks: RankPool, folder: Path) -> None:
+    found, fid = {}, {}
+    for name, world in (("cached", 1), ("live", 1), ("live", 2)):
+        chosen = with_texts(folder, f"texts-{name}-{world}", live=name == "live")
+        rows = ranks.run(train, chosen, world=world)[0]
+        found[name, world] = curve(rows, *NUMBERS)
+        (fid[name, world],) = (row["fid"] for row in rows if "fid" in row)
+    for key, other in found.items():
+        np.testing.assert_allclose(other, found["cached", 1], rtol=1e-5)
+        assert fid[key] == pytest.approx(fid["cached", 1], rel=1e-3)
+    first = picture(folder, "texts-cached-1")
+    assert first.shape == (8 * (3 * 9 - 1), 8 * (2 * 9 - 1), 3)
+    for name in ("live-1", "live-2"):
+        assert abs(picture(folder, f"texts-{name}") - first).max() <= 1
+
+    held_out = lay_ground(read(chosen).recipe, world_size=1, console=Console(silent=True)).data.validation_from
+    assert held_out is not None
+    texts = tuple(held_out.records[int(index)]["text"] for index in held_out.chosen[:3])
+    run, grid = str(folder / "runs" / "texts-cached-1"), folder / "sampled.png"
+    (folder / "texts.txt").write_text("\n".join([*texts[1:], ""]))
+    words = [
+        "sample",
+        run,
+        "--guidance",
+        "20",
+        "--per-class",
+        "2",
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--grid",
+        str(grid),
+    ]
+    said, _ = ranks.run(invoked, [*words, "--texts", texts[0], "--texts", str(folder / "texts.txt")], world=2)
+    assert f"2 images of each text: {'; '.join(texts)}" in said
+    with Image.open(grid) as image:
+        assert abs(np.asarray(image).astype(int) - first).max() <= 1
+    ranks.run(invoked, [*words, *(word for text in texts[::-1] for word in ("--texts", text))], world=1)
+    with Image.open(grid) as image:
+        assert abs(np.asarray(image).astype(int) - first).max() > 1, "the texts decide"
+    for more, says in (
+        ([], "its model is conditioned on texts, and none is given"),
+        (["--classes", "1"], "has a model that is conditioned on texts. Ask by --texts."),
+    ):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert done.exit_code == 2
+        assert says in done.output
 
 
 def test_texts_for_a_model_that_takes_none_are_refused(ranks: RankPool, folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Images or latents, each perhaps with a class or a text: one sample for each record, all of one shape.
 
-Files are read once, when the data is encoded; so are images and texts by a frozen VAE and text encoders. Must not know
-files of records, ranks, noise or what is predicted.
+Files are read once, when the data is encoded; so are images and texts by a frozen VAE and text encoders, or texts
+become tokens. Must not know files of records, ranks, noise or what is predicted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from fullshard.data import captions
 from fullshard.data.base import Encoder, Features, Record, Records
 from fullshard.data.columns import MAPPING, is_empty
-from fullshard.data.frozen import CODE, Frozen
+from fullshard.data.forms import RESIZE, by, in_words, remedy
+from fullshard.data.frozen import CODE, Frozen, fingerprints
 from fullshard.data.images import given, place, quiet
 from fullshard.data.pictures import Picture, floats, read
-from fullshard.data.records import combine, counted, digest, keys_found
+from fullshard.data.records import counted, digest, keys_found
 from fullshard.diffusion.latents import Latents
 from fullshard.diffusion.parts import give_back
-from fullshard.diffusion.texts import Texts
+from fullshard.diffusion.texts import Join, Texts, TextStack
 from fullshard.errors import DataError
 from fullshard.part import did_you_mean
 
@@ -40,7 +41,6 @@ NO_LABEL = -1
 _COLUMNS = ("latent_vector_path", "path", "image")
 """Where an image or a latent is looked for: the first column that holds something."""
 _MOST_THREADS = 8
-_RESIZE = "Set data.encode.size to make the images alike, or take the record out."
 _DIGITS = 9
 """Measured numbers are rounded to so many, so that those in the report are those in use, on every kind of processor."""
 
@@ -73,8 +73,10 @@ class Images(Encoder):
     vae: Latents | None = None
     """Images become latents, once, by this VAE; null: they stay images."""
     text: list[Texts] | Texts | None = None
-    """Texts become states, once, by this text encoder; of several, states come from the last, and the one vector of a
-    whole text from the first that gives one. null: texts are not read."""
+    """Texts become states by this text encoder, or by several; null: texts are not read."""
+    join: Join = "flux"
+    """How several go together. flux: states of the last, and the one vector of a whole text from the first that gives
+    one. sdxl: states of CLIP encoders side by side. sd3: the same, and behind them the tokens of the last, T5."""
 
     _form: tuple[tuple[int, ...], bool] | None = PrivateAttr(None)
     """The shape that all samples must have, and whether they are latents: as data.train, or the first encoded here."""
@@ -82,7 +84,9 @@ class Images(Encoder):
     """Mean and scale, where they are measured."""
     _told: list[str] = PrivateAttr(default_factory=list)
     _opened: Frozen | None = PrivateAttr(None)
-    """The VAE and the text encoders, as long as data is encoded."""
+    """The VAE, as long as data is encoded."""
+    _reading: TextStack | None = PrivateAttr(None)
+    """The text encoders and their tokenizers, as long."""
 
     @field_validator("column_mapping")
     @classmethod
@@ -108,11 +112,23 @@ class Images(Encoder):
             )
         if self.text == []:
             raise ValueError("data.encode.text = [] names no text encoder. Name one, or leave it out")
+        if self.stack is not None:
+            self.stack.check()
+        elif self.join != "flux":
+            raise ValueError(f"data.encode.join = {self.join} is for text encoders: name them in data.encode.text")
         return self
 
     @property
-    def _texts(self) -> list[Texts]:
-        return self.text if isinstance(self.text, list) else [self.text] if self.text is not None else []
+    def stack(self) -> TextStack | None:
+        """The text encoders; None where texts are not read."""
+        if self.text is None:
+            return None
+        return TextStack(self.text if isinstance(self.text, list) else [self.text], self.join)
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Channels, height and width of a sample; None before data.train is encoded, or any other data."""
+        return self._form[0] if self._form else None
 
     @property
     def is_measured(self) -> bool:
@@ -145,19 +161,16 @@ class Images(Encoder):
         written = [captions.caption(record, self.column_mapping.get("text")) for record in records if self.text]
         # Last, and all together: a mistake in a record is found before anything heavy runs.
         if self.vae is not None:
-            pictures = self._frozen().latents(pictures)
-        texts = self._frozen().states(written) if self.text else [{}] * len(records)
+            self._opened = self._opened or Frozen(self.vae)
+            pictures = self._opened.latents(pictures)
+        self._reading = self._reading or self.stack
+        texts = captions.features_of(written, self._reading) if self._reading else [{}] * len(records)
         samples = zip(pictures, labels, sources, texts, strict=True)
         return [[{**self._features(picture, label, source), **text}] for picture, label, source, text in samples]
 
-    def _frozen(self) -> Frozen:
-        """The VAE and the text encoders, opened when the first record needs them."""
-        self._opened = self._opened or Frozen(self.vae, self._texts)
-        return self._opened
-
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened = None
+        if self._opened is not None or self._reading is not None:
+            self._opened = self._reading = None
             give_back()
 
     def _read(self, record: Record) -> Picture:
@@ -175,8 +188,8 @@ class Images(Encoder):
         self._form = self._form or form
         if form != self._form:
             raise DataError(
-                f"{picture.name} is {_words(*form)}, but the first sample is {_words(*self._form)}, and all "
-                f"need one shape. {_remedy(form, self._form) if self.vae is None else _RESIZE}"
+                f"{picture.name} is {in_words(*form)}, but the first sample is {in_words(*self._form)}, and all "
+                f"need one shape. {remedy(form, self._form) if self.vae is None else RESIZE}"
             )
         # With an axis before it, so that the store holds each to the shape of the first, and counts one for each.
         features = {"image": picture.values[None], "label": np.array([label], dtype=np.int64)}
@@ -245,10 +258,10 @@ class Images(Encoder):
         self._form = shape, is_latent = images.shape[1:], images.dtype == np.float32
         values = "as they are" if is_latent else "pixels from -1 to 1"
         values = values if self.vae is None else "by data.encode.vae"
-        self._told = [f"{'latents' if is_latent else 'images'}: {_by(shape)}, {values}"]
-        if self.text:
-            width = store.flat("text_states").shape[1]
-            self._told.append(f"texts: at most {self._texts[-1].max_tokens} tokens, states of {width}")
+        self._told = [f"{'latents' if is_latent else 'images'}: {by(shape)}, {values}"]
+        if (stack := self.stack) is not None:
+            how = "encoded in every step" if stack.is_live else f"states of {store.flat('text_states').shape[1]}"
+            self._told.append(f"texts: at most {stack.length} tokens, {how}")
         if self.is_measured:
             means, variances = store.flat("moments").T
             # All samples are equally large.
@@ -269,17 +282,12 @@ class Images(Encoder):
         encoders, with every weight.
 
         Where the first record holds its image itself, all are taken to; a look into each would read all of them."""
-        weights = list(self._weights().values())
+        weights = list(fingerprints(self.vae, self.stack).values())
         return "".join([*weights, *(map(digest, CODE) if weights else ()), self._files(records)])
-
-    def _weights(self) -> dict[str, str]:
-        """A fingerprint of each frozen model."""
-        parts = {"vae": self.vae, **{f"text[{index}]": text for index, text in enumerate(self._texts)}}
-        return {name: combine(*map(digest, part.files())) for name, part in parts.items() if part is not None}
 
     def identity(self, store: Store) -> dict[str, str]:
         sources = hashlib.blake2b(store.flat("source").tobytes(), digest_size=16).hexdigest() if len(store) else ""
-        weights = {f"content of data.encode.{name}": found for name, found in self._weights().items()}
+        weights = {f"content of data.encode.{n}": found for n, found in fingerprints(self.vae, self.stack).items()}
         return {"content of the images of data.train": sources, **weights}
 
     def _files(self, records: Records) -> str:
@@ -332,15 +340,15 @@ class Images(Encoder):
             # Where the validation data was encoded in another run, beside other training data.
             if shape != wanted:
                 raise DataError(
-                    f"a sample of {_by(shape)} (channels x height x width) cannot be in one run with others of "
-                    f"{_by(wanted)}. Give data.train and data.validation one shape."
+                    f"a sample of {by(shape)} (channels x height x width) cannot be in one run with others of "
+                    f"{by(wanted)}. Give data.train and data.validation one shape."
                 )
         mean, scale = self.scaling
         images = floats(np.concatenate([sample["image"] for sample in samples]))
         if (mean, scale) != (0.0, 1.0):
             images = (images - np.float32(mean)) * np.float32(scale)
         labels = np.concatenate([sample["label"] for sample in samples])
-        texts = captions.collate(samples, max_tokens=self._texts[-1].max_tokens) if self.text else {}
+        texts = captions.collate(samples, length=self.stack.length) if self.stack else {}
         return {"images": torch.from_numpy(images), "label": torch.from_numpy(labels), **texts}
 
 
@@ -375,23 +383,6 @@ def _whole_number(value: Any) -> int | None:
 
 def _rounded(number: float) -> float:
     return float(f"{number:.{_DIGITS}g}")
-
-
-def _by(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _words(shape: Sequence[int], is_latent: bool) -> str:
-    return f"{'a latent' if is_latent else 'an image'} of {_by(shape)} (channels x height x width)"
-
-
-def _remedy(form: tuple[tuple[int, ...], bool], wanted: tuple[tuple[int, ...], bool]) -> str:
-    (shape, is_latent), (first, _) = form, wanted
-    if is_latent or wanted[1]:
-        return "Make all latents in one way, or take the record out."
-    changed = {"data.encode.channels": shape[0] != first[0], "data.encode.size": shape[1:] != first[1:]}
-    settings = " and ".join(key for key, differs in changed.items() if differs)
-    return f"Set {settings} to make them alike, or take the record out."
 
 
 __all__ = ["Images"]

@@ -69,9 +69,11 @@ class Model(nn.Module):
 
     num_classes, null_label = 3, 3
 
-    def __init__(self, channels: int = 1) -> None:
+    def __init__(self, channels: int = 1, text_width: int | None = None) -> None:
         super().__init__()
-        self.config = SimpleNamespace(sample_size=8, in_channels=channels)
+        self.text_width = text_width
+        self.config = SimpleNamespace(sample_size=8)
+        self.image_channels = channels
 
     def denoise(self, noisy: Any, timesteps: Any, labels: Any = None, text: Any = None) -> torch.Tensor:
         shift = (labels + 1) * 0.2
@@ -237,6 +239,7 @@ def checked(evaluation: Any, model: Any) -> None:
         ({"classifier": "CODE:three"}, Model(), r"failed on images of shape \[2, 1, 8, 8\], float32 from 0 to 1"),
         ({"classifier": "CODE:three", "classes": [3]}, Model(), "asks for the class 3, and the model has 3 classes"),
         ({"classifier": "CODE:three"}, Model(channels=4), "latents are no images"),
+        ({"classifier": "CODE:three"}, Model(text_width=4), "asks for images by their class, and the model is condit"),
         ({"classifier": "CODE:three"}, nn.Linear(1, 1), "needs an objective that images are made by"),
         ({"extractor": "CODE:one_for_all"}, Model(), r"gave a tensor of \[\] for 2 images of \[1, 8, 8\]"),
     ],
