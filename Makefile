@@ -2,7 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --constraint constraints.txt --editable
+# Compiled on all cores afterwards; some files of packages are no Python of today.
+INSTALL := $(PIP) install --quiet --no-compile --constraint constraints.txt
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
 .PHONY: quickstart test check clean
 
@@ -22,16 +24,18 @@ check: .venv/.installed-check
 # torch first and pinned: the constraint alone would let another package choose a build.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) install --quiet --constraint constraints.txt torch
-	$(INSTALL) .
+	$(INSTALL) torch
+	$(INSTALL) --editable .
+	$(COMPILE)
 	touch $@
 
 .venv/.installed-test: .venv/.installed
-	$(INSTALL) '.[test]'
+	$(INSTALL) --editable '.[test]'
+	$(COMPILE)
 	touch $@
 
 .venv/.installed-check: .venv/.installed-test
-	$(INSTALL) '.[test,check]'
+	$(INSTALL) --editable '.[test,check]'
 	touch $@
 
 clean:

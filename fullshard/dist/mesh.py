@@ -47,7 +47,7 @@ def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
 
 
 def _auto_layout(world: World, state_bytes: int) -> Layout:
-    if world.device.type != "cuda":
+    if world.device.type != "cuda" or not torch.cuda.is_available():  # a check may ask for a GPU that is not here
         return Layout("full", 1, world.size, "auto: one rank" if world.size == 1 else "auto: CPU ranks")
     memory = torch.cuda.get_device_properties(world.device).total_memory
     gib = f"{state_bytes / 2**30:.1f} GiB of state, {memory / 2**30:.0f} GiB per GPU"
