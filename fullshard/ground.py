@@ -95,7 +95,7 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     )
     for stored in (data.train_from, data.validation_from):
         if stored is not None:
-            recipe.objective.check_data(stored, samples_per_step=plan.global_size)
+            recipe.objective.check_data(stored, module=module, samples_per_step=plan.global_size)
     for evaluation in recipe.evaluate.parts:
         evaluation.check(recipe.objective, module, data.validation_from)
         evaluation.check_encoder(recipe.objective, module, data.encoder)

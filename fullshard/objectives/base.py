@@ -62,8 +62,8 @@ class Objective(Part):
         """Families of the models that it looks at and does not train; they come back, sharded, as `aux`."""
         return {}
 
-    def check_data(self, stored: Any, *, samples_per_step: int) -> None:
-        """Refuses data that it cannot learn from, by what is stored of it; called before ranks meet."""
+    def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
+        """Refuses data that it cannot learn from with this model, by what is stored of it; called before ranks meet."""
 
     def derived(self, numbers: dict[str, float]) -> dict[str, float]:
         """Numbers that follow from the averages, such as perplexity from the loss."""

@@ -112,7 +112,7 @@ class Contrastive(Objective):
     def count(self, batch: Batch) -> int:
         return int((batch["sample_ids"] >= 0).sum())
 
-    def check_data(self, stored: Any, *, samples_per_step: int) -> None:
+    def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
         """Every record has what the loss compares, and a step has samples to compare."""
         texts = stored.store.sizes("lengths")[stored.chosen]
         if self.similarity.requires_negatives() and (without := stored.chosen[texts < 3]).size:

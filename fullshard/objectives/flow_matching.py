@@ -18,6 +18,7 @@ from fullshard.objectives.base import Batch, Objective, Terms
 from fullshard.ops.denoising import (
     Text,
     check_denoiser,
+    check_labels,
     denoised,
     given,
     last_times,
@@ -80,6 +81,9 @@ class FlowMatching(Objective):
 
     def frozen(self) -> dict[str, Any]:
         return {"vae": self.vae} if self.vae is not None else {}
+
+    def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
+        check_labels(module, stored)
 
     def count(self, batch: Batch) -> int:
         return int((batch["sample_ids"] >= 0).sum())

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fullshard.diffusion.text_model import encoded
-from fullshard.errors import RecipeError, SetupError
+from fullshard.errors import DataError, RecipeError, SetupError
 from fullshard.ops.keyed_noise import LABEL_DROP, uniform
 
 Betas = Literal["linear", "cosine"]
@@ -140,6 +140,23 @@ def _drop_rate(model: Any, label_drop: float | None) -> float:
 def _knows_none(model: Any) -> bool:
     """Whether there is something to say in place of a label or a text: for texts there always is."""
     return getattr(model, "null_label", None) is not None or getattr(model, "text_width", None) is not None
+
+
+def check_labels(module: Any, stored: Any) -> None:
+    """Every sample has a label that the model has a row for; the record of the first that has none is named."""
+    classes = getattr(module, "num_classes", None)
+    if classes is None:
+        return
+    labels = stored.store.flat("label")[stored.chosen]
+    wrong = stored.chosen[(labels < 0) | (labels >= classes)]
+    if wrong.size:
+        label = int(stored.store.flat("label")[wrong[0]])
+        found = "no label" if label < 0 else f"the label {label}"
+        raise DataError(
+            f"{stored.records.where(int(stored.store.records[wrong[0]]))}: {found}, and the model has the classes 0 to "
+            f"{classes - 1} ({wrong.size:,} of {len(labels):,} samples). Set model.classes to their number, or "
+            "give the record another label."
+        )
 
 
 def sum_of_means(apart: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:

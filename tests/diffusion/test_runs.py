@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+import fullshard
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.data.encode.image import Images
 from fullshard.data.order import draws, permutation
+from fullshard.errors import DataError
 from fullshard.ops.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
 from tests.ranks import RankPool
 from tests.small import curve, train
@@ -205,9 +207,17 @@ def test_pictures_are_the_same_on_any_ranks(ranks: RankPool, folder: Path) -> No
             "asks for the class 10, and the model has 10",
         ),
         ({"objective": {"kind": "causal_lm", "label_drop": None}}, "label_drop"),
-        ({"model": {"classes": 4}}, "is stored as"),
+        ({"model": {"classes": 12}}, "is stored as"),
     ],
 )
 def test_mistakes_end_before_the_first_step(ranks: RankPool, folder: Path, sections: dict[str, Any], says: str) -> None:
     with pytest.raises(AssertionError, match=says):
         ranks.run(train, settings(folder, "wrong", **sections), world=1)
+
+
+@pytest.mark.parametrize("kind", ["flow_matching", "ddpm"])
+def test_a_label_that_the_model_has_no_row_for_names_its_record(tmp_path: Path, kind: str) -> None:
+    recipe = settings(tmp_path, "few", objective={"kind": kind})
+    recipe["model"] = {"kind": "diffusers", "architecture": "dit", "size": "tiny", "classes": 5, "overrides": SHAPE}
+    with pytest.raises(DataError, match=r"digits, number \d+: the label [5-9], and the model has the classes 0 to 4"):
+        fullshard.train(fullshard.load(recipe))
