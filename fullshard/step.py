@@ -19,6 +19,7 @@ from fullshard.dist.gradients import not_finite
 from fullshard.dist.turns import one_by_one
 from fullshard.errors import NumericalError
 from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.ops.upload import upload
 from fullshard.precision import SMALLEST_SCALE
 
 
@@ -53,10 +54,10 @@ def train_step(
     """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches."""
     model.train()
     count = sum(objective.count(batch) for batch in batches)
-    agreed = reduce.sum_over_ranks(torch.tensor([float(count), *map(float, wishes)], device=device))
+    agreed = reduce.sum_over_ranks(upload(torch.tensor([float(count), *map(float, wishes)]), device))
     total, wished = agreed[0].clamp(min=1.0), reduce.OnItsWay(agreed[1:])
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
-    scale = scaler.scale if scaler else _unscaled
+    scale = scaler.scale if scaler else lambda loss: loss
     terms = objective.backward(model, on_device, total, aux, scale)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if scaler:
@@ -67,10 +68,6 @@ def train_step(
         raise _overflow(model, scaler.get_scale())
     optimizer.zero_grad(set_to_none=True)
     return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, wished)
-
-
-def _unscaled(loss: torch.Tensor) -> torch.Tensor:
-    return loss
 
 
 def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, lr: float) -> bool:
@@ -103,7 +100,7 @@ def _overflow(model: nn.Module, scale: float) -> NumericalError:
 def sum_terms(terms: Sequence[Terms], count: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Adds the micro-batches up, in fp64 so that the order of addition does not show."""
     loss = torch.stack([t.loss_sum.double() for t in terms]).sum()
-    sums = {"loss": torch.stack([loss, torch.tensor(float(count), dtype=torch.float64, device=device)])}
+    sums = {"loss": torch.stack([loss, upload(torch.tensor(float(count), dtype=torch.float64), device)])}
     for name in terms[0].metrics:
         pairs = [torch.stack([part.double() for part in t.metrics[name]]) for t in terms]
         sums[name] = torch.stack(pairs).sum(0)

@@ -28,6 +28,7 @@ from fullshard.ops.matryoshka import Matryoshka
 from fullshard.ops.replay import Randomness
 from fullshard.ops.scalars import NAME as SCALARS
 from fullshard.ops.scalars import Scalars
+from fullshard.ops.upload import upload
 from fullshard.part import Section, decode
 from fullshard.similarity.base import Embedded, SimilarityLoss
 
@@ -375,7 +376,7 @@ def _padding(plan: _Plan, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Places without a token, and all places that were computed."""
     layouts = [lay_out(plan.texts.lengths[c.texts], packed=packed and not c.sees) for c in plan.chunks]
     numbers = [sum(layout.padding for layout in layouts), sum(layout.source.size for layout in layouts)]
-    padding, places = torch.tensor(numbers, dtype=torch.float64, device=plan.texts.device)
+    padding, places = upload(torch.tensor(numbers, dtype=torch.float64), plan.texts.device)
     return padding, places
 
 

@@ -14,6 +14,7 @@ import torch
 
 from fullshard.ops.document_bounds import document_bounds
 from fullshard.ops.layout import PADDING, lay_out
+from fullshard.ops.upload import upload
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def inputs(texts: Texts, chunk: Chunk, *, packed: bool, pad: int, images: Images
         "real": real,
         "places": there(layout.places, texts.device),
         "lengths": there(lengths, texts.device),
-        "bounds": send(document_bounds(torch.from_numpy(layout.positions)), texts.device),
+        "bounds": upload(document_bounds(torch.from_numpy(layout.positions)), texts.device),
         "packed": packed and not chunk.sees,
     }
     return {**found, **_image_inputs(texts, chunk, images)} if chunk.sees and images is not None else found
@@ -168,7 +169,7 @@ def _image_inputs(texts: Texts, chunk: Chunk, images: Images) -> dict[str, torch
     grids = np.array([[1, images.merge, images.merge]])
     if chosen:
         pixels, grids = torch.cat([texts.pixels[image] for image in chosen]), texts.grids[chosen]
-    return {"pixels": send(pixels, texts.device), "grids": there(grids, texts.device)}
+    return {"pixels": upload(pixels, texts.device), "grids": there(grids, texts.device)}
 
 
 def crowded(texts: Texts, *, most: int, images: Images | None = None) -> Texts:
@@ -187,12 +188,7 @@ def crowded(texts: Texts, *, most: int, images: Images | None = None) -> Texts:
 
 def there(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array on the device."""
-    return send(torch.from_numpy(np.ascontiguousarray(array)), device)
-
-
-def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, without waiting for what the device has to do before: that takes pinned memory."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return upload(torch.from_numpy(np.ascontiguousarray(array)), device)
 
 
 def spread(vectors: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from fullshard.ops.upload import upload
+
 NAME = "learned_by_objective"
 """The attribute of the module that holds them."""
 
@@ -25,8 +27,8 @@ class Scalars(nn.Module):
         self.moved = nn.Parameter(torch.empty(len(first), device="meta"))
 
     def forward(self) -> torch.Tensor:
-        first = torch.tensor(list(self.first.values()), dtype=torch.float32, device=self.moved.device)
-        return first + self.moved.float()
+        first = torch.tensor(list(self.first.values()), dtype=torch.float32)
+        return upload(first, self.moved.device) + self.moved.float()
 
     def set_first_values(self) -> None:
         """Called where a family initialises modules that are not its own."""
