@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from fullshard.dist import exact, outputs, recompute, values
+from fullshard.dist import alone, exact, outputs, recompute, values
 from fullshard.dist.mesh import Layout
 from fullshard.dist.turns import STAY
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
@@ -130,6 +130,8 @@ def _fully_shard(
         fully_shard(
             part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard and name != ""
         )
+    if mesh.size() == 1 and not plan.cpu_offload:
+        alone.cast_together(fsdp_modules(module))
     setattr(module, STAY, not reshard)
     for method in methods:
         register_fsdp_forward_method(module, method)

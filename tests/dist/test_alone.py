@@ -1,0 +1,71 @@
+"""One rank alone casts a unit's parameters together: the same numbers as by FSDP's own way, to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fullshard.dist import alone
+from tests.dist.spread import half, spread, tokens
+from tests.ranks import RankPool
+
+
+def losses(settings: dict[str, Any], compute: torch.dtype, *, together: bool) -> tuple[list[float], list[int]]:
+    """Of a few steps, and how many parameters were cast in each call."""
+    cast, counts = alone._cast, []
+
+    def counted(parameters: list[Any]) -> None:
+        counts.append(len(parameters))
+        cast(parameters)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alone, "_cast", counted)
+        if not together:
+            patch.setattr(alone, "cast_together", lambda units: None)
+        module, _, _ = spread(settings, compute)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        found = []
+        for _ in range(3):
+            loss = module(input_ids=tokens(64)).logits.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    return found, counts
+
+
+MODELS = {
+    "full": {"architecture": "qwen3", "size": "tiny"},
+    "lora": {"architecture": "qwen3", "size": "tiny", "lora": True},
+}
+
+
+@half
+@pytest.mark.parametrize("model", MODELS)
+def test_casting_together_changes_no_bit(ranks: RankPool, model: str, compute: torch.dtype) -> None:
+    [(expected, none)] = ranks.run(losses, MODELS[model], compute, world=1, together=False)
+    [(found, counts)] = ranks.run(losses, MODELS[model], compute, world=1, together=True)
+    assert found == expected
+    assert len(set(found)) == 3, "the steps must change something"
+    assert not none
+    assert max(counts) > 8, "a block's parameters go together"
+
+
+def test_two_ranks_gather_as_ever(ranks: RankPool) -> None:
+    for _, counts in ranks.run(losses, MODELS["full"], torch.bfloat16, world=2, together=True):
+        assert not counts
+
+
+def test_another_torch_is_left_alone(ranks: RankPool) -> None:
+    [(found, counts)] = ranks.run(without_names, world=1)
+    assert found
+    assert not counts
+
+
+def without_names() -> tuple[list[float], list[int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alone, "_NAMES", ((alone.FSDPParamGroup, ("a_name_that_torch_does_not_have",)),))
+        return losses(MODELS["full"], torch.bfloat16, together=True)
