@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-WARMUP, STEPS = 5, 20
+WARMUP, STEPS = 10, 30
 RUNS = ("plain", "compiled", "fullshard", "ema", "recompute")
 
 
@@ -104,7 +104,7 @@ class Bench:
         return {"rate": self.batch / statistics.median(seconds[WARMUP:]), "memory": memory}
 
     def fullshard(self, table: Path, name: str, **sections: Any) -> dict[str, float]:
-        """Through `fullshard train`'s own path; the median of the logged windows of five steps."""
+        """Through `fullshard train`'s own path; the median of the logged windows of ten steps."""
         from fullshard.read import read
         from fullshard.run import execute
 
@@ -130,7 +130,7 @@ class Bench:
             "duration": {"steps": WARMUP + STEPS + 1},
             "optimizer": {"lr": 1e-4},
             "precision": "bf16",
-            "log": {"every_steps": 5, "sinks": []},
+            "log": {"every_steps": 10, "sinks": []},
             "evaluate": {"parts": []},
             "checkpoint": {"every_epochs": None, "at_end": False, "best": None},
             **sections,

@@ -132,6 +132,14 @@ class Diffusers(Family):
             return f"PIPELINE.load_lora_weights({folder!r})"
         return f"peft.PeftModel.from_pretrained(MODEL, {folder!r})"
 
+    def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
+        import torch
+
+        from fullshard.diffusion.fused import fuse
+
+        fits = device == "cuda" and compute in (torch.bfloat16, torch.float16)
+        return fuse(module) if fits else super().choose_kernels(module, device=device, compute=compute, packed=packed)
+
     def rehearse(self, module: nn.Module) -> None:
         import torch
 

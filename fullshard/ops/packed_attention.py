@@ -1,0 +1,240 @@
+"""Attention of every token to every token of its sample, on queries, keys and values that lie side by side.
+
+    (B, tokens, 3, heads, width) -> (B, tokens, heads, width)
+
+One product makes queries, keys and values, and since their gradients lie side by side as well, one product takes them
+back. Made for rows of a few hundred tokens and widths such as 72, which libraries pad to 128: here a width is a power
+of two and a rest of at least 16. bf16 and fp16; products add up in fp32. Triton, so CUDA; CPU tests run it interpreted.
+Must not know models.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 64
+"""Queries, and keys, that a program looks at together."""
+LN_2 = tl.constexpr(math.log(2))
+"""Scores are kept for powers of two; their gradients are those of powers of e."""
+
+
+def packed_attention(qkv: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Attention without a mask, scaled by the root of the width. `bias` (3 * heads * width,) is one that qkv has been
+    given already, without its gradient: that is made here, where what it sums up is at hand."""
+    out: torch.Tensor = _attend(qkv, bias)[0]
+    return out
+
+
+@torch.library.custom_op("fullshard::packed_attention", mutates_args=())
+def _attend(qkv: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result, and for the backward pass (B, heads, tokens) fp32: the logarithm to base 2 of a sum of exponents."""
+    qkv = qkv.contiguous()
+    batch, tokens, _, heads, width = qkv.shape
+    out, logs = qkv.new_empty(batch, tokens, heads, width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+    _forward[_grid(qkv)](qkv, out, logs, _factor(width), **_sizes(qkv), num_warps=4, num_stages=2)
+    return out, logs
+
+
+@torch.library.custom_op("fullshard::packed_attention_backward", mutates_args=())
+def _attend_backward(
+    d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of queries, keys and values, side by side, and its sum over all tokens, in fp32."""
+    qkv, out, d_out = qkv.contiguous(), out.contiguous(), d_out.contiguous()
+    d_qkv, products = torch.empty_like(qkv), torch.empty_like(logs)
+    batch, tokens, *each = qkv.shape
+    sums = qkv.new_empty(batch, -(-tokens // TILE), *each, dtype=torch.float32)
+    factor, sizes = _factor(qkv.shape[-1]), _sizes(qkv)
+    _backward_queries[_grid(qkv)](
+        qkv, out, d_out, logs, products, d_qkv, sums, factor, **sizes, num_warps=4, num_stages=2
+    )
+    _backward_keys[_grid(qkv)](qkv, d_out, logs, products, d_qkv, sums, factor, **sizes, num_warps=4, num_stages=3)
+    return d_qkv, sums.sum((0, 1)).flatten()
+
+
+@_attend.register_fake
+def _(qkv: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, tokens, _, heads, width = qkv.shape
+    return qkv.new_empty(batch, tokens, heads, width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
+
+
+@_attend_backward.register_fake
+def _(
+    d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return qkv.new_empty(qkv.shape), qkv.new_empty(qkv[0, 0].numel(), dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0], *output)
+
+
+def _backward(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    d_qkv, d_bias = _attend_backward(d_out, *ctx.saved_tensors)
+    return d_qkv, d_bias.to(d_qkv.dtype) if ctx.needs_input_grad[1] else None
+
+
+_attend.register_autograd(_backward, setup_context=_save)
+
+
+def _grid(qkv: torch.Tensor) -> tuple[int, int, int]:
+    batch, tokens, _, heads, _ = qkv.shape
+    return -(-tokens // TILE), heads, batch
+
+
+def _sizes(qkv: torch.Tensor) -> dict[str, int]:
+    _, tokens, _, heads, width = qkv.shape
+    first = max(16, 1 << (width - 1).bit_length() - 1)
+    rest = max(16, 1 << max(width - first - 1, 0).bit_length())
+    return {"TOKENS": tokens, "HEADS": heads, "WIDTH": width, "FIRST": first, "REST": rest, "TILE": TILE}
+
+
+def _factor(width: int) -> float:
+    """By what scores are multiplied, for powers of two instead of e."""
+    return math.log2(math.e) / math.sqrt(width)
+
+
+@triton.jit
+def _read(pointer, rows, stride, cols, TOKENS, WIDTH):
+    inside = (rows[:, None] < TOKENS) & (cols[None, :] < WIDTH)
+    return tl.load(pointer + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _write(pointer, rows, stride, cols, TOKENS, WIDTH, value):
+    inside = (rows[:, None] < TOKENS) & (cols[None, :] < WIDTH)
+    tl.store(pointer + rows[:, None] * stride + cols[None, :], value.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _part(sample):
+    return sample * tl.num_programs(0) + tl.program_id(0)
+
+
+@triton.jit
+def _sum_up(pointer, a, b, WIDTH, value_a, value_b):
+    """Over tokens; those that are not there are zero."""
+    tl.store(pointer + a, tl.sum(value_a, 0), mask=a < WIDTH)
+    tl.store(pointer + b, tl.sum(value_b, 0), mask=b < WIDTH)
+
+
+@triton.jit
+def _forward(
+    qkv, out, logs, factor,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Some queries of a head against all of its keys. A vector lies in two blocks, a and b."""
+    head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ALL: tl.constexpr = HEADS * WIDTH
+    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    q = qkv + sample * TOKENS * 3 * ALL + head * WIDTH
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    q_a, q_b = _read(q, rows, 3 * ALL, a, TOKENS, WIDTH), _read(q, rows, 3 * ALL, b, TOKENS, WIDTH)
+    highest, total = tl.full([TILE], -float("inf"), tl.float32), tl.zeros([TILE], tl.float32)
+    out_a, out_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
+    for begin in range(0, TOKENS, TILE):
+        keys = begin + tl.arange(0, TILE)
+        k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+        v_a = _read(q + 2 * ALL, keys, 3 * ALL, a, TOKENS, WIDTH)
+        v_b = _read(q + 2 * ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+        scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a))) * factor
+        if TOKENS % TILE:
+            scores = tl.where((keys < TOKENS)[None, :], scores, -float("inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shares, left = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
+        total = total * left + tl.sum(shares, 1)
+        shares = shares.to(v_a.dtype)
+        out_a, out_b = tl.dot(shares, v_a, out_a * left[:, None]), tl.dot(shares, v_b, out_b * left[:, None])
+        highest = higher
+    o = out + sample * TOKENS * ALL + head * WIDTH
+    _write(o, rows, ALL, a, TOKENS, WIDTH, out_a / total[:, None])
+    _write(o, rows, ALL, b, TOKENS, WIDTH, out_b / total[:, None])
+    tl.store(logs + (sample * HEADS + head) * TOKENS + rows, highest + tl.log2(total), mask=rows < TOKENS)
+
+
+@triton.jit
+def _backward_queries(
+    qkv, out, d_out, logs, products, d_qkv, sums, factor,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Some queries against all keys; leaves the products of results and their gradients for the keys' turn."""
+    head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ALL: tl.constexpr = HEADS * WIDTH
+    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    q, at = qkv + sample * TOKENS * 3 * ALL + head * WIDTH, sample * TOKENS * ALL + head * WIDTH
+    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    q_a, q_b = _read(q, rows, 3 * ALL, a, TOKENS, WIDTH), _read(q, rows, 3 * ALL, b, TOKENS, WIDTH)
+    d_a, d_b = _read(d_out + at, rows, ALL, a, TOKENS, WIDTH), _read(d_out + at, rows, ALL, b, TOKENS, WIDTH)
+    o_a, o_b = _read(out + at, rows, ALL, a, TOKENS, WIDTH), _read(out + at, rows, ALL, b, TOKENS, WIDTH)
+    product = tl.sum(o_a.to(tl.float32) * d_a, 1) + tl.sum(o_b.to(tl.float32) * d_b, 1)
+    lines = (sample * HEADS + head) * TOKENS
+    tl.store(products + lines + rows, product, mask=rows < TOKENS)
+    log = tl.load(logs + lines + rows, mask=rows < TOKENS, other=0.0)
+    dq_a, dq_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
+    for begin in range(0, TOKENS, TILE):
+        keys = begin + tl.arange(0, TILE)
+        k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+        v_a = _read(q + 2 * ALL, keys, 3 * ALL, a, TOKENS, WIDTH)
+        v_b = _read(q + 2 * ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+        scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a))) * factor
+        if TOKENS % TILE:
+            scores = tl.where((keys < TOKENS)[None, :], scores, -float("inf"))
+        d_shares = tl.dot(d_b, tl.trans(v_b), tl.dot(d_a, tl.trans(v_a)))
+        d_scores = (tl.exp2(scores - log[:, None]) * (d_shares - product[:, None])).to(k_a.dtype)
+        dq_a, dq_b = tl.dot(d_scores, k_a, dq_a), tl.dot(d_scores, k_b, dq_b)
+    dq_a, dq_b = dq_a * (factor * LN_2), dq_b * (factor * LN_2)
+    d_q = d_qkv + sample * TOKENS * 3 * ALL + head * WIDTH
+    _write(d_q, rows, 3 * ALL, a, TOKENS, WIDTH, dq_a)
+    _write(d_q, rows, 3 * ALL, b, TOKENS, WIDTH, dq_b)
+    _sum_up(sums + _part(sample) * 3 * ALL + head * WIDTH, a, b, WIDTH, dq_a, dq_b)
+
+
+@triton.jit
+def _backward_keys(
+    qkv, d_out, logs, products, d_qkv, sums, factor,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Some keys and values against all queries."""
+    head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ALL: tl.constexpr = HEADS * WIDTH
+    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    q, at = qkv + sample * TOKENS * 3 * ALL + head * WIDTH, sample * TOKENS * ALL + head * WIDTH
+    keys = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+    v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + 2 * ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+    dk_a, dk_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
+    dv_a, dv_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
+    lines = (sample * HEADS + head) * TOKENS
+    for begin in range(0, TOKENS, TILE):
+        rows = begin + tl.arange(0, TILE)
+        q_a, q_b = _read(q, rows, 3 * ALL, a, TOKENS, WIDTH), _read(q, rows, 3 * ALL, b, TOKENS, WIDTH)
+        d_a, d_b = _read(d_out + at, rows, ALL, a, TOKENS, WIDTH), _read(d_out + at, rows, ALL, b, TOKENS, WIDTH)
+        # A query that is not there and its gradient are zero, and so add nothing.
+        log = tl.load(logs + lines + rows, mask=rows < TOKENS, other=0.0)
+        product = tl.load(products + lines + rows, mask=rows < TOKENS, other=0.0)
+        scores = tl.dot(k_b, tl.trans(q_b), tl.dot(k_a, tl.trans(q_a))) * factor
+        shares = tl.exp2(scores - log[None, :])
+        if TOKENS % TILE:
+            shares = tl.where((keys < TOKENS)[:, None], shares, 0.0)
+        narrow = shares.to(q_a.dtype)
+        dv_a, dv_b = tl.dot(narrow, d_a, dv_a), tl.dot(narrow, d_b, dv_b)
+        d_shares = tl.dot(v_b, tl.trans(d_b), tl.dot(v_a, tl.trans(d_a)))
+        d_scores = (shares * (d_shares - product[None, :])).to(q_a.dtype)
+        dk_a, dk_b = tl.dot(d_scores, q_a, dk_a), tl.dot(d_scores, q_b, dk_b)
+    dk_a, dk_b = dk_a * (factor * LN_2), dk_b * (factor * LN_2)
+    d_k = d_qkv + sample * TOKENS * 3 * ALL + ALL + head * WIDTH
+    _write(d_k, keys, 3 * ALL, a, TOKENS, WIDTH, dk_a)
+    _write(d_k, keys, 3 * ALL, b, TOKENS, WIDTH, dk_b)
+    _write(d_k + ALL, keys, 3 * ALL, a, TOKENS, WIDTH, dv_a)
+    _write(d_k + ALL, keys, 3 * ALL, b, TOKENS, WIDTH, dv_b)
+    total = sums + _part(sample) * 3 * ALL + ALL + head * WIDTH
+    _sum_up(total, a, b, WIDTH, dk_a, dk_b)
+    _sum_up(total + ALL, a, b, WIDTH, dv_a, dv_b)

@@ -1,0 +1,133 @@
+"""DiT's blocks as our kernels compute them, against diffusers' own: the same prediction and the same gradients."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiTTransformer2DModel, UNet2DModel
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from fullshard.diffusion.fused import SideBySide, fuse
+from fullshard.models.diffusers import Diffusers
+from tests.interpreted import far, interpreter
+
+
+def _model(**settings: Any) -> DiTTransformer2DModel:
+    torch.manual_seed(0)
+    shape = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 24,
+        "num_layers": 1,
+        "sample_size": 4,
+        "norm_num_groups": 2,
+    }
+    model = DiTTransformer2DModel(in_channels=4, out_channels=4, num_embeds_ada_norm=10, **shape | settings)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    for block in model.transformer_blocks:
+        block.norm1.emb.class_embedder.dropout_prob = 0.0
+    return model
+
+
+def _run(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    noisy, times = torch.randn(2, 4, 4, 4, generator=draw), torch.rand(2, generator=draw) * 1000
+    found = model(noisy, times, torch.tensor([1, 10])).sample
+    gradients = torch.autograd.grad(found.square().sum(), list(model.parameters()))
+    return found, dict(zip(dict(model.named_parameters()), gradients, strict=True))
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Executor]:
+    with interpreter() as process:
+        yield process
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fused_blocks_compute_what_diffusers_computes(interpreted: Executor, compiled: bool) -> None:
+    interpreted.submit(fused_and_plain, compiled).result()
+
+
+def fused_and_plain(compiled: bool) -> None:
+    plain = _model()
+    fused = copy.deepcopy(plain)
+    assert fuse(fused) == "fused norms and attention in all blocks (1)"
+    assert isinstance(fused.transformer_blocks[0].attn1.processor, SideBySide)
+    fused = copy.deepcopy(fused)  # a run copies its model before it shards it
+    if compiled:
+        for block in fused.transformer_blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    (expected, by_name), (found, ours) = _run(plain), _run(fused)
+    assert far(found, expected) < 2e-6
+    # A key's bias moves all scores of a row by as much, so its gradient is zero but for rounding.
+    apart = {name: far(ours[name], by_name[name]) for name in by_name if "to_k.bias" not in name}
+    assert max(apart.values()) < 2e-5, max(apart, key=lambda name: apart[name])
+    assert all(ours[name].abs().max() < 1e-5 for name in by_name if "to_k.bias" in name)
+
+
+def test_parameters_and_arguments_stay_as_they_are() -> None:
+    plain = _model()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    blocks = fused.transformer_blocks[0], plain.transformer_blocks[0]
+    # By their names sharding knows which inputs must stay exact.
+    assert [list(inspect.signature(b.forward).parameters) for b in blocks[:1]] == [
+        list(inspect.signature(b.forward).parameters) for b in blocks[1:]
+    ]
+
+
+def test_off_the_gpu_diffusers_own_code_runs() -> None:
+    plain = _model()
+    fused = copy.deepcopy(plain)
+    fuse(fused)
+    (expected, by_name), (found, ours) = _run(plain), _run(fused)
+    assert far(found, expected) < 1e-6
+    assert far(ours["transformer_blocks.0.ff.net.2.weight"], by_name["transformer_blocks.0.ff.net.2.weight"]) < 1e-5
+
+
+def test_adapters_keep_their_own_projections(interpreted: Executor) -> None:
+    interpreted.submit(adapted).result()
+
+
+def adapted() -> None:
+    plain = _model()
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["to_q", "to_v", "net.0.proj"]), plain)
+    for name, parameter in plain.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)  # at zero it would not be seen
+    fused = copy.deepcopy(plain)
+    assert fuse(fused) == "fused norms and attention in all blocks (1)"
+    assert not isinstance(fused.transformer_blocks[0].attn1.processor, SideBySide)
+    expected, found = plain.state_dict(), fused.state_dict()
+    assert list(expected) == list(found)
+    inputs = torch.randn(2, 4, 4, 4), torch.rand(2) * 1000, torch.tensor([1, 2])
+    assert far(fused(*inputs).sample, plain(*inputs).sample) < 2e-6
+
+
+def test_widths_that_libraries_know_keep_their_attention() -> None:
+    model = _model(attention_head_dim=32)
+    fuse(model)
+    assert not isinstance(model.transformer_blocks[0].attn1.processor, SideBySide)
+
+
+def test_other_models_are_left_alone() -> None:
+    unet = UNet2DModel(sample_size=8, block_out_channels=(8,) * 4, norm_num_groups=4, layers_per_block=1)
+    assert fuse(unet) == "diffusers' own"
+    assert "forward" not in vars(unet.mid_block)
+
+
+def test_kernels_are_chosen_for_cuda_in_half_precision_alone() -> None:
+    family = Diffusers(architecture="dit", size="tiny")
+    for device, compute in (("cpu", torch.bfloat16), ("cuda", torch.float32)):
+        words = family.choose_kernels(_model(), device=device, compute=compute, packed=False)
+        assert words == "the module's own"
+    words = family.choose_kernels(_model(), device="cuda", compute=torch.bfloat16, packed=False)
+    assert words == "fused norms and attention in all blocks (1)"
