@@ -2,6 +2,7 @@
 
     python benchmarks/diffusion.py                    every run
     python benchmarks/diffusion.py --only fullshard
+    python benchmarks/diffusion.py --only fullshard --profile    and where the time of a step goes
 
 Rectified flow, AdamW, fp32 parameters and states, bf16 compute, gradients clipped. The plain loop is what one writes
 with diffusers: autocast, latents that already lie on the GPU, no EMA; once as it is and once with each block compiled.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -103,11 +105,12 @@ class Bench:
         memory = torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else 0.0
         return {"rate": self.batch / statistics.median(seconds[WARMUP:]), "memory": memory}
 
-    def fullshard(self, table: Path, name: str, **sections: Any) -> dict[str, float]:
+    def fullshard(self, table: Path, name: str, *, profile: bool = False, **sections: Any) -> dict[str, Any]:
         """Through `fullshard train`'s own path; the median of the logged windows of ten steps."""
         from fullshard.read import read
         from fullshard.run import execute
 
+        kernels = profile_a_step() if profile else []
         recipe = {
             "name": name,
             "output": str(self.folder / "runs"),
@@ -141,7 +144,31 @@ class Bench:
         records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
         pairs = [(a, b) for a, b in zip(records, records[1:], strict=False) if a["step"] >= WARMUP]
         rates = [(b["samples"] - a["samples"]) / (b["seconds"] - a["seconds"]) for a, b in pairs]
-        return {"rate": statistics.median(rates), "memory": max(record["memory_gib"] for record in records)}
+        memory = max(record["memory_gib"] for record in records)
+        return {"rate": statistics.median(rates), "memory": memory, "kernels": kernels}
+
+
+def profile_a_step() -> list[str]:
+    """Fills the list it returns with a step's kernels, the longest first, once the last step has run."""
+    import fullshard.loop
+
+    lines, number, train_step = [], itertools.count(1), fullshard.loop.train_step
+
+    def step(*args: Any, **settings: Any) -> Any:
+        if next(number) != WARMUP + STEPS + 1:
+            return train_step(*args, **settings)
+        with torch.profiler.profile() as profiler:
+            result = train_step(*args, **settings)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        found = [event for event in profiler.key_averages() if event.self_device_time_total]
+        for event in sorted(found, key=lambda event: -event.self_device_time_total)[:40]:
+            total = event.self_device_time_total / 1e3
+            lines.append(f"{total:8.2f} ms {event.count:5} x {1e3 * total / event.count:8.1f} us  {event.key[:110]}")
+        return result
+
+    fullshard.loop.train_step = step
+    return lines
 
 
 def apart(run: Any, *args: Any, **settings: Any) -> Any:
@@ -153,6 +180,7 @@ def apart(run: Any, *args: Any, **settings: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", nargs="*", default=list(RUNS), choices=RUNS)
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -174,6 +202,8 @@ def main() -> None:
         base = None
         for key in options.only:
             label, run, settings = runs[key]
+            if options.profile and run == bench.fullshard:
+                settings = {**settings, "profile": True}
             try:
                 found = apart(run, **settings)
             except Exception as error:
@@ -182,6 +212,8 @@ def main() -> None:
             base = base or found["rate"]
             rate, share = found["rate"], found["rate"] * flops / 989e12
             print(f"| {label} | {rate:,.0f} | {rate / base:.2f} | {share:.1%} | {found['memory']:.1f} |", flush=True)
+            for line in found.get("kernels", ()):
+                print(line)
             gc.collect()
 
 

@@ -2,8 +2,7 @@
 
 At batch sizes that fill a GPU a third of a step goes into reading and writing activations between products. Here norms
 take gates, scales and shifts along, GELU takes its bias along, and queries, keys and values come from one product. On
-CUDA in half precision; anything else runs diffusers' own code. Must not know objectives, ranks
-or sharding.
+CUDA in half precision; anything else runs diffusers' own code. Must not know objectives, ranks or sharding.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import types
+from collections import Counter
 from typing import Any
 
 import torch
@@ -30,13 +30,17 @@ def fuse(module: nn.Module) -> str:
     blocks: list[Any] = [
         part for part in module.modules() if isinstance(part, BasicTransformerBlock) and _is_plain(part)
     ]
+    done = Counter({"norms": len(blocks)} if blocks else {})
     for block in blocks:
         block.forward = types.MethodType(_block, block)
         if _is_simple(block.ff):
             block.ff.forward = types.MethodType(_feed_forward, block.ff)
+            done["GELU"] += 1
         if _side_by_side(block.attn1):
             block.attn1.set_processor(SideBySide())
-    return f"fused norms and attention in all blocks ({len(blocks)})" if blocks else "diffusers' own"
+            done["attention"] += 1
+    words = ", ".join(f"{name} of {count} blocks" for name, count in done.items())
+    return f"by our own kernels: {words}" if done else "diffusers' own"
 
 
 def _is_plain(block: Any) -> bool:
@@ -64,11 +68,12 @@ def _is_simple(feed_forward: Any) -> bool:
 def _side_by_side(attention: Any) -> bool:
     """Three plain projections of equal size, and nothing between them and the scores."""
     parts = (attention.to_q, attention.to_k, attention.to_v)
+    if any(type(part) is not nn.Linear for part in parts):
+        return False
     extras = (attention.norm_q, attention.norm_k, attention.group_norm, attention.spatial_norm)
     width = attention.to_q.out_features // attention.heads
     return (
-        all(type(part) is nn.Linear for part in parts)
-        and len({(part.weight.shape, part.bias is None) for part in parts}) == 1
+        len({(part.weight.shape, part.bias is None) for part in parts}) == 1
         and all(extra is None for extra in extras)
         and not attention.residual_connection
         and attention.rescale_output_factor == 1

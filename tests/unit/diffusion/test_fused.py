@@ -58,7 +58,7 @@ def test_fused_blocks_compute_what_diffusers_computes(interpreted: Executor, com
 def fused_and_plain(compiled: bool) -> None:
     plain = _model()
     fused = copy.deepcopy(plain)
-    assert fuse(fused) == "fused norms and attention in all blocks (1)"
+    assert fuse(fused) == "by our own kernels: norms of 1 blocks, GELU of 1 blocks, attention of 1 blocks"
     assert isinstance(fused.transformer_blocks[0].attn1.processor, SideBySide)
     fused = copy.deepcopy(fused)  # a run copies its model before it shards it
     if compiled:
@@ -104,7 +104,7 @@ def adapted() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)  # at zero it would not be seen
     fused = copy.deepcopy(plain)
-    assert fuse(fused) == "fused norms and attention in all blocks (1)"
+    assert fuse(fused) == "by our own kernels: norms of 1 blocks"
     assert not isinstance(fused.transformer_blocks[0].attn1.processor, SideBySide)
     expected, found = plain.state_dict(), fused.state_dict()
     assert list(expected) == list(found)
@@ -130,4 +130,4 @@ def test_kernels_are_chosen_for_cuda_in_half_precision_alone() -> None:
         words = family.choose_kernels(_model(), device=device, compute=compute, packed=False)
         assert words == "the module's own"
     words = family.choose_kernels(_model(), device="cuda", compute=torch.bfloat16, packed=False)
-    assert words == "fused norms and attention in all blocks (1)"
+    assert words.startswith("by our own kernels: ")
