@@ -74,9 +74,9 @@ _gelu.register_autograd(_gradients, setup_context=_save)
 
 
 @triton.jit
-def _share(x):
-    """What GELU multiplies x by."""
-    return tl.sigmoid(1.5957691216057308 * x * (1.0 + 0.044715 * x * x))
+def _share(x, square):
+    """What GELU multiplies x by: sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)), by a power of two."""
+    return 1.0 / (1.0 + tl.exp2(x * (-0.1029432395800235 * square - 2.302208198144325)))
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def _forward(x, bias, out, num_rows, width, TILE: tl.constexpr, COLUMNS: tl.cons
     at, inside = rows[:, None] * width + cols[None, :], (rows[:, None] < num_rows) & (cols[None, :] < width)
     b = tl.load(bias + cols, mask=cols < width, other=0.0).to(tl.float32)
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b[None, :]
-    tl.store(out + at, (value * _share(value)).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (value * _share(value, value * value)).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -102,8 +102,10 @@ def _backward(
         rows = (part * TILES + tile) * TILE + tl.arange(0, TILE)
         at, inside = rows[:, None] * width + cols[None, :], (rows[:, None] < num_rows) & (cols[None, :] < width)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b[None, :]
-        share = _share(value)
-        slope = share + value * share * (1.0 - share) * 1.5957691216057308 * (1.0 + 0.134145 * value * value)
+        square = value * value
+        share = _share(value, square)
+        # What grows in the exponent: 2 * sqrt(2 / pi) * (x + 3 * 0.044715 * x^3).
+        slope = share + (share - share * share) * value * (0.21406444881780073 * square + 1.5957691216057308)
         gradient = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32) * slope
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)
         total += gradient
