@@ -16,6 +16,7 @@ from typing import Any
 
 TIMEOUT_S = 150  # blocks and 8-bit updates compile for a minute while the other rank waits
 SHARED = [
+    "diffusers.models.transformers.dit_transformer_2d",
     "fullshard.build",
     "fullshard.check.preflight",
     "fullshard.loop",

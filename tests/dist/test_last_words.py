@@ -22,8 +22,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def die(folder: Path, name: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    settings = recipe(folder, name=name, objective={"kind": f"tests.dist.failing.{name}"}, topology={"devices": 2})
+def die(folder: Path, name: str, *, ranks: int) -> tuple[subprocess.CompletedProcess[str], Path]:
+    settings = recipe(folder, name=name, objective={"kind": f"tests.dist.failing.{name}"}, topology={"devices": ranks})
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "fullshard", "train", str(file)]
@@ -32,7 +32,7 @@ def die(folder: Path, name: str) -> tuple[subprocess.CompletedProcess[str], Path
 
 
 def test_the_rank_that_failed_is_named_and_its_error_explained(folder: Path) -> None:
-    done, crash = die(folder, "MixedDtypes")
+    done, crash = die(folder, "MixedDtypes", ranks=2)
     assert done.returncode == 1
     end = done.stderr[done.stderr.index("Rank 1 (process") :]
     assert "ended with exit code 1; its traceback is above. The other ranks were stopped." in end
@@ -47,7 +47,7 @@ def test_the_rank_that_failed_is_named_and_its_error_explained(folder: Path) -> 
 
 
 def test_a_numerical_stop_is_explained_without_a_traceback(folder: Path) -> None:
-    done, crash = die(folder, "NotANumber")
+    done, crash = die(folder, "NotANumber", ranks=1)
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("Error: At the first update 35 of 35 trained parameters have a gradient that is not")
