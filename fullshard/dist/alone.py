@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 _NAMES = (
     (FSDPParamGroup, ("wait_for_unshard",)),
-    (FSDPParam, ("all_gather_inputs", "init_all_gather_outputs")),
+    (FSDPParam, ("all_gather_inputs",)),
 )
 
 

@@ -100,15 +100,18 @@ def _factor(width: int) -> float:
 
 
 @triton.jit
-def _read(pointer, rows, stride, cols, TOKENS, WIDTH):
-    inside = (rows[:, None] < TOKENS) & (cols[None, :] < WIDTH)
-    return tl.load(pointer + rows[:, None] * stride + cols[None, :], mask=inside, other=0.0)
+def _read(pointer, rows, stride, a, b, TOKENS, WIDTH):
+    """Vectors of some tokens, each in two blocks of columns, a and b."""
+    at, there = pointer + rows[:, None] * stride, rows[:, None] < TOKENS
+    value_a = tl.load(at + a[None, :], mask=there & (a[None, :] < WIDTH), other=0.0)
+    return value_a, tl.load(at + b[None, :], mask=there & (b[None, :] < WIDTH), other=0.0)
 
 
 @triton.jit
-def _write(pointer, rows, stride, cols, TOKENS, WIDTH, value):
-    inside = (rows[:, None] < TOKENS) & (cols[None, :] < WIDTH)
-    tl.store(pointer + rows[:, None] * stride + cols[None, :], value.to(pointer.dtype.element_ty), mask=inside)
+def _write(pointer, rows, stride, a, b, TOKENS, WIDTH, value_a, value_b):
+    at, there = pointer + rows[:, None] * stride, rows[:, None] < TOKENS
+    tl.store(at + a[None, :], value_a.to(pointer.dtype.element_ty), mask=there & (a[None, :] < WIDTH))
+    tl.store(at + b[None, :], value_b.to(pointer.dtype.element_ty), mask=there & (b[None, :] < WIDTH))
 
 
 @triton.jit
@@ -129,20 +132,19 @@ def _forward(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Some queries of a head against all of its keys. A vector lies in two blocks, a and b."""
+    """Some queries of a head against all of its keys."""
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
     ALL: tl.constexpr = HEADS * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     q = qkv + sample * TOKENS * 3 * ALL + head * WIDTH
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    q_a, q_b = _read(q, rows, 3 * ALL, a, TOKENS, WIDTH), _read(q, rows, 3 * ALL, b, TOKENS, WIDTH)
+    q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
     highest, total = tl.full([TILE], -float("inf"), tl.float32), tl.zeros([TILE], tl.float32)
     out_a, out_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
     for begin in range(0, TOKENS, TILE):
         keys = begin + tl.arange(0, TILE)
-        k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
-        v_a = _read(q + 2 * ALL, keys, 3 * ALL, a, TOKENS, WIDTH)
-        v_b = _read(q + 2 * ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+        k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
+        v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
         scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a))) * factor
         if TOKENS % TILE:
             scores = tl.where((keys < TOKENS)[None, :], scores, -float("inf"))
@@ -153,8 +155,7 @@ def _forward(
         out_a, out_b = tl.dot(shares, v_a, out_a * left[:, None]), tl.dot(shares, v_b, out_b * left[:, None])
         highest = higher
     o = out + sample * TOKENS * ALL + head * WIDTH
-    _write(o, rows, ALL, a, TOKENS, WIDTH, out_a / total[:, None])
-    _write(o, rows, ALL, b, TOKENS, WIDTH, out_b / total[:, None])
+    _write(o, rows, ALL, a, b, TOKENS, WIDTH, out_a / total[:, None], out_b / total[:, None])
     tl.store(logs + (sample * HEADS + head) * TOKENS + rows, highest + tl.log2(total), mask=rows < TOKENS)
 
 
@@ -170,9 +171,9 @@ def _backward_queries(
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     q, at = qkv + sample * TOKENS * 3 * ALL + head * WIDTH, sample * TOKENS * ALL + head * WIDTH
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    q_a, q_b = _read(q, rows, 3 * ALL, a, TOKENS, WIDTH), _read(q, rows, 3 * ALL, b, TOKENS, WIDTH)
-    d_a, d_b = _read(d_out + at, rows, ALL, a, TOKENS, WIDTH), _read(d_out + at, rows, ALL, b, TOKENS, WIDTH)
-    o_a, o_b = _read(out + at, rows, ALL, a, TOKENS, WIDTH), _read(out + at, rows, ALL, b, TOKENS, WIDTH)
+    q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
+    d_a, d_b = _read(d_out + at, rows, ALL, a, b, TOKENS, WIDTH)
+    o_a, o_b = _read(out + at, rows, ALL, a, b, TOKENS, WIDTH)
     product = tl.sum(o_a.to(tl.float32) * d_a, 1) + tl.sum(o_b.to(tl.float32) * d_b, 1)
     lines = (sample * HEADS + head) * TOKENS
     tl.store(products + lines + rows, product, mask=rows < TOKENS)
@@ -180,9 +181,8 @@ def _backward_queries(
     dq_a, dq_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
     for begin in range(0, TOKENS, TILE):
         keys = begin + tl.arange(0, TILE)
-        k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
-        v_a = _read(q + 2 * ALL, keys, 3 * ALL, a, TOKENS, WIDTH)
-        v_b = _read(q + 2 * ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+        k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
+        v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
         scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a))) * factor
         if TOKENS % TILE:
             scores = tl.where((keys < TOKENS)[None, :], scores, -float("inf"))
@@ -191,8 +191,7 @@ def _backward_queries(
         dq_a, dq_b = tl.dot(d_scores, k_a, dq_a), tl.dot(d_scores, k_b, dq_b)
     dq_a, dq_b = dq_a * (factor * LN_2), dq_b * (factor * LN_2)
     d_q = d_qkv + sample * TOKENS * 3 * ALL + head * WIDTH
-    _write(d_q, rows, 3 * ALL, a, TOKENS, WIDTH, dq_a)
-    _write(d_q, rows, 3 * ALL, b, TOKENS, WIDTH, dq_b)
+    _write(d_q, rows, 3 * ALL, a, b, TOKENS, WIDTH, dq_a, dq_b)
     _sum_up(sums + _part(sample) * 3 * ALL + head * WIDTH, a, b, WIDTH, dq_a, dq_b)
 
 
@@ -208,15 +207,15 @@ def _backward_keys(
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     q, at = qkv + sample * TOKENS * 3 * ALL + head * WIDTH, sample * TOKENS * ALL + head * WIDTH
     keys = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
-    v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, TOKENS, WIDTH), _read(q + 2 * ALL, keys, 3 * ALL, b, TOKENS, WIDTH)
+    k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
+    v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
     dk_a, dk_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
     dv_a, dv_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
     lines = (sample * HEADS + head) * TOKENS
     for begin in range(0, TOKENS, TILE):
         rows = begin + tl.arange(0, TILE)
-        q_a, q_b = _read(q, rows, 3 * ALL, a, TOKENS, WIDTH), _read(q, rows, 3 * ALL, b, TOKENS, WIDTH)
-        d_a, d_b = _read(d_out + at, rows, ALL, a, TOKENS, WIDTH), _read(d_out + at, rows, ALL, b, TOKENS, WIDTH)
+        q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
+        d_a, d_b = _read(d_out + at, rows, ALL, a, b, TOKENS, WIDTH)
         # A query that is not there and its gradient are zero, and so add nothing.
         log = tl.load(logs + lines + rows, mask=rows < TOKENS, other=0.0)
         product = tl.load(products + lines + rows, mask=rows < TOKENS, other=0.0)
@@ -231,10 +230,8 @@ def _backward_keys(
         dk_a, dk_b = tl.dot(d_scores, q_a, dk_a), tl.dot(d_scores, q_b, dk_b)
     dk_a, dk_b = dk_a * (factor * LN_2), dk_b * (factor * LN_2)
     d_k = d_qkv + sample * TOKENS * 3 * ALL + ALL + head * WIDTH
-    _write(d_k, keys, 3 * ALL, a, TOKENS, WIDTH, dk_a)
-    _write(d_k, keys, 3 * ALL, b, TOKENS, WIDTH, dk_b)
-    _write(d_k + ALL, keys, 3 * ALL, a, TOKENS, WIDTH, dv_a)
-    _write(d_k + ALL, keys, 3 * ALL, b, TOKENS, WIDTH, dv_b)
+    _write(d_k, keys, 3 * ALL, a, b, TOKENS, WIDTH, dk_a, dk_b)
+    _write(d_k + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH, dv_a, dv_b)
     total = sums + _part(sample) * 3 * ALL + ALL + head * WIDTH
     _sum_up(total, a, b, WIDTH, dk_a, dk_b)
     _sum_up(total + ALL, a, b, WIDTH, dv_a, dv_b)

@@ -18,7 +18,7 @@ def test_recall_on_modules_that_were_not_trained_on_rises(ranks: Any, tmp_path: 
     recipe = yaml.safe_load(recipes()["embedding"].read_text())
     recipe |= {"output": str(tmp_path), "duration": {"steps": STEPS}, "log": {"sinks": [], "every_steps": 1}}
     recipe["topology"] = {"device": "cpu"}
-    recipe["data"]["sequence_length"] = 24  # less work; half of the texts are shorter
+    recipe["data"]["sequence_length"] = 24  # less work
     recipe["checkpoint"] = {"best": None, "every_epochs": None, "at_end": False}
     records = ranks.run(train, recipe, world=2)[0]
     before, after = (record for record in records if record["kind"] == "validation")
