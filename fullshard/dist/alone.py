@@ -1,15 +1,17 @@
-"""One rank alone: a unit's parameters are cast into the place where they compute all together, in one pass.
+"""One rank alone: FSDP's passes over memory that nobody else needs are left out, to the same bits.
 
-FSDP launches two small kernels for every parameter then, a cast into new memory and a copy from there: on a GPU more
-than a thousand in each step of a model of some hundred parameters. This takes FSDP's own objects by names that torch
-does not promise; where torch has renamed one, FSDP's own way remains. Must not know what is computed.
+A unit's parameters are cast into the place where they compute all together: FSDP launches two small kernels for every
+parameter, a cast into new memory and a copy from there, more than a thousand in each step of a model of some hundred
+parameters. And gradients stay where they were put for a reduction that there is none of. The casts take FSDP's own
+objects by names that torch does not promise; where torch has renamed one, FSDP's own way remains. Must not know what is
+computed.
 """
 
 from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +42,31 @@ def cast_together(units: Iterable[Any]) -> None:
             group.wait_for_unshard = types.MethodType(_wait_for_unshard, group)
             for parameter in group.fsdp_params:
                 parameter.__class__ = _Cast
+
+
+def reduce_in_place(units: Iterable[Any]) -> None:
+    """What comes out of a reduction over one rank lies where it went in, and FSDP's copy of it onto itself is none."""
+    for unit in units:
+        unit.set_custom_reduce_scatter(_InPlace())
+
+
+class _InPlace:
+    """In place of FSDP's reduce-scatter, which asks for memory first for what goes in, then for what comes out."""
+
+    def __init__(self) -> None:
+        self._place: torch.Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        place, self._place = self._place, None
+        if place is None:
+            place = self._place = torch.empty(*size, dtype=dtype, device=device)
+        elif place.is_cuda:
+            # In the stream of reductions: a further micro-batch's gradient is read there, and freed before it was.
+            place.record_stream(torch.cuda.current_stream(device))
+        return place
+
+    def __call__(self, **_: Any) -> None:
+        """Called by a torch that reduces over one rank as over many."""
 
 
 class _Cast(FSDPParam):  # type: ignore[misc, valid-type]

@@ -3,10 +3,10 @@
     modulated_norm: x                     -> x, norm(x) * (1 + scale) + shift
     gated_norm:     x + gate * branch = y -> y, norm(y) * (1 + scale) + shift
 
-Both give back what was normed: a residual goes on from there, and its gradient is added in the same pass. The gradients
-of gate, scale and shift are sums over a sample's tokens; torch.compile makes each a pass of its own, here they are by-
-products. Tensors are (B, tokens, width), vectors (B, width). Triton, so CUDA; CPU tests run it interpreted. Must not
-know models.
+Both give back what was normed: a residual goes on from there, and its gradient is added in the same pass. The
+gradients of gate, scale, shift and of the branch's bias are sums over tokens; torch.compile makes each a pass of its
+own, here they are by-products. Tensors are (B, tokens, width), vectors (B, width), a bias (width,). Triton, so CUDA;
+CPU tests run it interpreted. Must not know models.
 """
 
 from __future__ import annotations
@@ -25,21 +25,29 @@ def modulated_norm(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x again, and normed."""
-    kept, normed = _Norm.apply(x, None, None, scale, shift, eps)
+    kept, normed = _Norm.apply(x, None, None, scale, shift, None, eps)
     return kept, normed
 
 
 def gated_norm(
-    x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    gate: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + gate * branch, and that normed."""
-    total, normed = _Norm.apply(x, branch, gate, scale, shift, eps)
+    """x + gate * branch, and that normed. `bias` is one that the branch has been given already, without its gradient:
+    that is made here."""
+    total, normed = _Norm.apply(x, branch, gate, scale, shift, bias, eps)
     return total, normed
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, branch: Any, gate: Any, scale: Any, shift: Any, eps: float) -> Any:
+    def forward(ctx: Any, x: Any, branch: Any, gate: Any, scale: Any, shift: Any, bias: Any, eps: float) -> Any:
         total, normed, moments = _norm(x, branch, gate, scale, shift, eps)
         ctx.save_for_backward(x if branch is None else total, branch, gate, scale, moments)
         return x if branch is None else total, normed
@@ -48,10 +56,13 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, d_total: Any, d_normed: Any) -> Any:  # type: ignore[override]
         total, branch, gate, scale, moments = ctx.saved_tensors
         dx, d_branch, sums = _norm_backward(total, branch, gate, scale, moments, d_total, d_normed)
-        d_gate, d_scale, d_shift = sums.to(scale.dtype).unbind(1)
+        d_scale, d_shift, *others = sums.unbind(1)
+        d_scale, d_shift = d_scale.to(scale.dtype), d_shift.to(scale.dtype)
         if branch is None:
-            d_branch = d_gate = None
-        return dx, d_branch, d_gate, d_scale, d_shift, None
+            return dx, None, None, d_scale, d_shift, None, None
+        d_gate, d_all = others
+        d_bias = (d_all * gate).sum(0).to(gate.dtype) if ctx.needs_input_grad[5] else None
+        return dx, d_branch, d_gate.to(gate.dtype), d_scale, d_shift, d_bias, None
 
 
 @torch.library.custom_op("fullshard::modulated_norm", mutates_args=())
@@ -93,19 +104,22 @@ def _norm_backward(
     d_total: torch.Tensor,
     d_normed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x and of the branch (empty without one), and (B, 3, width) fp32, those of gate, scale and shift."""
+    """Gradients of x and of the branch (empty without one), and (B, 2 or 4, width) fp32: those of scale and shift, and
+    with a branch that of its gate and the sum of x's."""
     x, branch = x.contiguous(), None if branch is None else branch.contiguous()
     d_total, d_normed = d_total.contiguous(), d_normed.contiguous()
     batch, tokens, width = x.shape
     d_branch = x.new_empty(0) if branch is None else x.new_empty(x.shape)
     each = min(TOKENS, tokens)
-    dx, sums = x.new_empty(x.shape), x.new_empty(batch, -(-tokens // each), 3, width, dtype=torch.float32)
+    vectors = 2 if branch is None else 4
+    dx, sums = x.new_empty(x.shape), x.new_empty(batch, -(-tokens // each), vectors, width, dtype=torch.float32)
     first, rest = _split(width)
     _backward[(sums.shape[1], batch)](
         *(x, branch, gate, scale, moments, d_total, d_normed, dx, d_branch, sums, batch * tokens, tokens),
         *(gate.stride(0) if gate is not None else 0, scale.stride(0)),
         **{"WIDTH": width, "FIRST": first, "REST": rest, "GATED": branch is not None, "TOKENS": each},
-        num_warps=1 if branch is None else 4,
+        # So many registers that four programs fit.
+        **({"num_warps": 1} if branch is None else {"num_warps": 4, "maxnreg": 128}),
     )
     return dx, d_branch, sums.sum(1)
 
@@ -113,7 +127,8 @@ def _norm_backward(
 @_norm_backward.register_fake
 def _(x: Any, branch: Any, gate: Any, scale: Any, moments: Any, d_total: Any, d_normed: Any) -> Any:
     d_branch = x.new_empty(0) if branch is None else x.new_empty(x.shape)
-    return x.new_empty(x.shape), d_branch, x.new_empty(x.shape[0], 3, x.shape[2], dtype=torch.float32)
+    vectors = 2 if branch is None else 4
+    return x.new_empty(x.shape), d_branch, x.new_empty(x.shape[0], vectors, x.shape[2], dtype=torch.float32)
 
 
 def _split(width: int) -> tuple[int, int]:
@@ -133,6 +148,17 @@ def _write(pointer, cols, WIDTH, value):
 
 
 @triton.jit
+def _fold(value_a, value_b, FIRST: tl.constexpr, REST: tl.constexpr):
+    """Both blocks added up to the size of the smaller one, within threads: warps wait for each other but once."""
+    return tl.sum(tl.reshape(value_a, [REST, FIRST // REST]), 1) + value_b
+
+
+@triton.jit
+def _add(one, two, other_one, other_two):
+    return one + other_one, two + other_two
+
+
+@triton.jit
 def _forward(
     x, branch, gate, scale, shift, total, normed, moments, num_rows, tokens, gate_stride, scale_stride, shift_stride,
     eps, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, GATED: tl.constexpr,
@@ -148,9 +174,9 @@ def _forward(
         x_b += _read(g, b, WIDTH) * _read(branch + at, b, WIDTH)
         _write(total + at, a, WIDTH, x_a)
         _write(total + at, b, WIDTH, x_b)
-    mean = (tl.sum(x_a) + tl.sum(x_b)) / WIDTH
+    mean = tl.sum(_fold(x_a, x_b, FIRST, REST)) / WIDTH
     x_a, x_b = x_a - mean, tl.where(b < WIDTH, x_b - mean, 0.0)
-    rstd = tl.rsqrt((tl.sum(x_a * x_a) + tl.sum(x_b * x_b)) / WIDTH + eps)
+    rstd = tl.rsqrt(tl.sum(_fold(x_a * x_a, x_b * x_b, FIRST, REST)) / WIDTH + eps)
     k, s = scale + sample * scale_stride, shift + sample * shift_stride
     _write(normed + at, a, WIDTH, x_a * rstd * (1.0 + _read(k, a, WIDTH)) + _read(s, a, WIDTH))
     _write(normed + at, b, WIDTH, x_b * rstd * (1.0 + _read(k, b, WIDTH)) + _read(s, b, WIDTH))
@@ -171,6 +197,7 @@ def _backward(
     scale_a, scale_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
     shift_a, shift_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
     gate_a, gate_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
+    all_a, all_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
     if GATED:
         g = gate + sample * gate_stride
         g_a, g_b = _read(g, a, WIDTH), _read(g, b, WIDTH)
@@ -193,8 +220,9 @@ def _backward(
         shift_a += d_a
         shift_b += d_b
         d_a, d_b = d_a * k_a, d_b * k_b
-        one = (tl.sum(d_a) + tl.sum(d_b)) / WIDTH
-        two = (tl.sum(d_a * x_a) + tl.sum(d_b * x_b)) / WIDTH
+        folded = _fold(d_a, d_b, FIRST, REST), _fold(d_a * x_a, d_b * x_b, FIRST, REST)
+        one, two = tl.reduce(folded, 0, _add)
+        one, two = one / WIDTH, two / WIDTH
         d_a, d_b = r_a + rstd * (d_a - one - x_a * two), r_b + rstd * (d_b - one - x_b * two)
         _write(dx + at, a, end, d_a)
         _write(dx + at, b, end, d_b)
@@ -203,10 +231,15 @@ def _backward(
             _write(d_branch + at, b, end, d_b * g_b)
             gate_a += d_a * y_a
             gate_b += d_b * y_b
-    out = sums + (sample * tl.num_programs(0) + part) * 3 * WIDTH
-    _write(out, a, WIDTH, gate_a)
-    _write(out, b, WIDTH, gate_b)
-    _write(out + WIDTH, a, WIDTH, scale_a)
-    _write(out + WIDTH, b, WIDTH, scale_b)
-    _write(out + 2 * WIDTH, a, WIDTH, shift_a)
-    _write(out + 2 * WIDTH, b, WIDTH, shift_b)
+            all_a += d_a
+            all_b += d_b
+    out = sums + (sample * tl.num_programs(0) + part) * (4 if GATED else 2) * WIDTH
+    _write(out, a, WIDTH, scale_a)
+    _write(out, b, WIDTH, scale_b)
+    _write(out + WIDTH, a, WIDTH, shift_a)
+    _write(out + WIDTH, b, WIDTH, shift_b)
+    if GATED:
+        _write(out + 2 * WIDTH, a, WIDTH, gate_a)
+        _write(out + 2 * WIDTH, b, WIDTH, gate_b)
+        _write(out + 3 * WIDTH, a, WIDTH, all_a)
+        _write(out + 3 * WIDTH, b, WIDTH, all_b)

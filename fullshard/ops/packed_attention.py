@@ -17,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 64
-"""Queries, and keys, that a program looks at together."""
+FORWARD = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
+QUERIES = {"OWN": 64, "OTHER": 32, "num_warps": 4, "num_stages": 2}
+KEYS = {"OWN": 64, "OTHER": 16, "num_warps": 4, "num_stages": 4}
+"""Of each kernel: how many tokens are a program's own, and how many of the others it looks at together; as measured."""
 LN_2 = tl.constexpr(math.log(2))
 """Scores are kept for powers of two; their gradients are those of powers of e."""
 
@@ -36,7 +38,7 @@ def _attend(qkv: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor,
     qkv = qkv.contiguous()
     batch, tokens, _, heads, width = qkv.shape
     out, logs = qkv.new_empty(batch, tokens, heads, width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
-    _forward[_grid(qkv)](qkv, out, logs, _factor(width), **_sizes(qkv), num_warps=4, num_stages=2)
+    _forward[_grid(qkv, FORWARD)](qkv, out, logs, _factor(width), **_sizes(qkv), **FORWARD)
     return out, logs
 
 
@@ -44,17 +46,17 @@ def _attend(qkv: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor,
 def _attend_backward(
     d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of queries, keys and values, side by side, and its sum over all tokens, in fp32."""
+    """The gradient of queries, keys and values, side by side, and its sum over all tokens, in fp32. Of keys that is
+    zero, as what moves all of them moves all scores of a query alike; of values it is that of the results, as the
+    shares of a query add up to one."""
     qkv, out, d_out = qkv.contiguous(), out.contiguous(), d_out.contiguous()
     d_qkv, products = torch.empty_like(qkv), torch.empty_like(logs)
-    batch, tokens, *each = qkv.shape
-    sums = qkv.new_empty(batch, -(-tokens // TILE), *each, dtype=torch.float32)
-    factor, sizes = _factor(qkv.shape[-1]), _sizes(qkv)
-    _backward_queries[_grid(qkv)](
-        qkv, out, d_out, logs, products, d_qkv, sums, factor, **sizes, num_warps=4, num_stages=2
-    )
-    _backward_keys[_grid(qkv)](qkv, d_out, logs, products, d_qkv, sums, factor, **sizes, num_warps=4, num_stages=3)
-    return d_qkv, sums.sum((0, 1)).flatten()
+    factor, sizes, grid = _factor(qkv.shape[-1]), _sizes(qkv), _grid(qkv, QUERIES)
+    sums = qkv.new_empty(len(qkv) * grid[0], 2, *qkv.shape[3:], dtype=torch.float32)
+    _backward_queries[grid](qkv, out, d_out, logs, products, d_qkv, sums, factor, **sizes, **QUERIES)
+    _backward_keys[_grid(qkv, KEYS)](qkv, d_out, logs, products, d_qkv, factor, **sizes, **KEYS)
+    of_queries, of_values = sums.sum(0)
+    return d_qkv, torch.cat([of_queries, torch.zeros_like(of_queries), of_values]).flatten()
 
 
 @_attend.register_fake
@@ -82,16 +84,16 @@ def _backward(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[torch.Tensor, torc
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-def _grid(qkv: torch.Tensor) -> tuple[int, int, int]:
+def _grid(qkv: torch.Tensor, options: dict[str, int]) -> tuple[int, int, int]:
     batch, tokens, _, heads, _ = qkv.shape
-    return -(-tokens // TILE), heads, batch
+    return -(-tokens // options["OWN"]), heads, batch
 
 
 def _sizes(qkv: torch.Tensor) -> dict[str, int]:
     _, tokens, _, heads, width = qkv.shape
     first = max(16, 1 << (width - 1).bit_length() - 1)
     rest = max(16, 1 << max(width - first - 1, 0).bit_length())
-    return {"TOKENS": tokens, "HEADS": heads, "WIDTH": width, "FIRST": first, "REST": rest, "TILE": TILE}
+    return {"TOKENS": tokens, "HEADS": heads, "WIDTH": width, "FIRST": first, "REST": rest}
 
 
 def _factor(width: int) -> float:
@@ -115,11 +117,6 @@ def _write(pointer, rows, stride, a, b, TOKENS, WIDTH, value_a, value_b):
 
 
 @triton.jit
-def _part(sample):
-    return sample * tl.num_programs(0) + tl.program_id(0)
-
-
-@triton.jit
 def _sum_up(pointer, a, b, WIDTH, value_a, value_b):
     """Over tokens; those that are not there are zero."""
     tl.store(pointer + a, tl.sum(value_a, 0), mask=a < WIDTH)
@@ -130,23 +127,23 @@ def _sum_up(pointer, a, b, WIDTH, value_a, value_b):
 def _forward(
     qkv, out, logs, factor,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    TILE: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Some queries of a head against all of its keys."""
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
     ALL: tl.constexpr = HEADS * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     q = qkv + sample * TOKENS * 3 * ALL + head * WIDTH
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(0) * OWN + tl.arange(0, OWN)
     q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
-    highest, total = tl.full([TILE], -float("inf"), tl.float32), tl.zeros([TILE], tl.float32)
-    out_a, out_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
-    for begin in range(0, TOKENS, TILE):
-        keys = begin + tl.arange(0, TILE)
+    highest, total = tl.full([OWN], -float("inf"), tl.float32), tl.zeros([OWN], tl.float32)
+    out_a, out_b = tl.zeros([OWN, FIRST], tl.float32), tl.zeros([OWN, REST], tl.float32)
+    for begin in range(0, TOKENS, OTHER):
+        keys = begin + tl.arange(0, OTHER)
         k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
         v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
         scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a))) * factor
-        if TOKENS % TILE:
+        if TOKENS % OTHER:
             scores = tl.where((keys < TOKENS)[None, :], scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         shares, left = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)
@@ -163,28 +160,30 @@ def _forward(
 def _backward_queries(
     qkv, out, d_out, logs, products, d_qkv, sums, factor,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    TILE: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Some queries against all keys; leaves the products of results and their gradients for the keys' turn."""
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
     ALL: tl.constexpr = HEADS * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     q, at = qkv + sample * TOKENS * 3 * ALL + head * WIDTH, sample * TOKENS * ALL + head * WIDTH
-    rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    rows = tl.program_id(0) * OWN + tl.arange(0, OWN)
     q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
     d_a, d_b = _read(d_out + at, rows, ALL, a, b, TOKENS, WIDTH)
     o_a, o_b = _read(out + at, rows, ALL, a, b, TOKENS, WIDTH)
     product = tl.sum(o_a.to(tl.float32) * d_a, 1) + tl.sum(o_b.to(tl.float32) * d_b, 1)
+    total = sums + (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * ALL + head * WIDTH
+    _sum_up(total + ALL, a, b, WIDTH, d_a.to(tl.float32), d_b.to(tl.float32))
     lines = (sample * HEADS + head) * TOKENS
     tl.store(products + lines + rows, product, mask=rows < TOKENS)
     log = tl.load(logs + lines + rows, mask=rows < TOKENS, other=0.0)
-    dq_a, dq_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
-    for begin in range(0, TOKENS, TILE):
-        keys = begin + tl.arange(0, TILE)
+    dq_a, dq_b = tl.zeros([OWN, FIRST], tl.float32), tl.zeros([OWN, REST], tl.float32)
+    for begin in range(0, TOKENS, OTHER):
+        keys = begin + tl.arange(0, OTHER)
         k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
         v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
         scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a))) * factor
-        if TOKENS % TILE:
+        if TOKENS % OTHER:
             scores = tl.where((keys < TOKENS)[None, :], scores, -float("inf"))
         d_shares = tl.dot(d_b, tl.trans(v_b), tl.dot(d_a, tl.trans(v_a)))
         d_scores = (tl.exp2(scores - log[:, None]) * (d_shares - product[:, None])).to(k_a.dtype)
@@ -192,28 +191,28 @@ def _backward_queries(
     dq_a, dq_b = dq_a * (factor * LN_2), dq_b * (factor * LN_2)
     d_q = d_qkv + sample * TOKENS * 3 * ALL + head * WIDTH
     _write(d_q, rows, 3 * ALL, a, b, TOKENS, WIDTH, dq_a, dq_b)
-    _sum_up(sums + _part(sample) * 3 * ALL + head * WIDTH, a, b, WIDTH, dq_a, dq_b)
+    _sum_up(total, a, b, WIDTH, dq_a, dq_b)
 
 
 @triton.jit
 def _backward_keys(
-    qkv, d_out, logs, products, d_qkv, sums, factor,
+    qkv, d_out, logs, products, d_qkv, factor,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    TILE: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
     """Some keys and values against all queries."""
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
     ALL: tl.constexpr = HEADS * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     q, at = qkv + sample * TOKENS * 3 * ALL + head * WIDTH, sample * TOKENS * ALL + head * WIDTH
-    keys = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    keys = tl.program_id(0) * OWN + tl.arange(0, OWN)
     k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
     v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
-    dk_a, dk_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
-    dv_a, dv_b = tl.zeros([TILE, FIRST], tl.float32), tl.zeros([TILE, REST], tl.float32)
+    dk_a, dk_b = tl.zeros([OWN, FIRST], tl.float32), tl.zeros([OWN, REST], tl.float32)
+    dv_a, dv_b = tl.zeros([OWN, FIRST], tl.float32), tl.zeros([OWN, REST], tl.float32)
     lines = (sample * HEADS + head) * TOKENS
-    for begin in range(0, TOKENS, TILE):
-        rows = begin + tl.arange(0, TILE)
+    for begin in range(0, TOKENS, OTHER):
+        rows = begin + tl.arange(0, OTHER)
         q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
         d_a, d_b = _read(d_out + at, rows, ALL, a, b, TOKENS, WIDTH)
         # A query that is not there and its gradient are zero, and so add nothing.
@@ -221,7 +220,7 @@ def _backward_keys(
         product = tl.load(products + lines + rows, mask=rows < TOKENS, other=0.0)
         scores = tl.dot(k_b, tl.trans(q_b), tl.dot(k_a, tl.trans(q_a))) * factor
         shares = tl.exp2(scores - log[None, :])
-        if TOKENS % TILE:
+        if TOKENS % OWN:
             shares = tl.where((keys < TOKENS)[:, None], shares, 0.0)
         narrow = shares.to(q_a.dtype)
         dv_a, dv_b = tl.dot(narrow, d_a, dv_a), tl.dot(narrow, d_b, dv_b)
@@ -232,6 +231,3 @@ def _backward_keys(
     d_k = d_qkv + sample * TOKENS * 3 * ALL + ALL + head * WIDTH
     _write(d_k, keys, 3 * ALL, a, b, TOKENS, WIDTH, dk_a, dk_b)
     _write(d_k + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH, dv_a, dv_b)
-    total = sums + _part(sample) * 3 * ALL + ALL + head * WIDTH
-    _sum_up(total, a, b, WIDTH, dk_a, dk_b)
-    _sum_up(total + ALL, a, b, WIDTH, dv_a, dv_b)

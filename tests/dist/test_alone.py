@@ -1,4 +1,5 @@
-"""One rank alone casts a unit's parameters together: the same numbers as by FSDP's own way, to the last bit."""
+"""One rank alone casts a unit's parameters together and leaves gradients in their place: the same numbers as by FSDP's
+own way, to the last bit."""
 
 from __future__ import annotations
 
@@ -24,13 +25,15 @@ def losses(settings: dict[str, Any], compute: torch.dtype, *, together: bool) ->
         patch.setattr(alone, "_cast", counted)
         if not together:
             patch.setattr(alone, "cast_together", lambda units: None)
+            patch.setattr(alone, "reduce_in_place", lambda units: None)
         module, _, _ = spread(settings, compute)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         found = []
         for _ in range(3):
-            loss = module(input_ids=tokens(64)).logits.square().mean()
-            loss.backward()
+            for _ in range(2):  # gradients of a second micro-batch are added to those of the first
+                loss = module(input_ids=tokens(64)).logits.square().mean()
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             found.append(loss.item())
@@ -52,6 +55,14 @@ def test_casting_together_changes_no_bit(ranks: RankPool, model: str, compute: t
     assert len(set(found)) == 3, "the steps must change something"
     assert not none
     assert max(counts) > 8, "a block's parameters go together"
+
+
+def test_memory_for_a_reduction_is_taken_once() -> None:
+    reduction, wish = alone._InPlace(), {"dtype": torch.float32, "device": torch.device("cpu")}
+    given = [reduction.allocate((4,), **wish) for _ in range(4)]
+    assert given[0] is given[1]
+    assert given[2] is given[3]
+    assert given[1] is not given[2], "the first still holds gradients"
 
 
 def test_two_ranks_gather_as_ever(ranks: RankPool) -> None:

@@ -76,9 +76,8 @@ def test_parameters_and_arguments_stay_as_they_are() -> None:
     assert list(fused.state_dict()) == list(plain.state_dict())
     blocks = fused.transformer_blocks[0], plain.transformer_blocks[0]
     # By their names sharding knows which inputs must stay exact.
-    assert [list(inspect.signature(b.forward).parameters) for b in blocks[:1]] == [
-        list(inspect.signature(b.forward).parameters) for b in blocks[1:]
-    ]
+    for ours, theirs in (blocks, (fused, plain), (fused.pos_embed, plain.pos_embed)):
+        assert list(inspect.signature(ours.forward).parameters) == list(inspect.signature(theirs.forward).parameters)
 
 
 def test_off_the_gpu_diffusers_own_code_runs() -> None:

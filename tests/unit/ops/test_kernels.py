@@ -12,6 +12,8 @@ import torch.nn.functional as F
 
 from tests.interpreted import compare, interpreter
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 @pytest.fixture(scope="module")
 def interpreted() -> Iterator[Executor]:
@@ -34,11 +36,11 @@ def test_modulated_norm(interpreted: Executor, batch: int, tokens: int, width: i
 def modulated_norm(batch: int, tokens: int, width: int) -> None:
     from fullshard.ops.modulated_norm import modulated_norm
 
-    def ours(x: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(x: torch.Tensor, vectors: torch.Tensor) -> Pair:
         scale, _, shift = vectors.chunk(3, dim=1)  # slices of one tensor, as a model has them
         return modulated_norm(x, scale, shift, eps=1e-6)
 
-    def plain(x: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain(x: torch.Tensor, vectors: torch.Tensor) -> Pair:
         scale, _, shift = vectors.chunk(3, dim=1)
         return x * 1, _modulated(x, scale, shift)
 
@@ -56,18 +58,39 @@ def gated_norm(batch: int, tokens: int, width: int) -> None:
 
     modulated_norm.TOKENS = 4  # more than one program for a sample, the last one with fewer tokens
 
-    def ours(x: torch.Tensor, branch: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(x: torch.Tensor, branch: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor) -> Pair:
         gate, scale, shift = vectors.chunk(3, dim=1)
-        return gated_norm(x, branch, gate, scale, shift, eps=1e-6)
+        return gated_norm(x, branch + bias.detach(), gate, scale, shift, bias, eps=1e-6)
 
-    def plain(x: torch.Tensor, branch: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def plain(x: torch.Tensor, branch: torch.Tensor, vectors: torch.Tensor, bias: torch.Tensor) -> Pair:
         gate, scale, shift = vectors.chunk(3, dim=1)
-        total = x + gate[:, None] * branch
+        total = x + gate[:, None] * (branch + bias)
         return total, _modulated(total, scale, shift)
 
     # Not contiguous, as the first block's input is.
     x = torch.randn(batch, width, tokens).transpose(1, 2)
-    compare(ours, plain, x, torch.randn(batch, tokens, width), torch.randn(batch, 3 * width))
+    compare(ours, plain, x, torch.randn(batch, tokens, width), torch.randn(batch, 3 * width), torch.randn(width))
+
+
+@norm_sizes
+def test_gated_sum(interpreted: Executor, batch: int, tokens: int, width: int) -> None:
+    interpreted.submit(gated_sum, batch, tokens, width).result()
+
+
+def gated_sum(batch: int, tokens: int, width: int) -> None:
+    from fullshard.ops import gated_sum as module
+    from fullshard.ops.gated_sum import gated_sum
+
+    module.TILE, module.TILES = 2, 2
+
+    def ours(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return gated_sum(x, branch + bias.detach(), gate, bias)
+
+    def plain(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x + gate[:, None] * (branch + bias)
+
+    x, branch = torch.randn(2, batch, tokens, width).unbind()
+    compare(ours, plain, x, branch, torch.randn(batch, width), torch.randn(width))
 
 
 @pytest.mark.parametrize("shape", [(2, 33, 72), (20, 300)])
