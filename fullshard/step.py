@@ -52,7 +52,8 @@ def train_step(
     device: torch.device,
 ) -> StepResult:
     """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches."""
-    model.train()
+    if not model.training:  # it asks every module
+        model.train()
     count = sum(objective.count(batch) for batch in batches)
     agreed = reduce.sum_over_ranks(upload(torch.tensor([float(count), *map(float, wishes)]), device))
     total, wished = agreed[0].clamp(min=1.0), reduce.OnItsWay(agreed[1:])

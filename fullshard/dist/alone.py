@@ -30,8 +30,14 @@ _NAMES = (
 )
 
 
+def save_passes(units: Sequence[Any]) -> None:
+    """Changes units of a model that one rank holds whole."""
+    cast_together(units)
+    reduce_in_place(units)
+
+
 def cast_together(units: Iterable[Any]) -> None:
-    """Changes how units of a model that one rank holds whole get their parameters, from the second time on."""
+    """Changes how units get their parameters, from the second time on."""
     if any(not hasattr(owner, name) for owner, names in _NAMES for name in names):
         logger.info("this torch keeps its sharded parameters another way; each is cast on its own")
         return

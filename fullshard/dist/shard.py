@@ -131,8 +131,7 @@ def _fully_shard(
             part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard and name != ""
         )
     if mesh.size() == 1 and not plan.cpu_offload:
-        alone.cast_together(fsdp_modules(module))
-        alone.reduce_in_place(fsdp_modules(module))
+        alone.save_passes(fsdp_modules(module))
     setattr(module, STAY, not reshard)
     for method in methods:
         register_fsdp_forward_method(module, method)

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-COLUMNS = 512
+COLUMNS = 256
 """Of one program, which has four warps."""
-TILE, TILES = 4, 64
+TILE, TILES = 8, 32
 """Rows that a program of the backward pass takes at a time, and how often; between, it adds up for the bias."""
 
 
@@ -36,18 +36,19 @@ def _gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op("fullshard::biased_gelu_backward", mutates_args=())
-def _gelu_backward(d_out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x, and in fp32 that of the bias."""
+def _gelu_backward(
+    d_out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, each: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of x, and in fp32 that of the bias, by parts of `each` rows."""
     d_out, x = d_out.contiguous(), x.contiguous()
     width, dx = x.shape[-1], x.new_empty(x.shape)
     rows = x.numel() // width
-    tiles = min(TILES, -(-rows // TILE))
-    sums = x.new_empty(-(-rows // (TILE * tiles)), width, dtype=torch.float32)
+    sums = x.new_empty(-(-rows // each), width, dtype=torch.float32)
     _backward[(sums.shape[0], -(-width // COLUMNS))](
         *(d_out, x, bias.contiguous(), dx, sums, rows, width),
-        **{"TILE": TILE, "TILES": tiles, "COLUMNS": COLUMNS, "num_warps": 4},
+        **{"TILE": TILE, "TILES": each // TILE, "COLUMNS": COLUMNS, "num_warps": 4},
     )
-    return dx, sums.sum(0)
+    return dx, sums
 
 
 @_gelu.register_fake
@@ -56,8 +57,9 @@ def _(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 @_gelu_backward.register_fake
-def _(d_out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=torch.float32)
+def _(d_out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    return x.new_empty(x.shape), x.new_empty(-(-rows // each), width, dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -66,8 +68,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x, bias = ctx.saved_tensors
-    dx, d_bias = _gelu_backward(d_out, x, bias)
-    return dx, d_bias.to(bias.dtype)
+    dx, sums = _gelu_backward(d_out, x, bias, TILE * TILES)
+    return dx, sums.sum(0).to(bias.dtype)
 
 
 _gelu.register_autograd(_gradients, setup_context=_save)
@@ -98,7 +100,8 @@ def _backward(
     b = tl.load(bias + cols, mask=cols < width, other=0.0).to(tl.float32)
     # Added up over a program's rows only at the end: before, it would make its warps wait for each other every time.
     total = tl.zeros([TILE, COLUMNS], tl.float32)
-    for tile in range(TILES):
+    # With stages what comes next is on its way while this is computed.
+    for tile in tl.range(TILES, num_stages=3):
         rows = (part * TILES + tile) * TILE + tl.arange(0, TILE)
         at, inside = rows[:, None] * width + cols[None, :], (rows[:, None] < num_rows) & (cols[None, :] < width)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b[None, :]

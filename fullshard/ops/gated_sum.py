@@ -35,32 +35,33 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Any) -> Any:  # type: ignore[override]
         branch, gate = ctx.saved_tensors
-        d_branch, sums = _gated_sum_backward(d_total, branch, gate)
-        d_gate, d_all = sums.unbind(1)
+        d_branch, sums = _gated_sum_backward(d_total, branch, gate, TILE * TILES)
+        d_gate, d_all = sums.sum(1).unbind(1)
         d_bias = (d_all * gate).sum(0).to(gate.dtype) if ctx.needs_input_grad[3] else None
         return d_total, d_branch, d_gate.to(gate.dtype), d_bias
 
 
 @torch.library.custom_op("fullshard::gated_sum_backward", mutates_args=())
 def _gated_sum_backward(
-    d_total: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor
+    d_total: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, each: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of the branch, and (B, 2, width) fp32: that of the gate, and the sum of d_total over tokens."""
+    """The gradient of the branch, and (B, parts, 2, width) fp32, of `each` tokens in turn: the gate's gradient and the
+    sum of d_total."""
     d_total, branch = d_total.contiguous(), branch.contiguous()
     batch, tokens, width = branch.shape
-    d_branch, parts = branch.new_empty(branch.shape), -(-tokens // (TILE * TILES))
+    d_branch, parts = branch.new_empty(branch.shape), -(-tokens // each)
     sums = branch.new_empty(batch, parts, 2, width, dtype=torch.float32)
     _backward[(parts, -(-width // COLUMNS), batch)](
         *(d_total, branch, gate, d_branch, sums, tokens, gate.stride(0)),
-        **{"WIDTH": width, "TILE": TILE, "TILES": TILES, "COLUMNS": COLUMNS, "num_warps": 1},
+        **{"WIDTH": width, "TILE": TILE, "TILES": each // TILE, "COLUMNS": COLUMNS, "num_warps": 1},
     )
-    return d_branch, sums.sum(1)
+    return d_branch, sums
 
 
 @_gated_sum_backward.register_fake
-def _(d_total: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, _, width = branch.shape
-    return branch.new_empty(branch.shape), branch.new_empty(batch, 2, width, dtype=torch.float32)
+def _(d_total: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, each: int) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, tokens, width = branch.shape
+    return branch.new_empty(branch.shape), branch.new_empty(batch, -(-tokens // each), 2, width, dtype=torch.float32)
 
 
 @triton.jit
@@ -73,7 +74,8 @@ def _backward(
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     g = tl.load(gate + sample * gate_stride + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
     of_gate, of_all = tl.zeros([TILE, COLUMNS], tl.float32), tl.zeros([TILE, COLUMNS], tl.float32)
-    for tile in range(TILES):
+    # With stages what comes next is on its way while this is computed.
+    for tile in tl.range(TILES, num_stages=2):
         rows = (part * TILES + tile) * TILE + tl.arange(0, TILE)
         at = (sample * tokens + rows[:, None]) * WIDTH + cols[None, :]
         inside = (rows[:, None] < tokens) & (cols[None, :] < WIDTH)

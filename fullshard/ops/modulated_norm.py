@@ -55,8 +55,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Any, d_normed: Any) -> Any:  # type: ignore[override]
         total, branch, gate, scale, moments = ctx.saved_tensors
-        dx, d_branch, sums = _norm_backward(total, branch, gate, scale, moments, d_total, d_normed)
-        d_scale, d_shift, *others = sums.unbind(1)
+        dx, d_branch, sums = _norm_backward(total, branch, gate, scale, moments, d_total, d_normed, TOKENS)
+        d_scale, d_shift, *others = sums.sum(1).unbind(1)
         d_scale, d_shift = d_scale.to(scale.dtype), d_shift.to(scale.dtype)
         if branch is None:
             return dx, None, None, d_scale, d_shift, None, None
@@ -103,14 +103,14 @@ def _norm_backward(
     moments: torch.Tensor,
     d_total: torch.Tensor,
     d_normed: torch.Tensor,
+    each: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x and of the branch (empty without one), and (B, 2 or 4, width) fp32: those of scale and shift, and
-    with a branch that of its gate and the sum of x's."""
+    """Gradients of x and of the branch (empty without one), and (B, parts, 2 or 4, width) fp32, of `each` tokens in
+    turn: those of scale and shift, and with a branch that of its gate and the sum of x's."""
     x, branch = x.contiguous(), None if branch is None else branch.contiguous()
     d_total, d_normed = d_total.contiguous(), d_normed.contiguous()
     batch, tokens, width = x.shape
     d_branch = x.new_empty(0) if branch is None else x.new_empty(x.shape)
-    each = min(TOKENS, tokens)
     vectors = 2 if branch is None else 4
     dx, sums = x.new_empty(x.shape), x.new_empty(batch, -(-tokens // each), vectors, width, dtype=torch.float32)
     first, rest = _split(width)
@@ -118,17 +118,18 @@ def _norm_backward(
         *(x, branch, gate, scale, moments, d_total, d_normed, dx, d_branch, sums, batch * tokens, tokens),
         *(gate.stride(0) if gate is not None else 0, scale.stride(0)),
         **{"WIDTH": width, "FIRST": first, "REST": rest, "GATED": branch is not None, "TOKENS": each},
-        # So many registers that four programs fit.
-        **({"num_warps": 1} if branch is None else {"num_warps": 4, "maxnreg": 128}),
+        num_warps=1 if branch is None else 2,
     )
-    return dx, d_branch, sums.sum(1)
+    return dx, d_branch, sums
 
 
 @_norm_backward.register_fake
-def _(x: Any, branch: Any, gate: Any, scale: Any, moments: Any, d_total: Any, d_normed: Any) -> Any:
+def _(x: Any, branch: Any, gate: Any, scale: Any, moments: Any, d_total: Any, d_normed: Any, each: int) -> Any:
     d_branch = x.new_empty(0) if branch is None else x.new_empty(x.shape)
     vectors = 2 if branch is None else 4
-    return x.new_empty(x.shape), d_branch, x.new_empty(x.shape[0], vectors, x.shape[2], dtype=torch.float32)
+    batch, tokens, width = x.shape
+    sums = x.new_empty(batch, -(-tokens // each), vectors, width, dtype=torch.float32)
+    return x.new_empty(x.shape), d_branch, sums
 
 
 def _split(width: int) -> tuple[int, int]:
@@ -201,7 +202,8 @@ def _backward(
     if GATED:
         g = gate + sample * gate_stride
         g_a, g_b = _read(g, a, WIDTH), _read(g, b, WIDTH)
-    for token in range(TOKENS):
+    # With stages what comes next is on its way while this is computed.
+    for token in tl.range(TOKENS, num_stages=3):
         token += part * TOKENS
         row = sample * tokens + token
         at = row * WIDTH

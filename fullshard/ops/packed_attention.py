@@ -44,19 +44,18 @@ def _attend(qkv: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor,
 
 @torch.library.custom_op("fullshard::packed_attention_backward", mutates_args=())
 def _attend_backward(
-    d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor
+    d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor, each: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of queries, keys and values, side by side, and its sum over all tokens, in fp32. Of keys that is
-    zero, as what moves all of them moves all scores of a query alike; of values it is that of the results, as the
-    shares of a query add up to one."""
+    """The gradient of queries, keys and values, side by side; and (parts, 2, heads, width) fp32, of `each` tokens in
+    turn: the sum of that of queries, and of d_out."""
     qkv, out, d_out = qkv.contiguous(), out.contiguous(), d_out.contiguous()
     d_qkv, products = torch.empty_like(qkv), torch.empty_like(logs)
-    factor, sizes, grid = _factor(qkv.shape[-1]), _sizes(qkv), _grid(qkv, QUERIES)
+    factor, sizes, options = _factor(qkv.shape[-1]), _sizes(qkv), QUERIES | {"OWN": each}
+    grid = _grid(qkv, options)
     sums = qkv.new_empty(len(qkv) * grid[0], 2, *qkv.shape[3:], dtype=torch.float32)
-    _backward_queries[grid](qkv, out, d_out, logs, products, d_qkv, sums, factor, **sizes, **QUERIES)
+    _backward_queries[grid](qkv, out, d_out, logs, products, d_qkv, sums, factor, **sizes, **options)
     _backward_keys[_grid(qkv, KEYS)](qkv, d_out, logs, products, d_qkv, factor, **sizes, **KEYS)
-    of_queries, of_values = sums.sum(0)
-    return d_qkv, torch.cat([of_queries, torch.zeros_like(of_queries), of_values]).flatten()
+    return d_qkv, sums
 
 
 @_attend.register_fake
@@ -67,9 +66,10 @@ def _(qkv: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch
 
 @_attend_backward.register_fake
 def _(
-    d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor
+    d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, logs: torch.Tensor, each: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return qkv.new_empty(qkv.shape), qkv.new_empty(qkv[0, 0].numel(), dtype=torch.float32)
+    batch, tokens, _, heads, width = qkv.shape
+    return qkv.new_empty(qkv.shape), qkv.new_empty(batch * -(-tokens // each), 2, heads, width, dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -77,8 +77,13 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    d_qkv, d_bias = _attend_backward(d_out, *ctx.saved_tensors)
-    return d_qkv, d_bias.to(d_qkv.dtype) if ctx.needs_input_grad[1] else None
+    d_qkv, sums = _attend_backward(d_out, *ctx.saved_tensors, QUERIES["OWN"])
+    if not ctx.needs_input_grad[1]:
+        return d_qkv, None
+    # Of keys it is zero, as what moves all of them moves all scores of a query alike; of values it is that of the
+    # results, as the shares of a query add up to one.
+    of_queries, of_values = sums.sum(0).to(d_qkv.dtype)
+    return d_qkv, torch.cat([of_queries, torch.zeros_like(of_queries), of_values]).flatten()
 
 
 _attend.register_autograd(_backward, setup_context=_save)

@@ -24,8 +24,7 @@ def losses(settings: dict[str, Any], compute: torch.dtype, *, together: bool) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(alone, "_cast", counted)
         if not together:
-            patch.setattr(alone, "cast_together", lambda units: None)
-            patch.setattr(alone, "reduce_in_place", lambda units: None)
+            patch.setattr(alone, "save_passes", lambda units: None)
         module, _, _ = spread(settings, compute)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)

@@ -13,8 +13,8 @@ FP32 = ("sums", "moments", "logs", "products")
 NORM = {"WIDTH": 1152, "FIRST": 1024, "REST": 128}
 ATTENTION = {"TOKENS": 256, "HEADS": 16, "WIDTH": 72, "FIRST": 64, "REST": 16, "OWN": 64, "OTHER": 64}
 KERNELS: dict[str, dict[str, Any]] = {
-    "biased_gelu._forward": {"TILE": 4, "COLUMNS": 512},
-    "biased_gelu._backward": {"TILE": 4, "TILES": 64, "COLUMNS": 512},
+    "biased_gelu._forward": {"TILE": 8, "COLUMNS": 256},
+    "biased_gelu._backward": {"TILE": 8, "TILES": 32, "COLUMNS": 256},
     "gated_sum._backward": {"WIDTH": 1152, "TILE": 4, "TILES": 16, "COLUMNS": 128},
     "modulated_norm._forward": {**NORM, "GATED": True},
     "modulated_norm._backward": {**NORM, "GATED": True, "TOKENS": 64},
