@@ -4,8 +4,9 @@
 
 One product makes queries, keys and values, and since their gradients lie side by side as well, one product takes them
 back. Made for rows of a few hundred tokens and widths such as 72, which libraries pad to 128: here a width is a power
-of two and a rest of at least 16. bf16 and fp16; products add up in fp32. Triton, so CUDA; CPU tests run it interpreted.
-Must not know models.
+of two and a rest of at least 16. The gradient of the scores passes through memory, tokens x tokens of every head: for
+such rows that is faster than computing it twice. bf16 and fp16; products add up in fp32. Triton, so CUDA; CPU tests run
+it interpreted. Must not know models.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import triton
 import triton.language as tl
 
 FORWARD = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
-QUERIES = {"OWN": 64, "OTHER": 32, "num_warps": 4, "num_stages": 2}
-KEYS = {"OWN": 64, "OTHER": 16, "num_warps": 4, "num_stages": 4}
+KEYS = {"OWN": 64, "OTHER": 32, "num_warps": 4, "num_stages": 3}
+QUERIES = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
 """Of each kernel: how many tokens are a program's own, and how many of the others it looks at together; as measured."""
 LN_2 = tl.constexpr(math.log(2))
 """Scores are kept for powers of two; their gradients are those of powers of e."""
@@ -50,11 +51,13 @@ def _attend_backward(
     turn: the sum of that of queries, and of d_out."""
     qkv, out, d_out = qkv.contiguous(), out.contiguous(), d_out.contiguous()
     d_qkv, products = torch.empty_like(qkv), torch.empty_like(logs)
-    factor, sizes, options = _factor(qkv.shape[-1]), _sizes(qkv), QUERIES | {"OWN": each}
-    grid = _grid(qkv, options)
-    sums = qkv.new_empty(len(qkv) * grid[0], 2, *qkv.shape[3:], dtype=torch.float32)
-    _backward_queries[grid](qkv, out, d_out, logs, products, d_qkv, sums, factor, **sizes, **options)
-    _backward_keys[_grid(qkv, KEYS)](qkv, d_out, logs, products, d_qkv, factor, **sizes, **KEYS)
+    batch, tokens, _, heads, width = qkv.shape
+    factor, sizes, options = _factor(width), _sizes(qkv), QUERIES | {"OWN": each}
+    grid, d_scores = _grid(qkv, options), qkv.new_empty(batch, heads, tokens, tokens)
+    sums = qkv.new_empty(batch * grid[0], 2, heads, width, dtype=torch.float32)
+    _multiply[grid](out, d_out, products, sums, **sizes, OWN=each, num_warps=2)
+    _backward_keys[_grid(qkv, KEYS)](qkv, d_out, logs, products, d_qkv, d_scores, factor, **sizes, **KEYS)
+    _backward_queries[grid](qkv, d_scores, d_qkv, sums, factor, **sizes, **options)
     return d_qkv, sums
 
 
@@ -162,50 +165,31 @@ def _forward(
 
 
 @triton.jit
-def _backward_queries(
-    qkv, out, d_out, logs, products, d_qkv, sums, factor,
+def _multiply(
+    out, d_out, products, sums,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
-    OWN: tl.constexpr, OTHER: tl.constexpr,
+    OWN: tl.constexpr,
 ):  # fmt: skip
-    """Some queries against all keys; leaves the products of results and their gradients for the keys' turn."""
+    """The products of results and their gradients, for some tokens; and the sum of these gradients."""
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
     ALL: tl.constexpr = HEADS * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
-    q, at = qkv + sample * TOKENS * 3 * ALL + head * WIDTH, sample * TOKENS * ALL + head * WIDTH
-    rows = tl.program_id(0) * OWN + tl.arange(0, OWN)
-    q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
+    rows, at = tl.program_id(0) * OWN + tl.arange(0, OWN), sample * TOKENS * ALL + head * WIDTH
     d_a, d_b = _read(d_out + at, rows, ALL, a, b, TOKENS, WIDTH)
     o_a, o_b = _read(out + at, rows, ALL, a, b, TOKENS, WIDTH)
     product = tl.sum(o_a.to(tl.float32) * d_a, 1) + tl.sum(o_b.to(tl.float32) * d_b, 1)
-    total = sums + (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * ALL + head * WIDTH
-    _sum_up(total + ALL, a, b, WIDTH, d_a.to(tl.float32), d_b.to(tl.float32))
-    lines = (sample * HEADS + head) * TOKENS
-    tl.store(products + lines + rows, product, mask=rows < TOKENS)
-    log = tl.load(logs + lines + rows, mask=rows < TOKENS, other=0.0)
-    dq_a, dq_b = tl.zeros([OWN, FIRST], tl.float32), tl.zeros([OWN, REST], tl.float32)
-    for begin in range(0, TOKENS, OTHER):
-        keys = begin + tl.arange(0, OTHER)
-        k_a, k_b = _read(q + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
-        v_a, v_b = _read(q + 2 * ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
-        scores = tl.dot(q_b, tl.trans(k_b), tl.dot(q_a, tl.trans(k_a))) * factor
-        if TOKENS % OTHER:
-            scores = tl.where((keys < TOKENS)[None, :], scores, -float("inf"))
-        d_shares = tl.dot(d_b, tl.trans(v_b), tl.dot(d_a, tl.trans(v_a)))
-        d_scores = (tl.exp2(scores - log[:, None]) * (d_shares - product[:, None])).to(k_a.dtype)
-        dq_a, dq_b = tl.dot(d_scores, k_a, dq_a), tl.dot(d_scores, k_b, dq_b)
-    dq_a, dq_b = dq_a * (factor * LN_2), dq_b * (factor * LN_2)
-    d_q = d_qkv + sample * TOKENS * 3 * ALL + head * WIDTH
-    _write(d_q, rows, 3 * ALL, a, b, TOKENS, WIDTH, dq_a, dq_b)
-    _sum_up(total, a, b, WIDTH, dq_a, dq_b)
+    tl.store(products + (sample * HEADS + head) * TOKENS + rows, product, mask=rows < TOKENS)
+    total = sums + (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * ALL + ALL + head * WIDTH
+    _sum_up(total, a, b, WIDTH, d_a.to(tl.float32), d_b.to(tl.float32))
 
 
 @triton.jit
 def _backward_keys(
-    qkv, d_out, logs, products, d_qkv, factor,
+    qkv, d_out, logs, products, d_qkv, d_scores, factor,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Some keys and values against all queries."""
+    """Some keys and values against all queries; leaves the gradient of the scores for the queries' turn."""
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
     ALL: tl.constexpr = HEADS * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
@@ -230,9 +214,37 @@ def _backward_keys(
         narrow = shares.to(q_a.dtype)
         dv_a, dv_b = tl.dot(narrow, d_a, dv_a), tl.dot(narrow, d_b, dv_b)
         d_shares = tl.dot(v_b, tl.trans(d_b), tl.dot(v_a, tl.trans(d_a)))
-        d_scores = (shares * (d_shares - product[None, :])).to(q_a.dtype)
-        dk_a, dk_b = tl.dot(d_scores, q_a, dk_a), tl.dot(d_scores, q_b, dk_b)
+        gradient = (shares * (d_shares - product[None, :])).to(q_a.dtype)
+        dk_a, dk_b = tl.dot(gradient, q_a, dk_a), tl.dot(gradient, q_b, dk_b)
+        place = d_scores + (lines + keys[:, None]) * TOKENS + rows[None, :]
+        tl.store(place, gradient, mask=(keys[:, None] < TOKENS) & (rows[None, :] < TOKENS))
     dk_a, dk_b = dk_a * (factor * LN_2), dk_b * (factor * LN_2)
     d_k = d_qkv + sample * TOKENS * 3 * ALL + ALL + head * WIDTH
     _write(d_k, keys, 3 * ALL, a, b, TOKENS, WIDTH, dk_a, dk_b)
     _write(d_k + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH, dv_a, dv_b)
+
+
+@triton.jit
+def _backward_queries(
+    qkv, d_scores, d_qkv, sums, factor,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
+    OWN: tl.constexpr, OTHER: tl.constexpr,
+):  # fmt: skip
+    """Some queries: the gradients of their scores times all keys."""
+    head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    ALL: tl.constexpr = HEADS * WIDTH
+    a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    at = sample * TOKENS * 3 * ALL + head * WIDTH
+    rows = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    dq_a, dq_b = tl.zeros([OWN, FIRST], tl.float32), tl.zeros([OWN, REST], tl.float32)
+    lines = (sample * HEADS + head) * TOKENS
+    for begin in range(0, TOKENS, OTHER):
+        keys = begin + tl.arange(0, OTHER)
+        k_a, k_b = _read(qkv + at + ALL, keys, 3 * ALL, a, b, TOKENS, WIDTH)
+        place = d_scores + (lines + keys[:, None]) * TOKENS + rows[None, :]
+        gradient = tl.load(place, mask=(keys[:, None] < TOKENS) & (rows[None, :] < TOKENS), other=0.0)
+        dq_a, dq_b = tl.dot(tl.trans(gradient), k_a, dq_a), tl.dot(tl.trans(gradient), k_b, dq_b)
+    dq_a, dq_b = dq_a * (factor * LN_2), dq_b * (factor * LN_2)
+    _write(d_qkv + at, rows, 3 * ALL, a, b, TOKENS, WIDTH, dq_a, dq_b)
+    total = sums + (sample * tl.num_programs(0) + tl.program_id(0)) * 2 * ALL + head * WIDTH
+    _sum_up(total, a, b, WIDTH, dq_a, dq_b)
