@@ -60,10 +60,9 @@ def train_step(
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else lambda loss: loss
     terms = objective.backward(model, on_device, total, aux, scale)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if scaler:
         scaler.unscale_(optimizer)
-    grad_norm = reduce.clip_global_norm(parameters, ceiling=clip)
+    grad_norm = reduce.clip_global_norm(optimizer, ceiling=clip, scaled=scaler is not None)
     skipped = _update(optimizer, scaler, lr=lr)
     if scaler and skipped and scaler.get_scale() < SMALLEST_SCALE:
         raise _overflow(model, scaler.get_scale())
