@@ -101,21 +101,27 @@ def _denoise(
     from diffusers import DiTTransformer2DModel
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
-    if not _runs(hidden_states) or cross_attention_kwargs or model.gradient_checkpointing:
+    if cross_attention_kwargs or model.gradient_checkpointing:
         own: Any = DiTTransformer2DModel.forward
         return own(model, hidden_states, timestep, class_labels, cross_attention_kwargs, return_dict)
-    from fullshard.ops.modulated_norm import modulated_norm
-
     size, side = model.patch_size, [length // model.patch_size for length in hidden_states.shape[-2:]]
     hidden = model.pos_embed(hidden_states)
     for block in model.transformer_blocks:
         hidden = block(hidden, timestep=timestep, class_labels=class_labels)
     embedded = model.transformer_blocks[0].norm1.emb(timestep, class_labels, hidden_dtype=hidden.dtype)
     shift, scale = model.proj_out_1(F.silu(embedded)).chunk(2, dim=1)
-    patches = model.proj_out_2(modulated_norm(hidden, scale, shift, eps=model.norm_out.eps)[1])
+    patches = model.proj_out_2(_last_norm(model.norm_out, hidden, scale, shift))
     pictures = patches.reshape(-1, *side, size, size, model.out_channels).permute(0, 5, 1, 3, 2, 4)
     found = pictures.reshape(-1, model.out_channels, side[0] * size, side[1] * size)
     return Transformer2DModelOutput(sample=found) if return_dict else (found,)
+
+
+def _last_norm(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> Any:
+    if not _runs(x):
+        return norm(x) * (1 + scale[:, None]) + shift[:, None]
+    from fullshard.ops.modulated_norm import modulated_norm
+
+    return modulated_norm(x, scale, shift, eps=norm.eps)[1]
 
 
 def _embed(embed: Any, latent: torch.Tensor) -> Any:
@@ -131,7 +137,7 @@ def _embed(embed: Any, latent: torch.Tensor) -> Any:
         return own(embed, latent)
     patches = latent.reshape(len(latent), -1, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
     found = F.linear(patches.reshape(len(latent), rows * columns, -1), embed.proj.weight.flatten(1), embed.proj.bias)
-    return (found + embed.pos_embed).to(found.dtype)
+    return found.add_(embed.pos_embed)  # in fp32, then rounded
 
 
 def _block(

@@ -4,12 +4,14 @@ half precision."""
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from fullshard.diffusion import fused
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, shard
 from fullshard.dist.world import join
@@ -22,10 +24,11 @@ HALVES = (torch.bfloat16, torch.float16)
 ALL = torch.arange(1000).float()  # whole numbers would never be cast
 
 
-def spread(chosen: Any, compute: torch.dtype, *, recompute: str = "none") -> Any:
-    """The model as a run spreads it over its ranks."""
+def spread(chosen: Any, compute: torch.dtype, *, recompute: str = "none", device: str = "cpu") -> Any:
+    """The model as a run spreads it over its ranks, with the kernels of a device."""
     world = join(device="cpu", backend="gloo", timeout_s=60)
     module = chosen.build(processor=None)
+    chosen.choose_kernels(module, device=device, compute=compute, packed=False)
     layout = choose_layout("full", world, state_bytes=0)
     wrap = find_blocks(module, rehearse=chosen.rehearse)
     plan = ShardPlan(wrap, layout, compute, activation_checkpointing=recompute)
@@ -117,3 +120,25 @@ def test_all_timesteps_stay_distinct(ranks: RankPool, name: str) -> None:
                 assert torch.equal(given, expected.to(compute)), "computed in fp32, cast once"
                 assert len(torch.unique(left, dim=0)) == 1000
                 assert left.dtype == compute
+
+
+def asked_for_kernels(compute: torch.dtype) -> set[tuple[str, torch.dtype]]:
+    """Which parts of a sharded DiT asked whether they may use our kernels, and for what; none may, on a CPU."""
+    chosen, asked = family("dit"), set()
+
+    def answer(x: torch.Tensor) -> bool:
+        asked.add((sys._getframe(1).f_code.co_name, x.dtype))
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused, "_runs", answer)
+        module = spread(chosen, compute, device="cuda")
+        asked.clear()
+        noisy, times, labels, text = inputs(module, SAMPLES)
+        module.denoise(noisy, times, labels, text)
+    return asked
+
+
+def test_all_that_has_kernels_of_ours_meets_half_precision_when_sharded(ranks: RankPool) -> None:
+    for asked in ranks.run(asked_for_kernels, torch.bfloat16, world=2):
+        assert asked == {(part, torch.bfloat16) for part in ("_embed", "_block", "_last_norm")}
