@@ -194,7 +194,7 @@ def main() -> None:
             "fullshard": ("fullshard", bench.fullshard, {"table": table, "name": "plain"}),
             "ema": ("fullshard, with EMA", bench.fullshard, {"table": table, "name": "ema", "ema": True}),
             "recompute": (
-                "fullshard, every second block recomputed",
+                "fullshard, recomputing (selective)",
                 bench.fullshard,
                 {"table": table, "name": "recompute", "sharding": {"activation_checkpointing": "selective"}},
             ),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-KEPT = ("_scaled_dot_product", "flex_attention", "_varlen_attn")
+KEPT = ("_scaled_dot_product", "flex_attention", "_varlen_attn", "packed_attention")
 """Attention is the dearest thing to compute twice: its result is kept in `selective`."""
 
 

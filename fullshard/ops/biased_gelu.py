@@ -68,7 +68,8 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _gradients(ctx: Any, d_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     x, bias = ctx.saved_tensors
-    dx, sums = _gelu_backward(d_out, x, bias, TILE * TILES)
+    rows = x.numel() // x.shape[-1]
+    dx, sums = _gelu_backward(d_out, x, bias, TILE * min(TILES, -(-rows // TILE)))
     return dx, sums.sum(0).to(bias.dtype)
 
 

@@ -35,7 +35,8 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Any) -> Any:  # type: ignore[override]
         branch, gate = ctx.saved_tensors
-        d_branch, sums = _gated_sum_backward(d_total, branch, gate, TILE * TILES)
+        each = TILE * min(TILES, -(-branch.shape[1] // TILE))
+        d_branch, sums = _gated_sum_backward(d_total, branch, gate, each)
         d_gate, d_all = sums.sum(1).unbind(1)
         d_bias = (d_all * gate).sum(0).to(gate.dtype) if ctx.needs_input_grad[3] else None
         return d_total, d_branch, d_gate.to(gate.dtype), d_bias

@@ -55,7 +55,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_total: Any, d_normed: Any) -> Any:  # type: ignore[override]
         total, branch, gate, scale, moments = ctx.saved_tensors
-        dx, d_branch, sums = _norm_backward(total, branch, gate, scale, moments, d_total, d_normed, TOKENS)
+        each = min(TOKENS, total.shape[1])
+        dx, d_branch, sums = _norm_backward(total, branch, gate, scale, moments, d_total, d_normed, each)
         d_scale, d_shift, *others = sums.sum(1).unbind(1)
         d_scale, d_shift = d_scale.to(scale.dtype), d_shift.to(scale.dtype)
         if branch is None:

@@ -15,6 +15,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from fullshard.diffusion.fused import fuse
+from fullshard.dist import recompute
 from fullshard.models.diffusers import Diffusers
 from tests.interpreted import far, interpreter
 
@@ -67,6 +68,40 @@ def fused_and_plain() -> None:
     apart = {name: far(ours[name], by_name[name]) for name in by_name if "to_k.bias" not in name}
     assert max(apart.values()) < 2e-5, max(apart, key=lambda name: apart[name])
     assert all(ours[name].abs().max() < 1e-5 for name in by_name if "to_k.bias" in name)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputing_changes_no_gradient(interpreted: Executor, mode: str) -> None:
+    interpreted.submit(recomputed, mode).result()
+
+
+def recomputed(mode: str) -> None:
+    from fullshard.ops import packed_attention
+
+    model, calls, attend = _model(), [], packed_attention._forward
+    fuse(model)
+    expected, by_name = _run(model)
+    again = copy.deepcopy(model)
+    recompute.apply(list(again.transformer_blocks), mode)
+    packed_attention._forward = _Counted(attend, calls)
+    try:
+        found, ours = _run(again)
+    finally:
+        packed_attention._forward = attend
+    assert len(calls) == (1 if mode == "selective" else 2), "attention's result is kept, or computed again"
+    assert torch.equal(found, expected)
+    assert all(torch.equal(ours[name], by_name[name]) for name in by_name)
+
+
+class _Counted:
+    """A kernel that notes when it is launched."""
+
+    def __init__(self, kernel: Any, calls: list[int]) -> None:
+        self.kernel, self.calls = kernel, calls
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.calls.append(1)
+        return self.kernel[grid]
 
 
 def test_parameters_and_arguments_stay_as_they_are() -> None:
