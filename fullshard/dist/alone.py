@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import types
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,12 +61,14 @@ class _InPlace:
     """In place of FSDP's reduce-scatter, which asks for memory first for what goes in, then for what comes out."""
 
     def __init__(self) -> None:
-        self._place: torch.Tensor | None = None
+        # Not held here: where a backward pass broke off between the two, the next one must begin anew.
+        self._place: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        place, self._place = self._place, None
+        place, self._place = self._place(), lambda: None
         if place is None:
-            place = self._place = torch.empty(*size, dtype=dtype, device=device)
+            place = torch.empty(*size, dtype=dtype, device=device)
+            self._place = weakref.ref(place)
         elif place.is_cuda:
             # In the stream of reductions: a further micro-batch's gradient is read there, and freed before it was.
             place.record_stream(torch.cuda.current_stream(device))

@@ -62,6 +62,10 @@ def test_memory_for_a_reduction_is_taken_once() -> None:
     assert given[0] is given[1]
     assert given[2] is given[3]
     assert given[1] is not given[2], "the first still holds gradients"
+    del given
+    reduction.allocate((4,), **wish)  # and the pass broke off
+    begun = reduction.allocate((4,), **wish)
+    assert reduction.allocate((4,), **wish) is begun
 
 
 def test_two_ranks_gather_as_ever(ranks: RankPool) -> None:
