@@ -32,13 +32,14 @@ def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
 
 
 class FullDisk(Evaluation):
-    """After the second validation the disk is full for rank 1: it cannot write a file larger than 64 kB."""
+    """After the third validation the disk is full for rank 1: it cannot write a file larger than 64 kB. The save after
+    the first has ended by then, as the one after the second waited for it."""
 
     seen: ClassVar[list[int]] = []
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         self.seen.append(1)
-        if len(self.seen) == 2 and os.environ["RANK"] == "1":
+        if len(self.seen) == 3 and os.environ["RANK"] == "1":
             resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
         return Findings()
 
@@ -101,9 +102,9 @@ def test_a_failure_in_the_background_is_raised_on_every_rank_at_the_next_step(ra
     ends = ranks.run(outcome, chosen, world=2)
     assert [kind for kind, _ in ends] == ["CheckpointError"] * 2, ends
     assert all("cannot be written (rank 1: [Errno 27] File too large" in said for _, said in ends), ends
-    assert steps(chosen) == [2]
+    assert steps(chosen) in ([2], [2, 4]), "the save of step 4 may have been under way"
     last = max(row[0] for row in curve(read(run_folder(chosen) / FILE), "step"))
-    assert last <= 8, "the save of step 4 failed, and the run went on as if it had not"
+    assert last <= 10, "the save of step 6 failed, and the run went on as if it had not"
 
 
 def test_too_little_host_memory_is_refused_when_asked_for_and_told_when_not(ranks: RankPool, folder: Path) -> None:
