@@ -23,7 +23,7 @@ LONGEST = 256
 
 
 def fuse(module: nn.Module) -> str:
-    """Changes how the blocks that it knows compute, in place; says in words what was done."""
+    """Changes how the blocks that it knows compute, and DiT around them, in place; says in words what was done."""
     from diffusers import DiTTransformer2DModel
     from diffusers.models.attention import BasicTransformerBlock
 

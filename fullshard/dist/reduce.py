@@ -167,8 +167,9 @@ def clip_global_norm(optimizer: torch.optim.Optimizer, *, ceiling: float | None,
     """The norm of the whole gradient, on every strategy; scales gradients down to `ceiling`. No host sync.
 
     Sums squares of local slices over the shard axis only: replicas hold equal copies and must not be counted twice.
-    Working on local slices spares DTensor's dispatch, which is slow on hundreds of parameters. A fused update divides
-    gradients on its way, which spares a pass over them; where losses are `scaled` that is the scaler's to ask for."""
+    Working on local slices spares DTensor's dispatch, which is slow on hundreds of parameters. A fused update of
+    torch's own divides gradients on its way, which spares a pass over them; others may not read what it is told by, and
+    where losses are `scaled` that is the scaler's to ask for."""
     by_mesh: dict[Any, list[torch.Tensor]] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if isinstance(parameter.grad, DTensor):
@@ -183,7 +184,8 @@ def clip_global_norm(optimizer: torch.optim.Optimizer, *, ceiling: float | None,
     if ceiling is not None:
         # A norm that is not a number leaves gradients as they are, so that it can be said whose it was.
         factor = (ceiling / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled:
+        own = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+        if own and getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled:
             optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
         else:
             for grads in by_mesh.values():
