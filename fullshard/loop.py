@@ -230,8 +230,7 @@ def _require_finite(parts: Parts, loss: float) -> None:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NumericalError(
             f"At step {parts.progress.step} the loss is {loss} and the gradient norm {norm}; both must be finite. "
-            f"Lower optimizer.lr, lengthen schedule.warmup, or look at the last {parts.log_every} steps' samples. "
-            "The last checkpoint is from before."
+            f"Lower optimizer.lr, lengthen schedule.warmup, or look at the last {parts.log_every} steps' samples."
         )
 
 

@@ -23,7 +23,7 @@ from fullshard.checkpoint.folder import write_json
 from fullshard.checkpoint.store import reaching
 from fullshard.dist import env
 from fullshard.dist.ranks import ranks_for
-from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, RecipeError
+from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.launch.base import Ranks
 from fullshard.part import plain
 from fullshard.read import Reading, hand_on, run_facts, save_resolved
@@ -201,7 +201,10 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway:
         console.header(f"fullshard: {recipe.name}", header_rows(recipe, ground, world, built, checkpoint))
         totals = [sum(unit.parameters for unit in built.model.units), sum(unit.trainable for unit in built.model.units)]
         console.parameter_summary(total=totals[0], trainable=totals[1], frozen=totals[0] - totals[1])
-        result = loop.fit(built.parts)
+        try:
+            result = loop.fit(built.parts)
+        except NumericalError as error:
+            raise NumericalError(f"{error} {built.saver.newest()}") from error
         write({"kind": "event", "event": "finished", **asdict(result)})
         _say_next(reading, result, console)
     if world.is_main:

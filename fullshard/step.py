@@ -92,8 +92,7 @@ def _overflow(model: nn.Module, scale: float) -> NumericalError:
     return NumericalError(
         f"The loss scale fell to {scale:g}, overflow upon overflow (allowed: at least {SMALLEST_SCALE:g}): in fp16 the "
         f"gradients of {len(names)} parameters are not finite even without scaling, first {', '.join(names[:3])}. "
-        "Use precision: bf16 where the GPU has it, or fp32; else lower optimizer.lr or lengthen schedule.warmup. The "
-        "last checkpoint is from before."
+        "Use precision: bf16 where the GPU has it, or fp32; else lower optimizer.lr or lengthen schedule.warmup."
     )
 
 

@@ -140,6 +140,12 @@ def pointed(run: Path, pointer: str) -> Path | None:
     return target if target is not None and store.exists(target) else None
 
 
+def point_best(run: Path, step: int | None) -> None:
+    """Lets `best` name the checkpoint of `step`, unless it does: a kill may have come before its pointer was moved."""
+    if step is not None and store.exists((target := run / name_of(step)) / MANIFEST) and pointed(run, "best") != target:
+        point(run, "best", target)
+
+
 def tidy(run: Path, *, keep: int | None) -> list[Path]:
     """Removes what an interrupted save left, and the oldest checkpoints beyond `keep`; never `best` or `last`."""
     recover(run)

@@ -57,6 +57,8 @@ class Saver:
     average: Average | None = None
     """Averaged weights, which are exported instead of the trained ones."""
     background: Background | None = None
+    _newest: Path | None = field(default=None, init=False)
+    """The checkpoint that this run stands on: the one it went on from, or its own last one."""
     _processor_files: dict[str, bytes] | None = field(default=None, init=False)
     _frozen: dict[str, int] | None = field(default=None, init=False)
 
@@ -98,6 +100,14 @@ class Saver:
         if (waited := time.monotonic() - begun) > 1:
             self.console.note(f"Training waited {waited:.1f} s for the save before: save less often.")
 
+    def newest(self) -> str:
+        """What there is to go on from, in a sentence, once the save under way has ended."""
+        with contextlib.suppress(CheckpointError):  # one that failed leaves the one before
+            self.settle()
+        if self._newest is None:
+            return "No checkpoint has been saved yet."
+        return f"The last checkpoint is from before: {self._newest}."
+
     def close(self) -> None:
         """Ends the background; after an error a save may still be under way, and is let to its end."""
         if self.background is not None:
@@ -112,6 +122,7 @@ class Saver:
         load.load(checkpoint, model=self.model, optimizer=self.optimizer, left_out=self.left_out)
         if self.scaler and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
+        self._newest = checkpoint
 
     def export(self, progress: Progress) -> str:
         """Writes `model/` and says whose weights it holds; for the best ones they are loaded back first."""
@@ -174,6 +185,7 @@ class Saver:
             )
 
     def _say(self, written: Written) -> None:
+        self._newest = written.path
         if self.world.is_main:
             remote.send_texts(self.folder, self.target.run, warn=self.console.warn)
         self.console.saved(written.path, seconds=written.seconds, size_bytes=written.size_bytes)

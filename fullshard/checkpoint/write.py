@@ -131,6 +131,6 @@ def _put_facts(hidden: Path, facts: dict[str, Any], processor: dict[str, bytes])
 def _publish(target: Target, snapshot: Snapshot, manifest: dict[str, Any]) -> None:
     path = files.publish(target.run, snapshot.step, manifest)
     files.point(target.run, "last", path)
-    if snapshot.best:
-        files.point(target.run, "best", path)
+    best = snapshot.step if snapshot.best else snapshot.facts.get("progress", {}).get("best_step")
+    files.point_best(target.run, best)
     files.tidy(target.run, keep=target.keep)

@@ -258,6 +258,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_with_exit_code_3(folder: Path
     result = CliRunner().invoke(app, ["train", str(folder / "nan.yaml")])
     assert result.exit_code == 3, result.output
     assert "both must be finite. Lower optimizer.lr" in result.output
+    assert "No checkpoint has been saved yet." in " ".join(result.output.split())
     assert "Traceback" not in result.output
 
 
@@ -290,6 +291,7 @@ def test_numbers_that_are_none_never_enter_a_checkpoint(ranks: RankPool, folder:
     assert "At step 3 the loss is nan" in ends[0][1]
     saved = files.published(run_folder(settings))
     assert [path.name for path in saved] == ["checkpoint-1", "checkpoint-2"]
+    assert all(f"The last checkpoint is from before: {saved[-1]}." in said for _, said, _ in ends), ends
     assert ranks.run(all_finite, saved[-1], world=1) == [True]
 
 
