@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-compile --constraint constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
-.PHONY: quickstart test check clean
+.PHONY: quickstart test check numerics clean
 
 quickstart: .venv/.installed
 	$(BIN)/fullshard train quickstart
@@ -14,6 +14,16 @@ quickstart: .venv/.installed
 # The files in their order: the many small ones come last and fill both workers.
 test: .venv/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Every test that compares floating-point numbers, with the kernels of other processors and other numbers of threads.
+COMPARING := $(shell grep -rlE 'approx|assert_near|assert_close|allclose|apart' tests --include='test_*.py')
+SETTINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX2 \
+	OMP_NUM_THREADS=1 OMP_NUM_THREADS=$(shell nproc)
+
+numerics: $(SETTINGS:%=numerics-%)
+
+numerics-%: .venv/.installed-test
+	$* $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(COMPARING)
 
 check: .venv/.installed-check
 	$(BIN)/ruff format --check .

@@ -46,10 +46,11 @@ class Spearman(Evaluation):
 
         if inputs.num_batches == 0:
             return Findings()
-        vectors, _, kinds, owners = embed_all(inputs)
+        vectors, keys, kinds, owners = embed_all(inputs)
         labels = self._labels(inputs)
+        first = _first_of_equals(keys, owners)
         queries, positives = (
-            F.normalize(vectors[torch.from_numpy(_places(kinds, owners, kind)).to(vectors.device)], dim=-1)
+            F.normalize(vectors[torch.from_numpy(first[_places(kinds, owners, kind)]).to(vectors.device)], dim=-1)
             for kind in (0, 1)
         )
         cosines = (queries * positives).sum(-1).cpu().numpy()
@@ -62,6 +63,16 @@ class Spearman(Evaluation):
         mine = torch.stack([ids, values], dim=1)[ids >= 0].to(inputs.device)
         table = reduce.gather_uneven(mine).cpu().numpy()
         return np.asarray(table[np.argsort(table[:, 0]), 1])
+
+
+def _first_of_equals(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """For each text, where the first of its equals stands. Equal texts in batches of other lengths differ by rounding,
+    which would break the tie of equal pairs at random."""
+    order = np.argsort(owners, kind="stable")
+    _, first, which = np.unique(keys[order], return_index=True, return_inverse=True)
+    places = np.empty_like(order)
+    places[order] = order[first][which]
+    return places
 
 
 def _places(kinds: np.ndarray, owners: np.ndarray, kind: int) -> np.ndarray:

@@ -21,6 +21,7 @@ from fullshard.data.order import FIXED, draws
 from fullshard.diffusion.grid import Way
 from fullshard.launch.base import Launcher, Ranks
 from fullshard.ops.keyed_noise import NOISE, normal
+from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import train
 
@@ -124,7 +125,7 @@ def test_the_images_are_those_of_a_plain_loop_on_any_ranks(
     assert found.shape == (9, 1, 8, 8)
     expected = by_hand(run)
     assert np.ptp(expected, axis=0).max() > 0.5
-    np.testing.assert_allclose(found[:, 0].numpy(), expected, rtol=0, atol=1e-5)
+    assert_near(found[:, 0], expected)
 
 
 def test_the_command_starts_ranks_that_write_the_grid_and_the_files(ranks: RankPool, run: Path, tmp_path: Path) -> None:

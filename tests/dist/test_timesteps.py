@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.dist.denoiser import CHANNELS, plain, sinusoid
 from tests.dist.spread import half, spread
+from tests.near import assert_near
 from tests.ranks import RankPool
 
 DENOISERS = "tests.dist.denoiser.Denoisers"
@@ -104,4 +105,4 @@ def test_units_of_their_own_leave_the_gradients_as_they_are(ranks: RankPool, nam
         assert found.keys() == expected.keys()
         for key, gradient in expected.items():
             assert gradient is not None
-            torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5, msg=key)
+            assert_near(found[key], gradient, within=1e-4, what=key)

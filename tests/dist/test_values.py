@@ -26,6 +26,7 @@ from fullshard.hf.sizes import make_config
 from fullshard.models.base import Family, Weights
 from fullshard.part import decode
 from fullshard.placement import sync_batchnorm
+from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import model_folder, recipe, token_file, train
 
@@ -279,11 +280,9 @@ def test_odd_sizes_give_the_gradients_and_the_update_of_a_plain_module(ranks: Ra
     for name, parameter in plain.named_parameters():
         assert parameter.grad is not None
         grad = found["grads"][name].reshape(parameter.shape)
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
+        assert_near(grad, parameter.grad, what=name)
     for name, parameter in updated.named_parameters():
-        torch.testing.assert_close(
-            found["values"][name].reshape(parameter.shape), parameter.detach(), rtol=1e-4, atol=1e-5
-        )
+        assert_near(found["values"][name].reshape(parameter.shape), parameter, within=1e-4, what=name)
 
 
 def test_buffers_are_those_of_the_plain_model(ranks: RankPool) -> None:
@@ -346,8 +345,8 @@ def test_a_tied_weight_is_one_tensor_after_load_and_after_a_step(ranks: RankPool
     for found in ranks.run(odd_step, {"tied": True}, world=2):
         assert found["one"]
         assert "head.weight" not in found["values"]
-        torch.testing.assert_close(found["grads"]["embed.weight"], plain.embed.weight.grad, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(found["values"]["embed.weight"], updated.embed.weight.detach(), rtol=1e-4, atol=1e-5)
+        assert_near(found["grads"]["embed.weight"], plain.embed.weight.grad)
+        assert_near(found["values"]["embed.weight"], updated.embed.weight.detach(), within=1e-4)
 
 
 @pytest.mark.parametrize(

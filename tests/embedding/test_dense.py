@@ -25,6 +25,7 @@ from fullshard.part import decode
 from tests.embedding import cases, texts
 from tests.embedding.test_export import TEXTS, encoded, export, load
 from tests.embedding.test_mine import mine, plainly
+from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import curve, train
 
@@ -94,10 +95,6 @@ def embedded(family: Family, *, packed: bool, **settings: Any) -> torch.Tensor:
     step = Texts(tokens, np.array([len(row) for row in rows]), np.array([count]), [count], marks, marks[:1], marks > 0)
     given = inputs(step, Chunk(np.arange(count)), packed=packed, pad=0)
     return started(family).embed(**given, **settings)[0]  # type: ignore[no-any-return]
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def edited(source: Path, target: Path, place: str, **changes: Any) -> Path:

@@ -21,6 +21,7 @@ from fullshard.cli import app
 from fullshard.log.metrics import FILE, read
 from fullshard.ops.chunks import Chunk, Texts, inputs
 from tests.embedding import texts
+from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import curve, train
 
@@ -82,10 +83,6 @@ def load(folder: Path) -> Any:
 def encoded(folder: Path, **settings: Any) -> torch.Tensor:
     """All texts at once, padded as the exported tokenizer does it."""
     return load(folder).encode(TEXTS, convert_to_tensor=True, **settings)  # type: ignore[no-any-return]
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def export(*words: Any) -> None:

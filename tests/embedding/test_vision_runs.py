@@ -15,6 +15,7 @@ from torch.nn.functional import normalize
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.log.metrics import FILE, read
 from tests.embedding import vision
+from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import curve, train
 
@@ -109,7 +110,7 @@ def test_sentence_transformers_encodes_as_the_trained_model(
         features = processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt")
         with torch.no_grad():
             right = normalize(model(**features).last_hidden_state[0, -1], dim=-1)
-        np.testing.assert_allclose(loaded.encode([given])[0], right.numpy(), atol=1e-6)
+        assert_near(loaded.encode([given])[0], right)
 
 
 def test_retrieval_finds_images_too(folder: Path, straight: Any) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import fullshard
 from fullshard.errors import RecipeError
 from tests.extension.with_parts import train_with
+from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file
 
@@ -383,7 +384,7 @@ def test_optimizer(run: Train, parts: Path, folder: Path) -> None:
         optimizer.zero_grad()
     exported = load_file(folder / "runs" / "optimizer" / "model" / "model.safetensors")
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(exported[name], parameter.detach(), rtol=1e-5, atol=1e-6)
+        assert_near(exported[name], parameter.detach())
 
 
 SCHEDULE = """
@@ -406,6 +407,7 @@ def test_schedule(run: Train, parts: Path) -> None:
 EVALUATION = """
 import torch
 from fullshard import Evaluation, Findings
+from tests.near import assert_near
 
 class Length(Evaluation):
     name: str = "length"

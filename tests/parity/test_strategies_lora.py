@@ -11,6 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from tests.near import assert_near
 from tests.parity.seen_on_a_rank import PROMPT, train_and_look
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file
@@ -84,5 +85,5 @@ def test_the_adapter_of_two_ranks_loads_with_peft(folder: Path, runs: dict[int, 
         model = PeftModel.from_pretrained(base, folder / "runs" / "world-2" / "model")
         found = model(input_ids=ids).logits
     for seen in runs[2]:
-        torch.testing.assert_close(seen["logits"], found, rtol=1e-5, atol=1e-5)
+        assert_near(seen["logits"], found)
     assert (found - untrained).abs().max() > 0.1

@@ -19,6 +19,7 @@ from fullshard.data.sources.files import Files
 from fullshard.errors import CheckpointError, DataError, RecipeError
 from fullshard.part import decode
 from tests.diffusion.parts import clip_folder, t5_folder, tokenizer_folder, vae_folder
+from tests.near import assert_near
 
 TEXTS = ["a small zero", "one", "nine eight seven six five four three"]
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 8, 8), dtype=np.uint8)
@@ -71,7 +72,7 @@ def test_latents_are_those_of_diffusers(folder: Path, tmp_path: Path) -> None:
     data = prepared(rows(), tmp_path, encoder(vae=str(folder / "pipeline")))
     assert "latents: 2 x 4 x 4, by data.encode.vae" in data.report
     expected = by_hand(folder / "pipeline" / "vae", PIXELS[:, None])
-    torch.testing.assert_close(batch_of(data)["images"], expected, rtol=1e-5, atol=1e-6)
+    assert_near(batch_of(data)["images"], expected)
     assert data.encoder._opened is None, "freed when all is encoded"  # type: ignore[attr-defined]
 
 
@@ -80,7 +81,7 @@ def test_grey_images_become_coloured_and_records_of_files_are_one_batch(tmp_path
     data = prepared(rows(), tmp_path, encoder(vae=str(vae), mean="measure", scale="measure"))
     expected = by_hand(vae, np.repeat(PIXELS[:, None], 3, axis=1))
     found = batch_of(data)["images"]
-    torch.testing.assert_close(found, (expected - expected.mean()) / expected.std(correction=0), rtol=1e-4, atol=1e-5)
+    assert_near(found, (expected - expected.mean()) / expected.std(correction=0), within=1e-4)
 
 
 def test_numbers_for_each_channel(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_numbers_for_each_channel(tmp_path: Path) -> None:
     plain = encoder(vae=str(vae_folder(tmp_path / "plain", shift_factor=None, scaling_factor=1.0)))
     (found,), (latent,) = (e.encode(rows()[0], None, length=1) for e in (chosen, plain))
     mean, deviation = np.array([1.0, -2.0])[:, None, None], np.array([0.5, 4.0])[:, None, None]
-    np.testing.assert_allclose(found["image"], (latent["image"] - mean) * 3 / deviation, rtol=1e-5, atol=1e-6)
+    assert_near(found["image"], (latent["image"] - mean) * 3 / deviation)
 
 
 def test_latents_are_shown_as_images(folder: Path) -> None:
@@ -100,7 +101,7 @@ def test_latents_are_shown_as_images(folder: Path) -> None:
     latents = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = vae.decode((latents / 2 + 0.5) / vae.config.scaling_factor + vae.config.shift_factor).sample
-    torch.testing.assert_close(chosen.shown(latents), expected, rtol=1e-4, atol=1e-5)
+    assert_near(chosen.shown(latents), expected, within=1e-4)
 
 
 def test_the_attention_of_older_files_is_read(folder: Path, tmp_path: Path) -> None:
@@ -192,8 +193,8 @@ def test_states_are_those_of_clip(folder: Path, tmp_path: Path) -> None:
     ids = [[1, 4, 5, 7, 3, 0, 0, 0], [1, 8, 3, 0, 0, 0, 0, 0], [1, 16, 15, 14, 13, 12, 11, 3]]
     with torch.no_grad():
         expected = model(input_ids=torch.tensor(ids))
-    torch.testing.assert_close(batch["text_states"], expected.last_hidden_state, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(batch["text_pooled"], expected.pooler_output, rtol=1e-5, atol=1e-6)
+    assert_near(batch["text_states"], expected.last_hidden_state)
+    assert_near(batch["text_pooled"], expected.pooler_output)
     assert batch["text_mask"].all(), "what fills a text up counts as text, as in Stable Diffusion"
     assert batch["images"].shape == (3, 1, 8, 8)
 
@@ -210,7 +211,7 @@ def test_states_are_those_of_t5_without_what_fills_up(folder: Path, tmp_path: Pa
     assert batch["text_states"].shape == (3, 12, 8)
     assert batch["text_pooled"].shape == (3, 12)  # by the first
     assert batch["text_mask"].sum(1).tolist() == [5, 3, 9]
-    torch.testing.assert_close(batch["text_states"][0, :5], expected, rtol=1e-5, atol=1e-6)
+    assert_near(batch["text_states"][0, :5], expected)
     assert not batch["text_states"][0, 5:].any()
 
 

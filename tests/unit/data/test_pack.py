@@ -17,6 +17,7 @@ from fullshard.data.records import Listed
 from fullshard.data.store import Store, encoded
 from fullshard.data.tokens import collate_tokens, sample, shifted
 from fullshard.ops.best_fit import best_fit
+from tests.near import assert_near
 
 
 class Numbers(Encoder):
@@ -146,7 +147,7 @@ def test_packed_rows_have_one_shape_and_a_model_sees_each_document_alone(tmp_pat
             starts = [*np.flatnonzero(positions == 0).tolist(), len(positions)]
             for begin, end in zip(starts, starts[1:], strict=False):
                 alone = model(input_ids=batch["input_ids"][row : row + 1, begin:end], use_cache=False).logits[0]
-                torch.testing.assert_close(logits[row, begin:end], alone, rtol=1e-5, atol=1e-6)
+                assert_near(logits[row, begin:end], alone)
 
 
 def test_plain_rows_are_the_samples(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from fullshard.errors import CheckpointError, RecipeError
 from fullshard.hf.edits import is_adapter
 from tests.diffusion.denoisers import CLASSES, by_hand, family, inputs, real, stored
+from tests.near import assert_near
 
 LORA = {"r": 3, "alpha": 9}
 
@@ -67,13 +68,13 @@ def test_adapters_are_read_by_diffusers_and_merged(tmp_path: Path, name: str) ->
     assert all(is_adapter(key) for key in tensors)
     chosen.export(module, iter(tensors.items()), tmp_path / "adapter", processor=None)
     loaded = load(name, base, tmp_path / "adapter")
-    torch.testing.assert_close(found, by_hand(name, loaded, *given), rtol=0, atol=1e-6)
+    assert_near(found, by_hand(name, loaded, *given))
     # Adapters first, as an export gives them.
     ordered = sorted(module.named_parameters(), key=lambda pair: not is_adapter(pair[0]))
     chosen.export(module, iter(ordered), tmp_path / "merged", processor=None, merged=True)
     whole = diffusers.AutoModel.from_pretrained(str(tmp_path / "merged")).eval()
     assert type(whole) is type(theirs)
-    torch.testing.assert_close(found, by_hand(name, whole, *given), rtol=0, atol=1e-5)
+    assert_near(found, by_hand(name, whole, *given))
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "unet_text"])
@@ -94,7 +95,7 @@ def test_a_pipeline_takes_the_adapters(tmp_path: Path, name: str) -> None:
         pipeline.load_lora_into_transformer(state, transformer=model, metadata=rest[-1], **alphas)
     given = inputs(module)
     with torch.no_grad():
-        torch.testing.assert_close(module.denoise(*given), by_hand(name, model, *given), rtol=0, atol=1e-6)
+        assert_near(module.denoise(*given), by_hand(name, model, *given))
 
 
 @torch.no_grad()

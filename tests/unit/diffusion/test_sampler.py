@@ -15,6 +15,7 @@ from fullshard.objectives.base import Objective
 from fullshard.ops.denoising import alphas_cumprod
 from fullshard.ops.keyed_noise import NOISE, normal
 from fullshard.part import decode
+from tests.near import assert_near
 
 SHAPE = (1, 8, 8)
 
@@ -78,7 +79,7 @@ def test_an_image_follows_from_seed_and_number_alone(model: Any) -> None:
     chosen, labels = objective(kind="flow_matching"), torch.tensor([1, 2, 3])
     three = made(chosen, model, labels, torch.tensor([4, 5, 6]))
     one = made(chosen, model, labels[1:2], torch.tensor([5]))
-    torch.testing.assert_close(three[1:2], one, rtol=0, atol=1e-5)
+    assert_near(three[1:2], one)
     assert not torch.allclose(one, made(chosen, model, labels[1:2], torch.tensor([5]), seed=1))
     assert not torch.allclose(one, made(chosen, model, labels[2:], torch.tensor([5])))
 
@@ -89,8 +90,8 @@ def test_guidance_counts_what_the_label_changes(model: Any) -> None:
     plain, without = (made(chosen, model, each, number, **one_step) for each in (label, torch.tensor([10])))
     assert not torch.allclose(plain, without)
     guided = made(chosen, model, label, number, guidance=3.0, **one_step)
-    torch.testing.assert_close(guided, without + 3 * (plain - without), rtol=0, atol=1e-5)
-    torch.testing.assert_close(made(chosen, model, label, number, guidance=0.0, **one_step), without, rtol=0, atol=1e-5)
+    assert_near(guided, without + 3 * (plain - without))
+    assert_near(made(chosen, model, label, number, guidance=0.0, **one_step), without)
 
 
 @torch.no_grad()
@@ -107,7 +108,7 @@ def test_euler_steps_are_those_of_diffusers(model: Any) -> None:
     for timestep in scheduler.timesteps:
         noise = model(state, timestep[None], class_labels=labels).sample
         state = scheduler.step(noise, timestep, state, eta=0.0).prev_sample
-    torch.testing.assert_close(found, state, rtol=1e-4, atol=1e-4)
+    assert_near(found, state, within=1e-4)
 
 
 class Listener:
@@ -132,4 +133,4 @@ def test_guidance_counts_what_the_text_changes(method: str) -> None:
         found = made(chosen, model, None, torch.arange(2), text=text, guidance=guidance, method=method)
         # Without a text there is one token of zeros: 0.25 alone.
         expected = start - (guidance * told + 0.25)[:, None, None, None]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        assert_near(found, expected, within=1e-4)

@@ -19,6 +19,7 @@ from fullshard.errors import RecipeError
 from fullshard.models.text_encoder import TextEncoder
 from fullshard.part import decode
 from tests.diffusion.parts import clip_folder, t5_folder, tokenizer_folder, vae_folder
+from tests.near import assert_near
 
 TEXTS = ["a small zero", "nine eight seven six five four three"]
 
@@ -63,8 +64,8 @@ def test_sd3_joins_as_its_pipeline_does(folder: Path) -> None:
     chosen = [Texts(path=str(folder / name), max_tokens=8) for name in ("clip", "clip_2")]
     found = states([*chosen, Texts(path=str(folder / "t5"), max_tokens=5, padded=True)], "sd3")
     assert found[0].shape == (2, 13, 32)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[1], expected[2], rtol=1e-5, atol=1e-6)
+    assert_near(found[0], expected[0])
+    assert_near(found[1], expected[2])
 
 
 def test_sdxl_joins_as_its_pipeline_does(folder: Path) -> None:
@@ -84,8 +85,8 @@ def test_sdxl_joins_as_its_pipeline_does(folder: Path) -> None:
     with torch.no_grad():
         expected = pipeline.encode_prompt(TEXTS, do_classifier_free_guidance=False)
     found = states([Texts(path=str(folder / name), max_tokens=8) for name in ("plain", "clip_2")], "sdxl")
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found[1], expected[2], rtol=1e-5, atol=1e-6)
+    assert_near(found[0], expected[0])
+    assert_near(found[1], expected[2])
 
 
 def test_a_model_that_also_looks_at_images_or_writes_is_read_without_that(tmp_path: Path) -> None:

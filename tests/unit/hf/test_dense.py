@@ -12,6 +12,7 @@ import torch
 from fullshard.errors import CheckpointError, RecipeError
 from fullshard.hf.dense import AfterPooling, DenseWeights, write_layers
 from fullshard.hf.sentence import ACTIVATIONS, check_widths, read_sentence, write_sentence
+from tests.near import assert_near
 
 PLACES = ["", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"]
 DENSE: dict[str, Any] = {"in_features": 5, "out_features": 6, "bias": True}
@@ -49,7 +50,7 @@ def test_every_activation_is_theirs_and_comes_back(activation: str, tmp_path: Pa
         module.load_state_dict({n.removeprefix("after_pooling."): t for n, t in tensors.items()}, assign=True)
         given = torch.randn(4, 5)
         right = theirs({"sentence_embedding": given})["sentence_embedding"]
-        torch.testing.assert_close(module(given), right, rtol=0, atol=1e-7)
+        assert_near(module(given), right)
         (tmp_path / "again").mkdir(exist_ok=True)
         rest: dict[str, Any] = {"pooling": "mean", "normalize": True, "prompts": {}, "template": {}, "longest": 9}
         folders = write_sentence(tmp_path / "again", width=5, dense=found.dense, **rest)

@@ -15,6 +15,7 @@ from torch import nn
 from fullshard.errors import CheckpointError
 from fullshard.hf.export import Form, export_model
 from fullshard.models.hf import Hf
+from tests.near import assert_near
 from tests.unit.hf.architectures import CAUSAL, build
 
 IDS = torch.arange(24).mul(5).remainder(89).add(3).reshape(2, 12)
@@ -129,7 +130,7 @@ def test_adapters_load_in_peft_and_give_the_same_logits(architecture: str, tmp_p
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
     expected = module(input_ids=IDS, use_cache=False).logits
     assert not torch.allclose(expected, plain, atol=1e-3), "the adapters do something"
-    assert torch.allclose(loaded(input_ids=IDS).logits, expected, atol=1e-6)
+    assert_near(loaded(input_ids=IDS).logits, expected)
     assert loaded.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
 
 
@@ -173,7 +174,7 @@ def test_merged_weights_are_those_of_peft(
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     for name, tensor in expected.items():
-        torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=1e-6, atol=1e-6)
+        assert_near(loaded.state_dict()[name], tensor, within=1e-6)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     assert index.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
 

@@ -17,6 +17,7 @@ from fullshard.ops.denoising import check_denoiser, given, require_denoiser, wit
 from fullshard.ops.keyed_noise import LABEL_DROP, uniform
 from fullshard.part import decode
 from tests.diffusion.parts import vae_folder
+from tests.near import assert_near
 
 WIDTH, POOLED, TOKENS = 6, 5, 4
 TIMES = torch.arange(11)
@@ -170,7 +171,7 @@ def test_images_become_latents_without_a_gradient(vae: Path, kind: str) -> None:
     with torch.no_grad():
         latents = (stored.encode(data["images"]).latent_dist.mode() - 0.125) * 2.5
     plain = decode(Objective, {"kind": kind}, where="objective").loss(model, {**data, "images": latents}, {}).loss_sum
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    assert_near(found, plain)
     assert not any(parameter.requires_grad for parameter in helper.parameters())
 
 

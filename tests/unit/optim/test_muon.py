@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard.errors import RecipeError
 from fullshard.optim.muon import Muon
+from tests.near import assert_near
 from tests.ranks import RankPool
 
 STEPS, LR = 3, 0.02
@@ -119,10 +120,10 @@ def test_slices_are_updated_as_torch_updates_whole_matrices(
     parameters, state = in_one_process(SETTINGS[settings])
     for found, kept in ranks.run(on_ranks, SETTINGS[settings], strategy, world=world):
         for name, expected in parameters.items():
-            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-5, msg=name)
+            assert_near(found[name], expected, what=name)
         assert kept.keys() == state.keys()
         for name, tensor in state.items():
-            torch.testing.assert_close(kept[name], tensor, rtol=0, atol=1e-6, msg=name)
+            assert_near(kept[name], tensor, within=1e-6, what=name)
 
 
 def test_a_dit_keeps_its_embeddings_and_ends_out() -> None:
