@@ -83,7 +83,7 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
         say=console.note,
     )
     # After encoding: the cache knows the processor by what it was before.
-    data.encoder.leave_on(processor)
+    data.encoder.leave_on(processor, length=recipe.data.sequence_length)
     plan = plan_steps(
         num_samples=len(data.train),
         per_device=recipe.batch.per_device,

@@ -161,6 +161,7 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway:
     """Everything after the ranks have met."""
     from fullshard import build, loop
     from fullshard.header import header_rows
+    from fullshard.hf.edits import has_adapters
     from fullshard.log.metrics import FILE, Metrics
     from fullshard.log.sinks import Sinks
 
@@ -206,7 +207,7 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway:
         except NumericalError as error:
             raise NumericalError(f"{error} {built.saver.newest()}") from error
         write({"kind": "event", "event": "finished", **asdict(result)})
-        _say_next(reading, result, console)
+        _say_next(reading, result, console, adapted=has_adapters(built.model.module))
     if world.is_main:
         remote.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
     return result
@@ -309,14 +310,15 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
     return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
 
 
-def _say_next(reading: Reading, result: Result, console: Console) -> None:
+def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bool) -> None:
     """The three things to try next."""
     if result.stopped == "signal":
         console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on.")
         return
     recipe = reading.recipe
-    adapted = getattr(recipe.model, "lora", None) is not None
-    use = f"Use the model:     {recipe.model.load_with(result.folder + '/model', adapter=adapted)}"
+    # From any working directory, and in the words of Python.
+    line = recipe.model.load_with(str(Path(result.folder).resolve() / "model"), adapter=adapted)
+    use = f"Use the model:     {line or f'fullshard export {result.folder} OUT --as merged'}"
     keep = f"Keep the model:    {_again(reading, 'checkpoint.at_end=true')}"
     changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
     console.next_steps(

@@ -137,8 +137,9 @@ class Encoder(Part):
         """Which columns of a record were taken for what, where the user did not say, a line each, for the report."""
         return []
 
-    def leave_on(self, processor: Any) -> None:
-        """Writes on the processor what its user must know to lay out inputs as in training; it is exported with it."""
+    def leave_on(self, processor: Any, *, length: int) -> None:
+        """Writes on the processor what its user must know to lay out inputs as in training; it is exported with it.
+        `length`: at how many tokens the run cuts."""
 
     def blank(self, sample: Features) -> Features:
         """A sample without loss terms, to fill a batch that has too few; never enters a loss or a metric."""

@@ -33,6 +33,11 @@ def every_linear(module: nn.Module) -> list[str]:
     return [name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name not in _HEAD]
 
 
+def prefix_of(class_name: str) -> str:
+    """What the names of tensors begin with: a pipeline finds its part by this."""
+    return "unet" if class_name == UNET_TEXT else "transformer"
+
+
 def write_adapter(
     module: Any, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype | None
 ) -> None:
@@ -43,8 +48,7 @@ def write_adapter(
         export_adapter(module, tensors, folder, processor=None, dtype=dtype)
         return
     folder.mkdir(parents=True, exist_ok=True)
-    # A pipeline finds its part by this.
-    prefix = "unet" if module.class_name == UNET_TEXT else "transformer"
+    prefix = prefix_of(module.class_name)
     stored, seen = stored_names(module), set()
     with SafetensorsStream(folder / WEIGHTS, metadata={_SETTINGS: _settings(module, prefix)}) as stream:
         for name, tensor in tensors:
@@ -66,4 +70,4 @@ def _settings(module: Any, prefix: str) -> str:
     return json.dumps({f"{prefix}.{key}": value for key, value in plain.items()}, indent=2, sort_keys=True)
 
 
-__all__ = ["every_linear", "write_adapter"]
+__all__ = ["WEIGHTS", "every_linear", "prefix_of", "write_adapter"]

@@ -129,14 +129,18 @@ def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     number = "1 file" if len(files) == 1 else f"{len(files)} files"
-    pickled = f"torch.load({str(out)!r}, weights_only=True)"
+    place = str(out.resolve())
+    pickled = f"torch.load({place!r}, weights_only=True)"
     load = {
-        "hf": family.load_with(str(out), adapter=False),
-        "merged": family.load_with(str(out), adapter=False),
-        "adapter": family.load_with(str(out), adapter=True),
-        "state": f"safetensors.torch.load_file({str(out)!r})" if out.suffix == ".safetensors" else pickled,
+        "hf": family.load_with(place, adapter=False),
+        "merged": family.load_with(place, adapter=False),
+        "adapter": family.load_with(place, adapter=True),
+        "state": f"safetensors.torch.load_file({place!r})" if out.suffix == ".safetensors" else pickled,
     }
-    console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}). Load it with: {load[form]}")
+    how = f"Load it with: {load[form]}"
+    if load[form] is None:
+        how = "Its base is in no folder that other libraries read: export with --as merged for a whole model."
+    console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}). {how}")
 
 
 __all__ = ["export"]

@@ -108,17 +108,18 @@ def _config(settings: dict[str, Any], usual: dict[str, Any], where: Path) -> Any
 
     known = {key: value for key, value in settings.items() if key in usual}
     # Values are loaded, never drawn.
-    changed = {"init_lora_weights": True, "inference_mode": False, "task_type": "CAUSAL_LM"}
+    task = settings.get("task_type") or "CAUSAL_LM"
+    changed = {"init_lora_weights": True, "inference_mode": False, "task_type": task}
     try:
         return LoraConfig(**{**known, **changed})
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{where}: peft refuses these settings ({error}). Save the adapter again.") from error
 
 
-def add_stored(module: nn.Module, folder: Path, *, base: str) -> None:
+def add_stored(module: nn.Module, folder: Path, *, base: str, revision: str | None) -> None:
     """Adds the folder's adapters in place, on meta; the base is named as it is found now."""
     config = read_config(folder)
-    config.base_model_name_or_path = base
+    config.base_model_name_or_path, config.revision = base, revision
     try:
         inject(module, config)
     except ValueError as error:

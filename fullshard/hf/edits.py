@@ -31,9 +31,12 @@ def add_lora(
     dropout: float,
     targets: str | list[str],
     base: str | None,
+    revision: str | None = None,
     task: str | None = "CAUSAL_LM",
 ) -> None:
-    """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta."""
+    """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta.
+
+    `base` and `revision` are what an export names as the model that the adapters belong to."""
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -48,6 +51,7 @@ def add_lora(
         target_modules=targets,
         task_type=task,
         base_model_name_or_path=base,
+        revision=revision,
         # No embedding comes out of a pooler: an adapter there would never learn.
         exclude_modules=r"(.*\.)?pooler\..*" if task == "FEATURE_EXTRACTION" and hasattr(module, "pooler") else None,
         # GPT-2's layers keep their matrix transposed.

@@ -37,6 +37,13 @@ def local_folder(name: str, *, revision: str | None, where: str) -> Path:
         ) from error
 
 
+def lasting(name: str, *, folder: Path) -> str:
+    """The name under which other libraries find a model from anywhere: a hub name as it is; anything that means a
+    folder on this machine (a relative path, package:NAME/FOLDER) as the absolute path of that folder."""
+    local = name.startswith("package:") or Path(name).expanduser().is_dir()
+    return str(folder.resolve()) if local else name
+
+
 def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: str) -> Path:
     """The folder of a model, downloaded when it is a hub name that is not on disk yet."""
     folder = _in_package(name, where=where) or Path(name).expanduser()

@@ -76,8 +76,8 @@ class Family(Part):
         """Gives the real parameters under one module of the tree below `root` fresh values; skips those on meta."""
         raise NotImplementedError
 
-    def load_with(self, folder: str, *, adapter: bool) -> str:
-        """The line of Python that reads what was exported."""
+    def load_with(self, folder: str, *, adapter: bool) -> str | None:
+        """The line of Python that reads what was exported; None for adapters on a base that only fullshard has."""
         return f"{(self.adapter_loader if adapter else None) or self.loader}({folder!r})"
 
     def longest(self, module: nn.Module) -> int | None:

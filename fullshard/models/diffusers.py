@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, model_validator
 
 from fullshard.diffusion.shapes import class_of, completed, named_size
+from fullshard.hf.lora import Lora
 from fullshard.models.base import Family, Weights
-from fullshard.models.hf import Lora
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,8 @@ class Diffusers(Family):
         from fullshard.diffusion.adapter import every_linear
         from fullshard.hf.edits import add_lora
 
-        if self.path is None:
+        base = self._exported_base()
+        if base is None:
             logger.warning("model.lora on a model from scratch: its random base is frozen and never exported")
         add_lora(
             module,
@@ -96,7 +97,8 @@ class Diffusers(Family):
             dropout=settings.dropout,
             targets=every_linear(module) if settings.targets == "all-linear" else settings.targets,
             task=None,
-            base=self.path,
+            base=base,
+            revision=self.revision if base == self.path else None,
         )
 
     def weights(self, module: nn.Module) -> Weights | None:
@@ -107,11 +109,8 @@ class Diffusers(Family):
 
     def stored_in(self) -> Path | None:
         from fullshard.diffusion.files import model_folder
-        from fullshard.hf.hub import local_folder
 
-        if self.path is None:
-            return None
-        return model_folder(local_folder(self.path, revision=self.revision, where="model.path"))
+        return None if self.path is None else model_folder(self._named_folder())
 
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
         from fullshard.diffusion.init import initialise
@@ -125,12 +124,39 @@ class Diffusers(Family):
         stored = torch.float32 if parameter.requires_grad else self._stored_dtype()
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
-    def load_with(self, folder: str, *, adapter: bool) -> str:
+    def load_with(self, folder: str, *, adapter: bool) -> str | None:
         if not adapter:
             return super().load_with(folder, adapter=False)
-        if hasattr(class_of(self._settings()[0]), "load_lora_adapter"):
-            return f"PIPELINE.load_lora_weights({folder!r})"
-        return f"peft.PeftModel.from_pretrained(MODEL, {folder!r})"
+        stored, base = self.stored_in(), self._exported_base()
+        if stored is None or base is None:
+            return None
+        from fullshard.diffusion.adapter import WEIGHTS, prefix_of
+
+        name, inside = self._settings()[0], self._inside_pipeline()
+        place = f"{base!r}{f', revision={self.revision!r}' if self.revision and base == self.path else ''}"
+        model = f"{self.loader}({place}{f', subfolder={stored.name!r}' if inside else ''})"
+        if not hasattr(class_of(name), "load_lora_adapter"):
+            return f"peft.PeftModel.from_pretrained({model}, {folder!r})"
+        if inside:
+            pipeline = f"diffusers.DiffusionPipeline.from_pretrained({place})"
+            return f"pipeline = {pipeline}; pipeline.load_lora_weights({folder!r})"
+        options = f"weight_name={WEIGHTS!r}, prefix={prefix_of(name)!r}"
+        return f"model = {model}; model.load_lora_adapter({folder!r}, {options})"
+
+    def _exported_base(self) -> str | None:
+        """What exported adapters name as their base, found from any working directory; None from scratch."""
+        from fullshard.hf.hub import lasting
+
+        return None if self.path is None else lasting(self.path, folder=self._named_folder())
+
+    def _inside_pipeline(self) -> bool:
+        """Whether the denoiser is a part of what `path` names."""
+        return self.path is not None and self.stored_in() != self._named_folder()
+
+    def _named_folder(self) -> Path:
+        from fullshard.hf.hub import local_folder
+
+        return local_folder(str(self.path), revision=self.revision, where="model.path")
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
         import torch

@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from fullshard.errors import RecipeError
 from fullshard.hf import recorded
 from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
+from fullshard.hf.lora import Lora
 from fullshard.hf.sizes import check_architecture, check_size, make_config
 from fullshard.hf.tokenizer import (
     TOKENIZER_FILES,
@@ -36,25 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen")
-
-
-class Lora(Section):
-    """Low-rank adapters (peft); the base model is frozen."""
-
-    r: int = Field(16, ge=1)
-    """The rank of each adapter."""
-    alpha: float = Field(32, gt=0)
-    """Adapters are scaled by alpha / r."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout before each adapter."""
-    targets: str | list[str] = "all-linear"
-    """all-linear (every linear layer but the head), names of layers, or one regular expression."""
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        if value is True:
-            return {}
-        return {"r": value} if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 class Tokenizer(Section):
@@ -212,6 +194,7 @@ class Hf(Family):
         # Before adapters: they replace layers, and the rule is about the model itself.
         self._bind(module)
         module._weight_conversions = stored_conversions(module)  # type: ignore[assignment]
+        base, revision = self._exported_base()
         if self.lora is not None:
             settings = self.lora
             if self.path is None and self.start is None:
@@ -223,10 +206,11 @@ class Hf(Family):
                 dropout=settings.dropout,
                 targets=settings.targets,
                 task="FEATURE_EXTRACTION" if self.headless else "CAUSAL_LM",
-                base=self.path if self.stored_in() is not None else self.start,
+                base=base,
+                revision=revision,
             )
         elif (adapter := self._adapter()) is not None:
-            add_stored(module, adapter, base=self._base()[0])
+            add_stored(module, adapter, base=str(base), revision=revision)
         freeze(module, self.freeze)
         return module
 
@@ -240,6 +224,9 @@ class Hf(Family):
         from fullshard.hf.attention import choose_attention
 
         return choose_attention(module, self.attention, device=device, compute=compute, packed=packed)
+
+    def load_with(self, folder: str, *, adapter: bool) -> str | None:
+        return None if adapter and self.stored_in() is None else super().load_with(folder, adapter=adapter)
 
     def longest(self, module: nn.Module) -> int | None:
         model: Any = module
@@ -360,6 +347,19 @@ class Hf(Family):
 
         return (self.base, None) if self.base is not None else named_base(Path(self._adapter() or ""))
 
+    def _exported_base(self) -> tuple[str | None, str | None]:
+        """What exported adapters name as their base, and its revision on the hub: found from any working directory.
+
+        A checkpoint or a file in `model.from` is named, too, though only fullshard reads it."""
+        from fullshard.hf.hub import lasting
+
+        if self.stored_in() is None:
+            local = self.start is not None and "://" not in self.start
+            return (str(Path(str(self.start)).expanduser().resolve()) if local else self.start), None
+        name, revision = self._base() if self._adapter() is not None else (str(self.path), self.revision)
+        named = lasting(name, folder=self._folder())
+        return named, revision if named == name else None
+
     def _folder(self) -> Path:
         """The folder with config and weights: `path`, or the base of the adapter there."""
         from fullshard.hf.hub import local_folder
@@ -396,4 +396,4 @@ def _stored_dtype(folder: Path) -> torch.dtype:
     return open_folder(folder).dtype()
 
 
-__all__ = ["Hf", "Lora", "Tokenizer"]
+__all__ = ["Hf", "Tokenizer"]

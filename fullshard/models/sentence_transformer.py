@@ -152,8 +152,12 @@ class SentenceTransformer(Hf):
         return given | {name: stored.read(name, 0, module.get_parameter(name).shape[0]) for name in absent}
 
     def _cut(self, module: nn.Module, processor: Any) -> int | None:
-        """Tokens at which users of the model cut texts: as stored, by one of the two libraries or the other."""
-        named = getattr(getattr(processor, "tokenizer", processor), "model_max_length", None)
+        """Tokens at which users of the model cut texts: where the run did; for a processor of no run, as stored by one
+        of the two libraries or the other."""
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if trained := getattr(tokenizer, "init_kwargs", {}).get("trained_length"):
+            return int(trained)
+        named = getattr(tokenizer, "model_max_length", None)
         known = [number for number in (self.longest(module), named) if number and number < UNBOUNDED]
         return self._sentence().longest or min(known, default=None)
 
@@ -183,6 +187,11 @@ class SentenceTransformer(Hf):
             return Sentence()
         places = [folder for folder in (self._adapter(), super()._folder()) if folder is not None]
         return next((found for folder in places if (found := read_sentence(folder))), Sentence())
+
+    def _exported_base(self) -> tuple[str | None, str | None]:
+        """The backbone by its own folder, where that lies inside another: peft looks for it nowhere but at the top."""
+        inside = self.stored_in() is not None and self._folder() != super()._folder()
+        return (str(self._folder()), None) if inside else super()._exported_base()
 
     def _folder(self) -> Path:
         folder = super()._folder()

@@ -262,17 +262,18 @@ def sentence_folder(folder: Path, backbone: Path, inside: str, *, prompts: dict[
 
 
 def test_a_folder_of_sentence_transformers_is_trained_as_it_is(ranks: RankPool, folder: Path) -> None:
-    """Its backbone is in a subfolder; pooling, missing normalisation, cut, case and prompts are its own, and stay."""
+    """Its backbone is in a subfolder; pooling, missing normalisation, case and prompts are its own, and stay. Texts are
+    cut where the run cut them."""
     prompts = {"query": "query : ", "passage": "doc : ", "topic": "ban : "}
     start = sentence_folder(folder / "sentence", folder / "bert", "0_Transformer", prompts=prompts)
     before = load(start)
-    out = run(ranks, folder, "subfolder", "sentence")
+    out = run(ranks, folder, "subfolder", "sentence", data={"sequence_length": 10})
     after = load(out / "model")
     assert after.prompts == {**prompts, "document": "doc : "}
-    assert (after.max_seq_length, after[1].pooling_mode, len(after)) == (12, "cls", 2)
+    assert (after.max_seq_length, after[1].pooling_mode, len(after)) == (10, "cls", 2)
     model = trained(out, start / "0_Transformer")
     tokenizer = texts.tokenizer()
-    tokens = tokenizer("doc : " + TEXTS[3], truncation=True, max_length=12)["input_ids"]
+    tokens = tokenizer("doc : " + TEXTS[3], truncation=True, max_length=10)["input_ids"]
     expected = model.eval()(input_ids=torch.tensor([tokens])).last_hidden_state[0, 0]
     found = [m.encode(TEXTS[3].upper(), prompt_name="passage", convert_to_tensor=True) for m in (before, after)]
     assert_near(found[1], expected.detach())
@@ -287,7 +288,7 @@ def test_what_sentence_transformers_saves_today_comes_back(ranks: RankPool, fold
     SentenceTransformer(modules=modules, prompts={"query": "query : "}, device="cpu").save(str(folder / "today"))
     out = run(ranks, folder, "today", "today")
     after = load(out / "model")
-    assert (after.max_seq_length, after[1].pooling_mode, len(after)) == (20, "lasttoken", 3)
+    assert (after.max_seq_length, after[1].pooling_mode, len(after)) == (24, "lasttoken", 3), "20 before it was trained"
     assert after.prompts == {"query": "query : ", "document": ""}
     assert_near(encoded(out / "model"), vectors(trained(out, folder / "today"), texts.tokenizer(), "last"))
 

@@ -113,7 +113,7 @@ class Chat(Encoder):
         why = "as data.encode says" if self.template == "plain" else "the tokenizer has none"
         return [f"chat template: plain (User: ... / Assistant: ...), {why}"]
 
-    def leave_on(self, processor: Any) -> None:
+    def leave_on(self, processor: Any, *, length: int) -> None:
         tokenizer = tokenizer_of(processor, needed_by="chat")
         if self._is_plain(tokenizer):
             tokenizer.chat_template = PLAIN

@@ -145,7 +145,7 @@ class Pairs(Encoder):
     def reads(self, record: Record) -> list[str]:
         return Columns(self.column_mapping).report(record)
 
-    def leave_on(self, processor: Any) -> None:
+    def leave_on(self, processor: Any, *, length: int) -> None:
         if _sees(processor):
             self._vision = processor
         own = getattr(processor, "prompts", None) or {}
@@ -158,6 +158,7 @@ class Pairs(Encoder):
         if hasattr(tokenizer, "init_kwargs"):
             # Saved with the tokenizer, so that they are in a checkpoint and not only in the final export.
             tokenizer.init_kwargs["prompts"] = dict(processor.prompts)
+            tokenizer.init_kwargs["trained_length"] = length
 
     def blank(self, sample: Features) -> Features:
         starts = np.cumsum(sample["lengths"]) - sample["lengths"]

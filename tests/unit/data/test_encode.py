@@ -405,11 +405,11 @@ def test_the_plain_layout_goes_with_the_tokenizer(tokenizer: Any) -> None:
     """Whoever loads the export lays conversations out as in training; a template of its own is left alone."""
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
-    Chat().leave_on(bare)
+    Chat().leave_on(bare, length=64)
     asked = bare.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert asked.startswith("User: Hi")
     assert asked.rstrip().endswith("Assistant:")
     own = copy.deepcopy(tokenizer)
     own.chat_template = "mine"
-    Chat().leave_on(own)
+    Chat().leave_on(own, length=64)
     assert own.chat_template == "mine"

@@ -617,7 +617,7 @@ def test_the_processor_travels_with_the_encoder_and_is_no_setting(vision: Vision
     assert moved.collate([sample], length=None)["pixels"][0].equal(expected["pixels"][0])
     # Where another process has encoded.
     fresh = Pairs(image_root=shots, prompts=Prompts(query="find"))
-    fresh.leave_on(vision)
+    fresh.leave_on(vision, length=64)
     assert fresh.collate([sample], length=None)["pixels"][0].equal(expected["pixels"][0])
     assert vision.prompts == {"query": "find"}
     assert vision.tokenizer.init_kwargs["prompts"] == {"query": "find"}

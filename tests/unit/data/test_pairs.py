@@ -166,13 +166,13 @@ def test_prompts_are_the_recipes_or_the_models(bert: Any, prompted: Any, referen
 
 
 def test_the_prompts_used_go_with_the_model(bert: Any, prompted: Any) -> None:
-    Pairs().leave_on(prompted)
+    Pairs().leave_on(prompted, length=64)
     both = {"document": "passage: ", "passage": "passage: "}
     assert prompted.prompts == {"query": "query: ", **both}
-    Pairs(prompts=Prompts(query="")).leave_on(prompted)
+    Pairs(prompts=Prompts(query="")).leave_on(prompted, length=64)
     assert prompted.prompts == both
     plain = copy.deepcopy(bert)
-    Pairs(prompts=Prompts(query="find ")).leave_on(plain)
+    Pairs(prompts=Prompts(query="find ")).leave_on(plain, length=64)
     assert plain.prompts == {"query": "find "}
 
 

@@ -52,6 +52,19 @@ def load(name: str, base: Path, folder: Path) -> Any:
     return model.eval()
 
 
+def by_line(chosen: Any, folder: Path) -> Any:
+    """By the line that a run prints."""
+    import diffusers
+    import peft
+
+    line = chosen.load_with(str(folder), adapter=True)
+    names = {"diffusers": diffusers, "peft": peft}
+    if not line.startswith("model = "):
+        return eval(line, names).eval()
+    exec(line, names)
+    return names["model"].eval()
+
+
 @pytest.mark.parametrize("name", CLASSES)
 @torch.no_grad()
 def test_adapters_are_read_by_diffusers_and_merged(tmp_path: Path, name: str) -> None:
@@ -67,8 +80,8 @@ def test_adapters_are_read_by_diffusers_and_merged(tmp_path: Path, name: str) ->
     assert tensors
     assert all(is_adapter(key) for key in tensors)
     chosen.export(module, iter(tensors.items()), tmp_path / "adapter", processor=None)
-    loaded = load(name, base, tmp_path / "adapter")
-    assert_near(found, by_hand(name, loaded, *given))
+    for loaded in (load(name, base, tmp_path / "adapter"), by_line(chosen, tmp_path / "adapter")):
+        assert_near(found, by_hand(name, loaded, *given))
     # Adapters first, as an export gives them.
     ordered = sorted(module.named_parameters(), key=lambda pair: not is_adapter(pair[0]))
     chosen.export(module, iter(ordered), tmp_path / "merged", processor=None, merged=True)
@@ -96,6 +109,22 @@ def test_a_pipeline_takes_the_adapters(tmp_path: Path, name: str) -> None:
     given = inputs(module)
     with torch.no_grad():
         assert_near(module.denoise(*given), by_hand(name, model, *given))
+
+
+def test_the_printed_line_names_the_base_wherever_it_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative path becomes a whole one; in a pipeline its part is named; without a base there is no such line."""
+    base_folder(tmp_path, "sd3").rename(tmp_path / "transformer")
+    base_folder(tmp_path, "dit")
+    monkeypatch.chdir(tmp_path)
+    chosen = stored("base", lora=LORA)
+    line = f"peft.PeftModel.from_pretrained(diffusers.AutoModel.from_pretrained({str(tmp_path / 'base')!r}), 'out')"
+    assert chosen.load_with("out", adapter=True) == line
+    named: Any = chosen.build(processor=None).peft_config["default"]
+    assert named.base_model_name_or_path == str(tmp_path / "base")
+    pipeline = f"pipeline = diffusers.DiffusionPipeline.from_pretrained({str(tmp_path)!r})"
+    line = stored(".", lora=LORA).load_with("out", adapter=True)
+    assert line == f"{pipeline}; pipeline.load_lora_weights('out')"
+    assert family("sd3", lora=LORA).load_with("out", adapter=True) is None
 
 
 @torch.no_grad()
