@@ -99,7 +99,7 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     for evaluation in recipe.evaluate.parts:
         evaluation.check(recipe.objective, module, data.validation_from)
         evaluation.check_encoder(recipe.objective, module, data.encoder)
-    for line in without_effect(recipe, data, plan):
+    for line in [*data.warnings, *without_effect(recipe, data, plan)]:
         console.warn(line)
     identity = {
         "samples": len(data.train),

@@ -17,7 +17,7 @@ from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.data.base import IGNORE, Samples
 from fullshard.data.loader import Batch, Loader
 from fullshard.data.order import FILLER, permutation
-from fullshard.data.prepare import Prepared, Stored, reasons
+from fullshard.data.prepare import Prepared, Stored, reasons, remarks
 from fullshard.data.records import counted, origins
 from fullshard.data.store import Store
 from fullshard.ground import Ground
@@ -45,6 +45,7 @@ def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     yield from _encoder(data)
     yield _counts("train", data.train, data.train_from)
     yield from _losses("data.train", data.train_from.store)
+    yield from _unrendered("data.train", data.train_from.store)
     yield from _validation(ground)
     yield from _batches(recipe, ground)
     read = _read(data.train_from)
@@ -115,6 +116,18 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
         yield ok("truncated", f"no sample of {key} was cut, none was left out")
 
 
+def _unrendered(key: str, store: Store) -> Iterator[Finding]:
+    """What of the records is in no sample."""
+    for line in remarks(store.counts.lost):
+        yield warning(
+            "unrendered",
+            f"{key}: {line}: the model never sees it.",
+            "Use a tokenizer whose chat template renders it, or take it out of the records.",
+        )
+    for line in remarks(store.counts.noted):
+        yield ok("rendered", f"{key}: {line}")
+
+
 def _validation(ground: Ground) -> Iterator[Finding]:
     data = ground.data
     if data.validation is None or data.validation_from is None:
@@ -126,6 +139,7 @@ def _validation(ground: Ground) -> Iterator[Finding]:
     yield ok("validation", f"{found.text}{small}")
     if data.validation_from.store is not data.train_from.store:
         yield from _losses("data.validation", data.validation_from.store)
+        yield from _unrendered("data.validation", data.validation_from.store)
 
 
 def _batches(recipe: Recipe, ground: Ground) -> Iterator[Finding]:

@@ -103,8 +103,9 @@ class Encoder(Part):
         """The samples of one record; none when nothing in it can be learned from.
 
         `input_ids` longer than `length` are cut at their end by the caller, and counted. An encoder that cuts by itself
-        says so in a feature `cut` of one entry, which is counted and not kept. Raises DataError in words about the
-        record alone; the caller adds the place."""
+        says so in a feature `cut` of one entry, which is counted and not kept. So are `lost` and `noted` of a record's
+        first sample, lines that continue "12 records have ...": a warning, and a note of the report. Raises DataError
+        in words about the record alone; the caller adds the place."""
         raise NotImplementedError
 
     def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.data.base import Record, Records
-from fullshard.data.records import Listed, combine, digest
+from fullshard.data.records import Listed, combine, digest, without_filling
 from fullshard.errors import DataError
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
@@ -292,8 +292,7 @@ class Parquet:
         if self._held[0] != group:
             self._held = (group, self._file.read_row_group(group))
         start = int(self._ends[group - 1]) if group else 0
-        record: Record = self._held[1].slice(index - start, 1).to_pylist()[0]
-        return record
+        return without_filling(self._held[1].slice(index - start, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
         return f"{self._path}, record {index + 1}"

@@ -5,7 +5,7 @@ Runs before any collective, and gives the same result on every rank. Must not kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,6 +43,8 @@ class Prepared:
     encoder: Encoder
     report: list[str]
     """What was done, a line each."""
+    warnings: list[str]
+    """What of the records is not learned, a line each."""
     train_from: Stored
     validation_from: Stored | None
 
@@ -120,11 +122,13 @@ def prepare(
         held = _samples("validation", store, kept, encoder, length, pack, report)
     trained = _samples("train", store, chosen, encoder, length, pack, report)
     encoder.close()
+    used = {"data": store, **({"validation data": held_from.store} if held_from else {})}
     return Prepared(
         train=trained,
         validation=held,
         encoder=encoder,
         report=report,
+        warnings=[f"{name}: {line}" for name, one in used.items() for line in remarks(one.counts.lost)],
         train_from=Stored(records, store, chosen),
         validation_from=held_from,
     )
@@ -195,7 +199,13 @@ def _account(name: str, records: Records, store: Store) -> list[str]:
     if counts.dropped:
         why = "" if counts.unreadable else ", nothing to learn"
         lines.append(f"{name}: {_were(counts.dropped)} dropped{why}; {reasons(counts)}")
+    lines += [f"{name}: {line}" for line in remarks(counts.noted)]
     return lines
+
+
+def remarks(counts: Mapping[str, int]) -> list[str]:
+    """`12 records have ...`, for each thing that an encoder said of records."""
+    return [f"{counted(number, 'record')} {'has' if number == 1 else 'have'} {what}" for what, number in counts.items()]
 
 
 def _were(number: int) -> str:

@@ -51,6 +51,22 @@ def keys_found(record: Record) -> str:
     return f"Keys found: {', '.join(keys) or 'none'}."
 
 
+def without_filling(record: Record) -> Record:
+    """A record of a table without the nulls that fill its nested objects.
+
+    In Arrow every object of a column has the keys of all of them, so null means that a record did not have the key."""
+    return {key: _unfilled(value) for key, value in record.items()}
+
+
+def _unfilled(value: Any) -> Any:
+    if isinstance(value, dict):
+        found = {key: inner for key in value if (inner := _unfilled(value[key])) is not None}
+        return found or (None if value else value)
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
+        return [_unfilled(entry) for entry in value]
+    return value
+
+
 class Listed:
     """Records in memory."""
 
@@ -113,8 +129,7 @@ class ArrowRecords:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Record:
-        record: Record = self._dataset[index] if self._stored is None else self._stored[index].to_pylist()[0]
-        return record
+        return without_filling(self._dataset[index] if self._stored is None else self._stored[index].to_pylist()[0])
 
     def where(self, index: int) -> str:
         return f"{self._name}, record {index + 1}"

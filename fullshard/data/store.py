@@ -15,7 +15,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from fullshard.data.records import combine
 from fullshard.errors import DataError
 from fullshard.part import plain
 
-_VERSION = 3
+_VERSION = 4
 _HELPERS = "fullshard.data."
 """Where the code lies that encoders share."""
 _BATCH = 256
@@ -50,6 +50,10 @@ class Counts:
     """Dropped: samples whose first position to learn comes after the cut."""
     unreadable: int = 0
     """Dropped: records with an image that cannot be read."""
+    lost: dict[str, int] = field(default_factory=dict)
+    """Records of which something is not in their samples, by what it is."""
+    noted: dict[str, int] = field(default_factory=dict)
+    """Records of which something is worth knowing, by what it is."""
 
     @property
     def dropped(self) -> int:
@@ -267,7 +271,8 @@ class _Writer:
     def add(self, record: int, samples: Sequence[Features], *, where: Callable[[int], str]) -> None:
         self._counts.records += 1
         self._counts.empty += not samples
-        for whole in samples:
+        for encoded in samples:
+            whole = self._without_remarks(encoded)
             if "unreadable" in whole:
                 self._counts.unreadable += 1
                 continue
@@ -282,6 +287,12 @@ class _Writer:
                 column.add(features[name])
             self._records.append(record)
             self._counts.samples += 1
+
+    def _without_remarks(self, features: Features) -> Features:
+        for name, counts in (("lost", self._counts.lost), ("noted", self._counts.noted)):
+            for remark in map(str, features.get(name, ())):
+                counts[remark] = counts.get(remark, 0) + 1
+        return {name: values for name, values in features.items() if name not in ("lost", "noted")}
 
     def _drop(self, labels: np.ndarray) -> None:
         if len(labels) < 2:

@@ -1,21 +1,21 @@
 """Conversations and question-answer pairs, learned on the answers only.
 
-A record is `messages`, `conversations`, `instruction` with `input` and `output`, or one of the pairs in `PAIRS`. The
-tokenizer's chat template lays it out, or a plain one.
-Must not know files or ranks.
+A record is `messages`, `conversations`, `instruction` with `input` and `output`, or one of the pairs in `PAIRS`; its
+other columns (`tools`, `documents`, ...) are variables of the chat template. The tokenizer's template lays it out, or a
+plain one. Must not know files or ranks.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from fullshard.data.base import Encoder, Features, Record
+from fullshard.data.conversation import LISTS, Message, joined, read_messages, read_variables, written
 from fullshard.data.records import keys_found
+from fullshard.data.rendering import Layout, Rendered, Template, render
 from fullshard.data.tokens import collate_tokens, sample, shifted, tokenizer_of
 from fullshard.errors import DataError
 
@@ -39,10 +39,13 @@ FORMS = (
 ) + ", ".join(f"{question}/{answer}" for question, answer in PAIRS)
 PLAIN = (
     "{% if bos_token is defined and bos_token != eos_token %}{{ bos_token }}{% endif %}"
+    "{% if tools %}{{ 'Tools: ' + (tools | tojson) + '\n\n' }}{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] == 'system' %}{{ message['content'] + '\n\n' }}"
+    "{% if message['role'] in ('system', 'developer') %}{{ message['content'] + '\n\n' }}"
     "{% elif message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n' }}"
-    "{% else %}{{ 'Assistant:' }}{% generation %}{{ ' ' + message['content'] }}"
+    "{% elif message['role'] in ('tool', 'ipython') %}{{ 'Tool: ' + message['content'] + '\n' }}"
+    "{% else %}{{ 'Assistant:' }}{% generation %}{{ ' ' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\nCall: ' + (call['function'] | tojson) }}{% endfor %}"
     "{{ eos_token if eos_token is defined else '\n' }}{% endgeneration %}{{ '\n' }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
@@ -50,24 +53,6 @@ PLAIN = (
 """The layout for a tokenizer without a chat template; `leave_on` puts it on the exported tokenizer."""
 
 _KNOWN = frozenset(key for pair in PAIRS for key in pair)
-_ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
-_ALIASES = {"human": "user", "gpt": "assistant", "model": "assistant"}
-_LISTS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""Columns that hold a whole conversation, and what their entries call the speaker and the text."""
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-Message = dict[str, str]
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """A conversation as text, and where in it the answers stand."""
-
-    text: str
-    spans: list[Span]
-    marked: bool
-    """The template itself marks what the model says, to the letter."""
 
 
 class Chat(Encoder):
@@ -86,7 +71,7 @@ class Chat(Encoder):
     def accepts(record: Record) -> bool:
         """Whether a record has one of this encoder's forms."""
         keys = {key for key, value in record.items() if value is not None}
-        return bool(keys & _LISTS.keys()) or _is_instructed(record) or any(keys >= set(pair) for pair in PAIRS)
+        return bool(keys & LISTS.keys()) or _is_instructed(record) or any(keys >= set(pair) for pair in PAIRS)
 
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
         return self.encode_many([record], processor, length=length)[0]
@@ -98,13 +83,16 @@ class Chat(Encoder):
                 f"{type(tokenizer).__name__} does not tell which characters a token covers, so answers cannot be found "
                 "exactly. Use a tokenizer with a tokenizer.json."
             )
-        template = PLAIN if self._is_plain(tokenizer) else tokenizer.get_chat_template()
-        layouts = [_layouts(self.conversation(record), tokenizer, template) for record in records]
-        flat = [layout for several in layouts for layout in several]
-        if not flat:
-            return [[] for _ in records]
-        samples = iter(self._tokenise(flat, tokenizer))
-        return [[next(samples) for _ in several] for several in layouts]
+        rendered = [render(*self._to_render(record, tokenizer)) for record in records]
+        samples = iter(self._tokenise([layout for one in rendered for layout in one.layouts], tokenizer))
+        return [_with_remarks([next(samples) for _ in one.layouts], one) for one in rendered]
+
+    def _to_render(self, record: Record, tokenizer: Any) -> tuple[list[Message], Template]:
+        messages, variables = self.conversation(record), self.variables(record)
+        # A tokenizer may have a template of its own for conversations with tools.
+        is_plain, tools = self._is_plain(tokenizer), variables.get("tools")
+        text = PLAIN if is_plain else tokenizer.get_chat_template(tools=tools)
+        return messages, Template(text, tokenizer.special_tokens_map, variables)
 
     def notes(self, processor: Any) -> list[str]:
         tokenizer = tokenizer_of(processor, needed_by="chat")
@@ -122,20 +110,25 @@ class Chat(Encoder):
         return self.template == "plain" or not tokenizer.chat_template
 
     def texts(self, record: Record) -> list[str]:
-        return [message["content"] for message in self.conversation(record)]
+        said = [
+            text
+            for message in self.conversation(record)
+            for text in (joined(message.get("content")), *map(written, message.get("tool_calls", ())))
+        ]
+        return [*said, *map(written, self.variables(record).get("tools", ()))]
 
     def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
         return collate_tokens(samples, length=length)
 
     def conversation(self, record: Record) -> list[Message]:
-        """The record as messages of system, user and assistant."""
-        lists = [key for key in _LISTS if record.get(key) is not None]
+        """The record as messages, in the form that chat templates read."""
+        lists = [key for key in LISTS if record.get(key) is not None]
         if self.question is None and self.answer is None and lists:
             if len(lists) > 1:
                 raise DataError(f"the record has both {' and '.join(map(repr, lists))}. Keep one of them.")
             if any(all(record.get(key) is not None for key in pair) for pair in PAIRS) or _is_instructed(record):
                 raise DataError(f"the record has {lists[0]!r} and a pair as well. {_choose(record)}")
-            messages = _messages(record[lists[0]], column=lists[0])
+            messages = read_messages(record[lists[0]], column=lists[0])
         else:
             questions, answer = self._columns(record)
             parts = [_string(record, column) for column in questions]
@@ -148,6 +141,12 @@ class Chat(Encoder):
                 raise DataError("the record has a 'system' column and a system message as well. Keep one of them.")
             messages.insert(0, {"role": "system", "content": _string(record, "system")})
         return messages
+
+    def variables(self, record: Record) -> dict[str, Any]:
+        """What else the record gives to the chat template: tools, documents and every other column."""
+        lists = any(record.get(key) is not None for key in LISTS) and self.question is None
+        questions, answer = ([], "") if lists else self._columns(record)
+        return read_variables(record, used=["system", *questions, answer])
 
     def _columns(self, record: Record) -> tuple[list[str], str]:
         if (self.question is None) != (self.answer is None):
@@ -171,7 +170,9 @@ class Chat(Encoder):
             raise DataError(f"it is not clear which columns are question and answer. {_choose(record)}")
         return [fitting[0][0]], fitting[0][1]
 
-    def _tokenise(self, layouts: list[_Layout], tokenizer: Any) -> list[Features]:
+    def _tokenise(self, layouts: list[Layout], tokenizer: Any) -> list[Features]:
+        if not layouts:
+            return []
         encoded = tokenizer(
             [layout.text for layout in layouts],
             add_special_tokens=False,
@@ -219,83 +220,14 @@ def _string(record: Record, key: str) -> str:
     return value
 
 
-def _messages(value: Any, *, column: str) -> list[Message]:
-    speaker, said = _LISTS[column]
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        raise DataError(f"{column!r} must be a list of at least one {{{speaker}, {said}}}.")
-    messages = []
-    for number, entry in enumerate(value, start=1):
-        if not isinstance(entry, Mapping) or speaker not in entry or said not in entry:
-            found = ", ".join(map(repr, entry)) if isinstance(entry, Mapping) else type(entry).__name__
-            raise DataError(f"message {number} must have {speaker!r} and {said!r}, found {found}.")
-        role = _ALIASES.get(str(entry[speaker]), str(entry[speaker]))
-        if role not in _ROLES:
-            raise DataError(
-                f"message {number} has the role {entry[speaker]!r}. Allowed: {', '.join((*_ROLES, *_ALIASES))}."
-            )
-        if not isinstance(entry[said], str):
-            raise DataError(f"message {number}: {said!r} must be a string, found {type(entry[said]).__name__}.")
-        messages.append({"role": role, "content": entry[said]})
-    return messages
+def _with_remarks(samples: list[Features], rendered: Rendered) -> list[Features]:
+    """The first sample of a record carries what is to be said of it, to be counted."""
+    remarks = {"lost": rendered.lost, "noted": rendered.noted}
+    samples[0] |= {name: np.array(lines) for name, lines in remarks.items() if lines}
+    return samples
 
 
-def _render(messages: list[Message], tokenizer: Any, template: str, *, prompt: bool = False) -> tuple[str, list[Span]]:
-    """The text of a conversation, and the spans that the template's generation blocks mark."""
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        texts, spans = render_jinja_template(
-            conversations=[messages],
-            chat_template=template,
-            return_assistant_tokens_mask=bool(_GENERATION.search(template)),
-            add_generation_prompt=prompt,
-            **tokenizer.special_tokens_map,
-        )
-    except TemplateError as error:
-        raise DataError(f"the tokenizer's chat template refuses this conversation: {error}") from error
-    return texts[0], [(start, stop) for start, stop in (spans[0] if spans else [])]
-
-
-def _layouts(messages: list[Message], tokenizer: Any, template: str) -> list[_Layout]:
-    """The conversation as one text; or as one text for each answer, when the template rewrites earlier turns."""
-    whole, marked = _render(messages, tokenizer, template)
-    if _GENERATION.search(template):
-        answers = [message["content"] for message in messages if message["role"] == "assistant"]
-        # A blank answer would teach the model to say nothing.
-        if len(marked) == len(answers):
-            marked = [span for span, answer in zip(marked, answers, strict=True) if answer.strip()]
-        return [_Layout(whole, marked, marked=True)]
-    spans: list[Span] = []
-    apart: list[_Layout] = []
-    for turn, message in enumerate(messages):
-        # An answer to nothing, at the very start, has no prompt and is context; a blank one says nothing.
-        if message["role"] == "assistant" and turn > 0 and message["content"].strip():
-            answered = _render(messages[: turn + 1], tokenizer, template)[0]
-            spans.append((_answer_start(messages[:turn], answered, tokenizer, template), len(answered)))
-            apart.append(_Layout(answered, spans[-1:], marked=False))
-    if all(whole.startswith(layout.text) for layout in apart):
-        return [_Layout(whole, spans, marked=False)]
-    # Reasoning templates drop the thinking of earlier turns, so an answer never stands again as it was given.
-    return apart
-
-
-def _answer_start(before: list[Message], answered: str, tokenizer: Any, template: str) -> int:
-    """Where the answer starts: after the prompt, less what the template opens for the model but does not keep."""
-    asked = _render(before, tokenizer, template, prompt=True)[0]
-    if answered.startswith(asked):
-        return len(asked)
-    closed = _render(before, tokenizer, template)[0]
-    if not answered.startswith(closed):
-        raise DataError(
-            "the tokenizer's chat template changes the question once it is answered, so the answer cannot be told "
-            "from it. Set data.encode = {kind: chat, template: plain}."
-        )
-    pairs = zip(asked, answered, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(answered)))
-
-
-def _answer_tokens(layout: _Layout, ids: list[int], offsets: np.ndarray, special: set[int]) -> np.ndarray:
+def _answer_tokens(layout: Layout, ids: list[int], offsets: np.ndarray, special: set[int]) -> np.ndarray:
     """Which tokens overlap an answer; not the white space that a template sets after the end-of-turn token."""
     learned = np.zeros(len(ids), dtype=bool)
     first, last = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)

@@ -339,14 +339,14 @@ def test_chat_faults(chatml: Any, tokenizer_with: Callable[..., Any]) -> None:
     assert "both 'messages' and 'conversations'" in message({"messages": CHAT, "conversations": shared})
     assert "'conversations' and a pair as well" in message({"conversations": shared, "question": "x", "answer": "y"})
     assert "message 1 must have 'from' and 'value', found 'role', 'content'" in message({"conversations": CHAT})
-    assert "message 1 has the role 'tool'" in message({"conversations": [{"from": "tool", "value": "x"}]})
+    assert "message 1 has the role 'bot'" in message({"conversations": [{"from": "bot", "value": "x"}]})
     assert "message 1 has the role ['user']" in message({"messages": [{"role": ["user"], "content": "x"}]})
     assert "message 1: 'value' must be a string, found int" in message({"conversations": [{"from": "gpt", "value": 1}]})
     assert "'conversations' must be a list of at least one {from, value}" in message({"conversations": []})
     assert "'messages' and a pair as well" in message({"messages": CHAT, "question": "x", "answer": "y"})
     assert "'system' column and a system message" in message({"messages": CHAT, "system": "x"})
-    assert "message 1 has the role 'tool'. Allowed: system, user, assistant, human, gpt, model" in message(
-        {"messages": [{"role": "tool", "content": "x"}]}
+    assert "message 1 has the role 'bot'. Allowed: system, developer, user, assistant, tool, ipython, human" in message(
+        {"messages": [{"role": "bot", "content": "x"}]}
     )
     assert "message 2 must have 'role' and 'content', found 'role'" in message(
         {"messages": [CHAT[1], {"role": "assistant"}]}
