@@ -25,7 +25,7 @@ from fullshard.ema import evaluations
 from fullshard.errors import DataError
 from fullshard.evaluate.base import EvaluationInputs
 from fullshard.frozen import frozen_models
-from fullshard.ground import Ground
+from fullshard.ground import Ground, acting_best
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
 from fullshard.log.pictures import Gallery
@@ -33,7 +33,7 @@ from fullshard.loop import Parts
 from fullshard.placement import shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
-from fullshard.rules import BestRule, Due
+from fullshard.rules import Due
 from fullshard.saving import frozen_in, go_background, make_saver
 from fullshard.state import Progress
 from fullshard.step import to_device
@@ -117,7 +117,7 @@ def build(
         save_at_end=recipe.checkpoint.at_end,
         log_every=recipe.log.every_steps,
         log_sample_ids=recipe.log.sample_ids,
-        best=BestRule(recipe.checkpoint.best.metric, recipe.checkpoint.best.mode) if recipe.checkpoint.best else None,
+        best=acting_best(recipe, ground),
         patience=recipe.evaluate.patience,
         saver=saver,
         write=write,
@@ -130,7 +130,7 @@ def build(
         workers=workers,
         folder=recipe.folder,
     )
-    resolved = _resolved(recipe, ground, saver, model.plan, precision, workers)
+    resolved = _resolved(recipe, ground, parts, model.plan, precision)
     return Built(parts, model, precision, saver, proofs, resolved)
 
 
@@ -158,18 +158,18 @@ def _sharded_model(
     return ShardedModel(module, plan, units, kernels, flops, frozen_in(recipe, module, weights))
 
 
-def _resolved(
-    recipe: Recipe, ground: Ground, saver: Saver, plan: ShardPlan, precision: ResolvedPrecision, workers: int
-) -> Recipe:
+def _resolved(recipe: Recipe, ground: Ground, parts: Parts, plan: ShardPlan, precision: ResolvedPrecision) -> Recipe:
     """The recipe with every "auto" replaced by what it came to."""
     sharding = {"strategy": plan.layout.strategy, "compile": plan.compile}
-    world, checkpoint = saver.world, {"asynchronous": saver.background is not None}
+    world, checkpoint = parts.saver.world, {"asynchronous": parts.saver.background is not None}
+    if recipe.checkpoint.best and parts.best:
+        checkpoint["best"] = recipe.checkpoint.best.model_copy(update={"mode": parts.best.mode})
     topology = {"device": world.device.type, "backend": world.backend, "devices": world.local_size}
     return recipe.model_copy(
         update={
             "precision": precision.word,
             "sharding": recipe.sharding.model_copy(update=sharding),
-            "data": recipe.data.model_copy(update={"encode": ground.data.encoder, "workers": workers}),
+            "data": recipe.data.model_copy(update={"encode": ground.data.encoder, "workers": parts.workers}),
             "topology": recipe.topology.model_copy(update=topology),
             "checkpoint": recipe.checkpoint.model_copy(update=checkpoint),
         }

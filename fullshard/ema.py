@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.objectives.base import Numbers
 from fullshard.part import Section
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ class Ema(Section):
             return 0.0
         return min(self.decay, update / (update + 9)) if self.warmup else self.decay
 
-    def names(self, numbers: Sequence[str]) -> list[str]:
-        """What validation numbers are called."""
-        return [*numbers, *(f"{PREFIX}{name}" for name in numbers)] if self.evaluate == "both" else list(numbers)
+    def names(self, numbers: Numbers) -> Numbers:
+        """What validation numbers are called; those of averaged weights are better in the same direction."""
+        averaged = {f"{PREFIX}{name}": mode for name, mode in numbers.items()}
+        return {**numbers, **averaged} if self.evaluate == "both" else numbers
 
     def describe(self) -> str:
         held = f"decay {self.decay:g}" + (", warmed up" if self.warmup else "")

@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 from fullshard.arithmetic import StepPlan, plan_steps
+from fullshard.best import BestRule, best_rule, gives_numbers
 from fullshard.data.base import Encoder
 from fullshard.data.prepare import Prepared, prepare, texts
-from fullshard.errors import RecipeError
 from fullshard.log.console import Console
-from fullshard.part import decode, did_you_mean
+from fullshard.part import decode
 from fullshard.placement import check_model
 from fullshard.recipe import Recipe
 
@@ -39,10 +39,10 @@ class Ground:
 
 def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
     """Fetches, tokenises and counts. Every rank does it by itself; locked caches let the work happen once a node."""
-    check_best(recipe)
     processor = find_processor(recipe)
     # Before the data: a model that cannot be is found in seconds, encoding may take an hour.
     module = build_module(recipe, processor)
+    find_best(recipe, module)
     return lay_data(recipe, processor, module, world_size=world_size, console=console)
 
 
@@ -128,14 +128,13 @@ def without_effect(recipe: Recipe, data: Prepared, plan: StepPlan) -> list[str]:
     return lines
 
 
-def check_best(recipe: Recipe) -> None:
-    """The number that decides the best model is one that validation will give, as far as that is known beforehand."""
-    given = [evaluation.gives(recipe.objective) for evaluation in recipe.evaluate.parts]
-    known = {name for names in given if names is not None for name in names}
-    known = set(recipe.ema.names(sorted(known))) if recipe.ema else known
-    best = recipe.checkpoint.best
-    if best and known and None not in given and best.metric not in known:
-        raise RecipeError(
-            f"checkpoint.best.metric = {best.metric!r} is not among the validation numbers"
-            f"{did_you_mean(best.metric, sorted(known))}: {', '.join(sorted(known))}."
-        )
+def find_best(recipe: Recipe, module: nn.Module) -> BestRule | None:
+    """What decides the best model; an error where no validation will give that number."""
+    return best_rule(recipe.checkpoint.best, recipe.evaluate.parts, recipe.objective, module, recipe.ema)
+
+
+def acting_best(recipe: Recipe, ground: Ground) -> BestRule | None:
+    """The same, where a validation finds any number at all."""
+    parts, held_out = recipe.evaluate.parts, ground.data.validation is not None
+    acts = gives_numbers(parts, recipe.objective, ground.module, held_out=held_out)
+    return find_best(recipe, ground.module) if acts else None

@@ -33,6 +33,8 @@ def header_rows(
     if recipe.ema:
         rows.append(("ema", recipe.ema.describe()))
     rows.append(("checkpoints", _checkpoints(recipe, built)))
+    if built.parts.best and (warning := built.parts.best.warning()):
+        rows.append(("warning", warning))
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:
         rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))
@@ -88,7 +90,7 @@ def _checkpoints(recipe: Recipe, built: Built) -> str:
     )
     every += [f"every {policy.every_minutes:g} minutes"] if policy.every_minutes else []
     keep = f"keep {policy.keep}" if policy.keep else "keep all"
-    best = f", best by {policy.best.mode} {policy.best.metric}" if policy.best else ""
+    best = f", best by {built.parts.best.describe()}" if built.parts.best else ""
     how = f"{policy.format}, {'in the background' if built.saver.background else 'training waits for each'}"
     where = f", in {built.saver.target.run}" if policy.store else ""
     return f"{' and '.join(every) or 'at the end'}, {how}, {keep}{best}{where}"

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard import best
+from fullshard.best import BestRule
 from fullshard.checkpoint.saver import Saver
 from fullshard.dist import reduce
 from fullshard.dist.world import peak_memory
-from fullshard.errors import NumericalError, RecipeError
+from fullshard.errors import NumericalError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
 from fullshard.objectives.base import Objective
-from fullshard.rules import BestRule, Due
+from fullshard.rules import Due
 from fullshard.schedules.base import Schedule
 from fullshard.signals import StopSignals
 from fullshard.state import Progress, Result
@@ -85,7 +87,7 @@ def fit(parts: Parts) -> Result:
     with parts.stop_signals:
         windows = parts.windows(progress.step)
         if parts.evaluate_due.at_start and progress.step == 0:
-            _evaluate(parts, at_end=False)
+            _judge(parts, _evaluate(parts, at_end=False))
         stopped = "done" if progress.settled else _settle(parts)
         while progress.step < parts.total_steps and stopped == "done":
             stopped = _epoch(parts, windows)
@@ -245,11 +247,11 @@ def _settle(parts: Parts) -> str:
 
 def _after_step(parts: Parts) -> str:
     """What is due within an epoch; after its last step `_after_epoch` takes over."""
-    stopped, best = "done", False
+    stopped, keep = "done", False
     if parts.evaluate_due.after_step(parts.progress.step):
-        stopped, best = _judge(parts, _evaluate(parts, at_end=False))
-    if best or parts.overdue or parts.save_due.after_step(parts.progress.step) or stopped != "done":
-        _save(parts, best=best)
+        stopped, keep = _judge(parts, _evaluate(parts, at_end=False))
+    if keep or parts.overdue or parts.save_due.after_step(parts.progress.step) or stopped != "done":
+        _save(parts, best=keep)
     return stopped
 
 
@@ -259,40 +261,34 @@ def _after_epoch(parts: Parts, epoch: int, *, seconds: float) -> str:
     _require_finite(parts, _flush(parts))
     train_loss = _average(progress.epoch_sums.get("loss", [0.0, 0.0]))
     ended = progress.step >= parts.total_steps
-    if progress.step % parts.steps_per_epoch == 0:
-        progress.epoch, progress.epoch_sums = epoch, {}
     numbers: dict[str, float] = {}
     if parts.evaluate_due.after_epoch(epoch) or parts.evaluate_due.after_step(progress.step) or ended:
         numbers = _evaluate(parts, at_end=False)
     parts.console.epoch_end(epoch, seconds=seconds, train_loss=train_loss, val_loss=numbers.get("loss"))
-    stopped, best = _judge(parts, numbers)
+    stopped, keep = _judge(parts, numbers)
+    if progress.step % parts.steps_per_epoch == 0:
+        progress.epoch, progress.epoch_sums = epoch, {}
     progress.finished = ended or stopped == "patience"
     due = parts.save_due.after_epoch(epoch) or parts.save_due.after_step(progress.step) or parts.overdue
-    if best or due or (progress.finished and parts.save_at_end):
-        _save(parts, best=best)
+    if keep or due or (progress.finished and parts.save_at_end):
+        _save(parts, best=keep)
     return stopped
 
 
 def _judge(parts: Parts, numbers: dict[str, float]) -> tuple[str, bool]:
-    """Whether to stop, and whether this is the best model yet; the numbers are the same on every rank."""
-    progress = parts.progress
-    if parts.best is None or not numbers:
+    """Whether to stop, and whether to keep this model as the best; the numbers are the same on every rank."""
+    rule, progress = parts.best, parts.progress
+    if rule is None or not numbers:
         return "done", False
-    if parts.best.metric not in numbers:
-        raise RecipeError(
-            f"checkpoint.best.metric = {parts.best.metric!r} is not among the validation numbers: {', '.join(numbers)}."
-        )
-    value = numbers[parts.best.metric]
-    if math.isfinite(value) and parts.best.better(value, progress.best):
-        progress.best, progress.best_step, progress.validations_without_gain = value, progress.step, 0
-        parts.console.new_best(value, parts.best.metric)
-        return "done", True
-    progress.validations_without_gain += 1
-    if parts.patience and progress.validations_without_gain >= parts.patience:
-        parts.console.say(f"Stopping early: {parts.patience} validations without a better {parts.best.metric}.")
-        progress.finished = True
-        return "patience", False
-    return "done", False
+    if rule.metric not in numbers:
+        saved = None
+        if progress.step:
+            progress.settled = False  # the run that goes on judges again
+            _save(parts, best=False)
+            parts.saver.settle()
+            saved = f"The model of step {progress.step} is saved"
+        raise best.not_found(rule, numbers, saved=saved)
+    return best.judge(rule, progress, numbers[rule.metric], patience=parts.patience, console=parts.console)
 
 
 def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
@@ -332,9 +328,9 @@ def _at_end(parts: Parts, seconds: float) -> None:
         with parts.meters.phase("save"):
             exported = parts.saver.export(parts.progress)
     _evaluate(parts, at_end=True)
-    value = parts.progress.best
-    best = f"{value:.6f} at step {parts.progress.best_step}" if value is not None else "none"
-    rows = [("best", best), ("model", exported), ("run folder", str(parts.folder))]
+    rows = [("best", best.outcome(parts.best, parts.progress)), ("model", exported), ("run folder", str(parts.folder))]
+    if parts.best and (line := best.only_worse(parts.best, parts.progress)):
+        rows.insert(0, ("warning", line))
     if skipped := _scaling(parts).get("skipped_steps"):
         rows.insert(
             1, ("skipped", f"{skipped:,} of {parts.progress.step:,} steps overflowed in fp16, and moved no weight")

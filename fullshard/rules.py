@@ -1,4 +1,4 @@
-"""Rules the loop asks: when something is due, which model is the best. Must not know what follows from the answer."""
+"""When something is due; the loop asks. Must not know what follows from the answer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,3 @@ class Due:
 
     def after_seconds(self, seconds: float) -> bool:
         return self.every_minutes is not None and seconds >= 60 * self.every_minutes
-
-
-@dataclass(frozen=True)
-class BestRule:
-    """Which validation number decides, and which way."""
-
-    metric: str
-    mode: str
-
-    def better(self, value: float, best: float | None) -> bool:
-        return best is None or (value < best if self.mode == "min" else value > best)

@@ -20,6 +20,14 @@ class Progress:
     """Steps that moved the weights: an overflow under fp16 moves the data on, not the schedule."""
     best: float | None = None
     best_step: int | None = None
+    best_by: str | None = None
+    """What `best` is a value of, such as `min loss`."""
+    first: float | None = None
+    """The first value of it, which later ones are measured by."""
+    previous: float | None = None
+    """The value of the last validation."""
+    only_worse: int = 0
+    """Validations since the first, each worse than the one before it; -1: one of them was not."""
     validations_without_gain: int = 0
     seconds: float = 0.0
     """Training time over all runs of this folder."""

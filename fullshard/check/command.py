@@ -171,7 +171,7 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
     """Goes on after a mistake as far as it can, so that one check finds them all."""
     from torch import nn
 
-    from fullshard.ground import build_module, check_best, find_processor, lay_data
+    from fullshard.ground import build_module, find_best, find_processor, lay_data
 
     laid = _Laid()
 
@@ -181,14 +181,16 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
         except FullshardError as mistake:
             # Where it lies is in the message; a tokenizer is trained on the data, so either may be found by either.
             where = "data" if isinstance(mistake, DataError) else where
-            laid.mistakes.append((where, mistake))
+            if str(mistake) not in {str(known) for _, known in laid.mistakes}:
+                laid.mistakes.append((where, mistake))
             return None
 
-    attempt("recipe", lambda: check_best(recipe))
     processor = attempt("model", lambda: find_processor(recipe))
     if laid.problems("model") or laid.problems("data"):
         return laid
     laid.module = attempt("model", lambda: build_module(recipe, processor))
+    if (built := laid.module) is not None:
+        attempt("recipe", lambda: find_best(recipe, built))
     # Data can be looked at beside a model that cannot be built.
     module = nn.Module() if laid.module is None else laid.module
     laid.ground = attempt("data", lambda: lay_data(recipe, processor, module, world_size=world_size, console=console))

@@ -65,7 +65,7 @@ def of_evaluation(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
     validates = has_validation(recipe, ground)
     if not validates:
         for key in ("every_steps", "per_device"):
-            if getattr(evaluate, key) is not None and not _own_parts(evaluate):
+            if getattr(evaluate, key) is not None and not _needs_no_data(evaluate):
                 yield warning(
                     "no effect",
                     f"evaluate.{key} has no effect: there is no validation data.",
@@ -143,13 +143,17 @@ def has_validation(recipe: Recipe, ground: Ground | None) -> bool:
 
 
 def gives_numbers(recipe: Recipe, ground: Ground | None) -> bool:
-    """Whether a validation can give a number at all; a user's own evaluation may need no data for it."""
-    parts = recipe.evaluate.parts
-    return bool(parts) and (has_validation(recipe, ground) or _own_parts(recipe.evaluate))
+    """Whether a validation can give a number at all; some evaluations need no data for it."""
+    from fullshard import best
+
+    module = ground.module if ground else None
+    held_out = has_validation(recipe, ground)
+    return best.gives_numbers(recipe.evaluate.parts, recipe.objective, module, held_out=held_out)
 
 
-def _own_parts(evaluate: Evaluate) -> bool:
-    return any("." in part.kind() for part in evaluate.parts)
+def _needs_no_data(evaluate: Evaluate) -> bool:
+    """Whether a validation does something without validation data."""
+    return any(not part.needs_held_out and not part.only_at_end for part in evaluate.parts)
 
 
 def _default(section: Checkpoint | Data | Evaluate | Log, key: str) -> Any:

@@ -15,8 +15,8 @@ class Best(Section):
 
     metric: str = "loss"
     """A validation number."""
-    mode: Literal["min", "max"] = "min"
-    """Whether lower or higher is better."""
+    mode: Literal["min", "max"] | None = None
+    """Whether lower or higher is better; null: as the evaluation that gives the number says."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fullshard.objectives.base import Batch, Objective
+from fullshard.objectives.base import Batch, Numbers, Objective
 from fullshard.part import Part
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ class Evaluation(Part):
 
     folder: ClassVar[str] = "fullshard.evaluate"
     required: ClassVar[tuple[str, ...]] = ("run",)
+    numbers: ClassVar[Numbers | None] = None
+    """What it finds, and whether lower or higher is better: {"fid": "min", "recall": "max"}; None: not said, and
+    `checkpoint.best` by one of them must state its mode."""
+    needs_held_out: ClassVar[bool] = False
+    """Without validation data it finds nothing."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -56,9 +61,9 @@ class Evaluation(Part):
     only_at_end: bool = False
     """Run once, when training is over, instead of at every validation."""
 
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        """The names of the numbers it finds; None: known only when it has run."""
-        return None
+    def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
+        """`numbers`, where they follow from the settings, the objective or the (empty) model."""
+        return self.numbers
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         """Raises what would stop it at the first validation. Called before the ranks meet, with the empty model and the

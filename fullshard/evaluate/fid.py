@@ -7,7 +7,7 @@ once. Must not know FSDP or how the model was trained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError, missing_package
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Batch, Objective
+from fullshard.objectives.base import Batch, Numbers, Objective
 from fullshard.ops.denoising import texts_of
 from fullshard.user_code import load_callable
 
@@ -37,6 +37,9 @@ WHERE = "evaluate.parts: fid.extractor"
 
 class Fid(Evaluation):
     """How far the model's images are from held-out ones: `fid`, lower is nearer."""
+
+    numbers: ClassVar[Numbers | None] = {"fid": "min"}
+    needs_held_out: ClassVar[bool] = True
 
     extractor: str
     """What turns images (B, C, H, W) into features (B, N): path.py:Name or my_package.my_module.Name of a torch module,
@@ -60,9 +63,6 @@ class Fid(Evaluation):
     """What takes the data's scaling off images."""
     _extractor: _Extractor | None = PrivateAttr(None)
     _real: _Real | None = PrivateAttr(None)
-
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        return ("fid",)
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         _metric_class()

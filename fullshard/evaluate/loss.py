@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
+from torch import nn
 
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Objective
+from fullshard.objectives.base import Numbers, Objective
 
 
 class Loss(Evaluation):
     """Validation loss, and what the objective measures beside it."""
 
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        return objective.numbers
+    needs_held_out: ClassVar[bool] = True
+
+    def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
+        return objective.gives()
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         from fullshard.step import sum_terms, to_device

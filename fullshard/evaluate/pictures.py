@@ -5,7 +5,7 @@ The ranks share the images out and run every forward pass together. Must not kno
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -17,7 +17,7 @@ from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Objective
+from fullshard.objectives.base import Numbers, Objective
 from fullshard.ops.denoising import Text, texts_of
 
 _AT_ONCE = 64
@@ -26,6 +26,8 @@ _AT_ONCE = 64
 
 class Pictures(Evaluation):
     """Makes images and keeps them as `pictures/samples-STEP.png` in the run folder."""
+
+    numbers: ClassVar[Numbers | None] = {}
 
     classes: list[int] | None = None
     """A row for each of these labels; null: every class, or one row where the model has none."""
@@ -41,9 +43,6 @@ class Pictures(Evaluation):
     """How much a label or a text counts: 1 is what the model learned, more is clearer and less varied."""
     seed: int = 0
     """Decides the noise."""
-
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        return ()
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         denoiser: Any = model

@@ -5,7 +5,7 @@ The ranks share the images out and run every forward pass together. Must not kno
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Objective
+from fullshard.objectives.base import Numbers, Objective
 from fullshard.user_code import load_callable
 
 WHERE = "evaluate.parts: recognition.classifier"
@@ -26,6 +26,8 @@ WHERE = "evaluate.parts: recognition.classifier"
 
 class Recognition(Evaluation):
     """How often a classifier finds the class in an image that it was made for: `recognised`, from 0 to 1."""
+
+    numbers: ClassVar[Numbers | None] = {"recognised": "max"}
 
     classifier: str
     """What turns images (B, C, H, W) into logits (B, classes) or labels (B,): path.py:Name or
@@ -50,9 +52,6 @@ class Recognition(Evaluation):
     _encoder: Any = PrivateAttr()
     """What takes the data's scaling off images."""
     _judge: Any = PrivateAttr(None)
-
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        return ("recognised",)
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         denoiser: Any = model

@@ -7,7 +7,7 @@ scores its own share of the queries. Must not know the loss or how the model was
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Objective
+from fullshard.objectives.base import Numbers, Objective
 
 BLOCK = 2**24
 """Scores that are compared at once."""
@@ -32,8 +32,14 @@ class Retrieval(Evaluation):
     dims: list[int] | None = None
     """How many numbers of each embedding are taken; null: all, and those of objective.matryoshka."""
 
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        return tuple(self._names("")) if self.dims is None and getattr(objective, "matryoshka", None) is None else None
+    needs_held_out: ClassVar[bool] = True
+
+    def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
+        width = getattr(model, "embedding_width", None)
+        if width is None:  # what `check` refuses
+            return None
+        suffixes = [self._suffix(dim, width) for dim in self._dims(objective, width)]
+        return {name: "max" for suffix in suffixes for name in self._names(suffix)}
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         require_embeddings(self, objective)
@@ -48,9 +54,11 @@ class Retrieval(Evaluation):
         width = held.queries.shape[-1]
         for dim in self._dims(inputs.objective, width):
             found = self._score(held, dim, inputs)
-            suffix = "" if dim == width else f"/{dim}"
-            numbers |= dict(zip(self._names(suffix), found, strict=True))
+            numbers |= dict(zip(self._names(self._suffix(dim, width)), found, strict=True))
         return Findings(numbers)
+
+    def _suffix(self, dim: int, width: int) -> str:
+        return "" if dim == width else f"/{dim}"
 
     def _names(self, suffix: str) -> list[str]:
         furthest = max(self.at)

@@ -5,15 +5,19 @@ All ranks run every forward pass together. Must not know FSDP or how the model w
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Objective
+from fullshard.objectives.base import Numbers
 
 
 class Sample(Evaluation):
     """Continues each prompt token by token."""
+
+    numbers: ClassVar[Numbers | None] = {}
 
     prompts: list[str] = Field(["The"], min_length=1)
     """What to continue."""
@@ -22,9 +26,6 @@ class Sample(Evaluation):
     temperature: float = Field(0.8, ge=0)
     """0 always takes the most likely token."""
     only_at_end: bool = True
-
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        return ()
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         generator = torch.Generator().manual_seed(0)

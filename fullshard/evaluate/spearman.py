@@ -6,7 +6,7 @@ Must not know the loss or how the model was trained.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,14 +17,14 @@ from fullshard.dist import reduce
 from fullshard.errors import DataError, missing_package
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
 from fullshard.evaluate.retrieval import embed_all, require_embeddings
-from fullshard.objectives.base import Objective
+from fullshard.objectives.base import Numbers, Objective
 
 
 class Spearman(Evaluation):
     """Compares the order of cosines with the order of labels."""
 
-    def gives(self, objective: Objective) -> tuple[str, ...] | None:
-        return ("spearman",)
+    numbers: ClassVar[Numbers | None] = {"spearman": "max"}
+    needs_held_out: ClassVar[bool] = True
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         require_embeddings(self, objective)

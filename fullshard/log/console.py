@@ -142,11 +142,16 @@ class Console:
 
     def validated(self, numbers: Mapping[str, float]) -> None:
         """What a validation found beside the loss, which ends the epoch's lines."""
-        if found := [f"{name} {value:.4g}" for name, value in numbers.items() if name != "loss"]:
+        if found := [f"{name} {words.number(value)}" for name, value in numbers.items() if name != "loss"]:
             self._emit(f"Validation: {', '.join(found)}")
 
     def new_best(self, value: float, metric: str = "loss") -> None:
-        self._emit(f">>>>>> New Best Val {metric.replace('_', ' ').title()}: {value:.6f}", style="green")
+        """Better than every validation before it."""
+        self._emit(f">>>>>> New Best Val {words.title(metric)}: {value:.6f}", style="green")
+
+    def first_value(self, value: float, metric: str = "loss") -> None:
+        """The first validation of a run: there is nothing yet that it could be better than."""
+        self._emit(f"First Val {words.title(metric)}: {value:.6f} (the baseline)")
 
     def saved(self, path: Path, *, seconds: float, size_bytes: int) -> None:
         self._emit(f"Saved {path} ({words.size(size_bytes)}) in {seconds:.1f} s", style="dim", whole=True)

@@ -63,6 +63,22 @@ def loss(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 
+LARGEST = 5e34
+"""e^80, where a perplexity is cut off, is more than this."""
+
+
+def number(value: float) -> str:
+    """A validation number: `0.1234`, `2.1`, `456,809`, and `> 5e34` for what is too large to mean anything."""
+    if value > LARGEST:
+        return f"> {LARGEST:.0e}".replace("e+", "e")
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.5g}"
+
+
+def title(metric: str) -> str:
+    """`Token Accuracy` for token_accuracy."""
+    return metric.replace("_", " ").title()
+
+
 def columns(rows: Sequence[tuple[str, str]], *, width: int) -> list[tuple[str, str]]:
     """Two aligned columns as (left, right) pieces of lines; long values go on under themselves."""
     left = max((len(key) for key, _ in rows), default=0) + 2

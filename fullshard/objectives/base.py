@@ -6,9 +6,9 @@ the result the same for any world size and any split into micro-batches. Must no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fullshard.errors import RecipeError
 from fullshard.part import Part
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Any]
 """One micro-batch: tensors by name. `sample_ids` is always there; -1 marks a sample that only fills the batch."""
+Direction = Literal["min", "max"]
+"""Which values of a number are better: lower (min) or higher (max)."""
+Numbers = Mapping[str, Direction]
+"""What a validation finds: each number by name, with its direction."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class Objective(Part):
     """The batch keys it reads."""
     encoder: ClassVar[str | None] = None
     """The kind of encoder meant where the recipe names none; None: chosen from the first record."""
-    numbers: ClassVar[tuple[str, ...] | None] = None
-    """What a validation of it measures, the loss included; None: known only when it has run."""
+    numbers: ClassVar[Numbers | None] = None
+    """What a validation of it measures, the loss included: {"loss": "min", "accuracy": "max"}; None: not said."""
 
     def count(self, batch: Batch) -> int:
         """How many loss terms the micro-batch holds, from the batch alone (on the CPU, before any forward)."""
@@ -64,6 +68,10 @@ class Objective(Part):
 
     def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
         """Refuses data that it cannot learn from with this model, by what is stored of it; called before ranks meet."""
+
+    def gives(self) -> Numbers | None:
+        """`numbers`, where they follow from the settings."""
+        return self.numbers
 
     def derived(self, numbers: dict[str, float]) -> dict[str, float]:
         """Numbers that follow from the averages, such as perplexity from the loss."""

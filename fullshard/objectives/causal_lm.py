@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import SetupError
-from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.objectives.base import Batch, Numbers, Objective, Terms
 from fullshard.ops.document_bounds import document_bounds
 from fullshard.ops.finite import finite
 from fullshard.ops.linear_cross_entropy import IGNORE, linear_cross_entropy
@@ -25,7 +25,7 @@ class CausalLM(Objective):
     """Cross-entropy of the next token; `labels[i]` is the target of position i."""
 
     needs: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "labels")
-    numbers: ClassVar[tuple[str, ...] | None] = ("loss", "accuracy", "perplexity")
+    numbers: ClassVar[Numbers | None] = {"loss": "min", "accuracy": "max", "perplexity": "min"}
 
     full_logits: bool = False
     """Take the model's own logits, all at once: slower and larger, for models whose head does more than a product."""

@@ -21,7 +21,7 @@ from fullshard.dist import reduce
 from fullshard.dist.turns import one_by_one
 from fullshard.errors import DataError, RecipeError
 from fullshard.models.base import Family
-from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.objectives.base import Batch, Numbers, Objective, Terms
 from fullshard.ops.chunks import Chunk, Images, Texts, crowded, cut, fill_up, have_images, inputs, see, spread, there
 from fullshard.ops.layout import lay_out
 from fullshard.ops.matryoshka import Matryoshka
@@ -69,7 +69,6 @@ class Contrastive(Objective):
 
     encoder: ClassVar[str | None] = "pairs"
     needs: ClassVar[tuple[str, ...]] = ("tokens", "lengths", "texts", "label", "keys")
-    numbers: ClassVar[tuple[str, ...] | None] = ("loss", "accuracy")
 
     similarity: SimilarityLoss = Field(
         default_factory=lambda: decode(SimilarityLoss, {}, where="objective.loss"), alias="loss"
@@ -89,6 +88,9 @@ class Contrastive(Objective):
         if self.similarity.needs_teacher != (self.teacher is not None):
             raise ValueError("objective.teacher goes with objective.loss: distillation, and it needs one")
         return self
+
+    def gives(self) -> Numbers:
+        return {"loss": "min"} if self.similarity.tokens else {"loss": "min", "accuracy": "max"}
 
     def frozen(self) -> dict[str, Any]:
         return {"teacher": self.teacher} if self.teacher is not None else {}

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from fullshard.models.base import Family
-from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.objectives.base import Batch, Numbers, Objective, Terms
 from fullshard.ops.denoising import (
     Betas,
     Prediction,
@@ -41,7 +41,7 @@ class DDPM(Objective):
 
     needs: ClassVar[tuple[str, ...]] = ("images", "label", "draws")
     encoder: ClassVar[str | None] = "image"
-    numbers: ClassVar[tuple[str, ...] | None] = ("loss",)
+    numbers: ClassVar[Numbers | None] = {"loss": "min"}
 
     prediction: Prediction = "epsilon"
     """What the model predicts. epsilon: the noise; v: the velocity, of use also where little of the image is left."""

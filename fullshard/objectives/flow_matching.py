@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from fullshard.models.base import Family
-from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.objectives.base import Batch, Numbers, Objective, Terms
 from fullshard.ops.denoising import (
     Text,
     check_denoiser,
@@ -37,7 +37,7 @@ class FlowMatching(Objective):
 
     needs: ClassVar[tuple[str, ...]] = ("images", "label", "draws")
     encoder: ClassVar[str | None] = "image"
-    numbers: ClassVar[tuple[str, ...] | None] = ("loss",)
+    numbers: ClassVar[Numbers | None] = {"loss": "min"}
 
     time: Literal["uniform", "logit_normal"] = "uniform"
     """How times are drawn. logit_normal: the sigmoid of a normal number, so that most lie in the middle."""
