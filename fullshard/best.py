@@ -40,15 +40,15 @@ class BestRule:
     def describe(self) -> str:
         return f"{'lowest' if self.mode == 'min' else 'highest'} {self.metric}"
 
-    def warning(self) -> str | None:
-        """What a mode that contradicts the metric means."""
+    def warning(self) -> tuple[str, str] | None:
+        """What a mode that contradicts the metric means, and what to do."""
         if not self.against:
             return None
-        right: Direction = "max" if self.mode == "min" else "min"
+        better = "higher" if self.mode == "min" else "lower"
         return (
-            f"checkpoint.best.mode = {self.mode} keeps the model with the {self.describe()}, the worst one: of "
-            f"{self.metric} {'higher' if right == 'max' else 'lower'} values are better. Leave mode out, or write "
-            f"checkpoint.best: {{metric: {self.metric}, mode: {right}}}."
+            f"checkpoint.best.mode = {self.mode} keeps the model with the {self.describe()}, the worst one: a {better} "
+            f"{self.metric} is better.",
+            f"Leave mode out: checkpoint.best: {self.metric}.",
         )
 
 

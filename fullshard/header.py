@@ -34,7 +34,7 @@ def header_rows(
         rows.append(("ema", recipe.ema.describe()))
     rows.append(("checkpoints", _checkpoints(recipe, built)))
     if built.parts.best and (warning := built.parts.best.warning()):
-        rows.append(("warning", warning))
+        rows.append(("warning", " ".join(warning)))
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:
         rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))

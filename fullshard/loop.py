@@ -25,6 +25,7 @@ from fullshard.errors import NumericalError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
+from fullshard.log.words import Steps
 from fullshard.objectives.base import Objective
 from fullshard.rules import Due
 from fullshard.schedules.base import Schedule
@@ -108,7 +109,8 @@ def _epoch(parts: Parts, windows: Iterator[Any]) -> str:
     progress, begun = parts.progress, time.monotonic()
     epoch, done = divmod(progress.step, parts.steps_per_epoch)
     steps = min(parts.steps_per_epoch - done, parts.total_steps - progress.step)
-    parts.console.epoch_begin(epoch + 1, math.ceil(parts.epochs), _lr(parts))
+    part = Steps(done, done + steps, parts.steps_per_epoch)
+    parts.console.epoch_begin(epoch + 1, math.ceil(parts.epochs), _lr(parts), steps=part)
     with parts.console.training_bar(done + steps, done=done) as bar:
         for number in range(steps):
             result = _step(parts, windows)
@@ -121,7 +123,7 @@ def _epoch(parts: Parts, windows: Iterator[Any]) -> str:
                 return "signal"
             if number < steps - 1 and (stopped := _after_step(parts)) != "done":
                 return stopped
-    return _after_epoch(parts, epoch + 1, seconds=time.monotonic() - begun)
+    return _after_epoch(parts, epoch + 1, part, seconds=time.monotonic() - begun)
 
 
 def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
@@ -242,7 +244,9 @@ def _settle(parts: Parts) -> str:
     progress.settled = True
     if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
         return _after_step(parts)
-    return _after_epoch(parts, math.ceil(progress.step / parts.steps_per_epoch), seconds=0.0)
+    epoch = math.ceil(progress.step / parts.steps_per_epoch)
+    done = progress.step - (epoch - 1) * parts.steps_per_epoch
+    return _after_epoch(parts, epoch, Steps(0, done, parts.steps_per_epoch), seconds=0.0)
 
 
 def _after_step(parts: Parts) -> str:
@@ -255,7 +259,7 @@ def _after_step(parts: Parts) -> str:
     return stopped
 
 
-def _after_epoch(parts: Parts, epoch: int, *, seconds: float) -> str:
+def _after_epoch(parts: Parts, epoch: int, part: Steps, *, seconds: float) -> str:
     """What is due at the end of an epoch, or of a run that ends within one."""
     progress = parts.progress
     _require_finite(parts, _flush(parts))
@@ -264,7 +268,8 @@ def _after_epoch(parts: Parts, epoch: int, *, seconds: float) -> str:
     numbers: dict[str, float] = {}
     if parts.evaluate_due.after_epoch(epoch) or parts.evaluate_due.after_step(progress.step) or ended:
         numbers = _evaluate(parts, at_end=False)
-    parts.console.epoch_end(epoch, seconds=seconds, train_loss=train_loss, val_loss=numbers.get("loss"))
+    val_loss = numbers.get("loss")
+    parts.console.epoch_end(epoch, seconds=seconds, train_loss=train_loss, val_loss=val_loss, steps=part)
     stopped, keep = _judge(parts, numbers)
     if progress.step % parts.steps_per_epoch == 0:
         progress.epoch, progress.epoch_sums = epoch, {}

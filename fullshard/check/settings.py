@@ -6,6 +6,7 @@ Must not know how the model is built. torch is imported only to ask which device
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from fullshard.arithmetic import StepPlan, plan_steps
 from fullshard.check import idle
 from fullshard.check.findings import Finding, error, guarded, ok, warning
 from fullshard.dist.ranks import count
+from fullshard.errors import RecipeError
 from fullshard.launch.base import Ranks
 from fullshard.read import Reading
 
@@ -39,6 +41,7 @@ def look(reading: Reading, ranks: Ranks, ground: Ground | None) -> Iterator[Find
     yield from mesh(recipe, ranks, layout)
     found = [
         *conflicts(recipe, ranks, ground),
+        *best_model(recipe, ground),
         *prompts(recipe, ground),
         *learning_rate(recipe),
         *course(recipe, ground),
@@ -162,6 +165,16 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
             f"{count(cores, 'core')}.",
             f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.",
         )
+
+
+def best_model(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+    """A direction that contradicts what the evaluation says of its number."""
+    from fullshard.ground import find_best
+
+    with contextlib.suppress(RecipeError):  # found when the ground was laid
+        rule = find_best(recipe, ground.module) if ground else None
+        if rule and (contradiction := rule.warning()):
+            yield warning("best", *contradiction)
 
 
 def prompts(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:

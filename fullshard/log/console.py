@@ -120,10 +120,11 @@ class Console:
         """Training starts at step `done` of `total_steps`: from here on the time left of the run is measured."""
         self._run = Pace(total_steps, clock=self.clock, done=done)
 
-    def epoch_begin(self, epoch: int, epochs: float, lr: float) -> None:
-        """Epochs are counted from 1."""
+    def epoch_begin(self, epoch: int, epochs: float, lr: float, *, steps: words.Steps | None = None) -> None:
+        """Epochs are counted from 1; `steps` are those of a part of one."""
+        part = f" ({steps.text()})" if steps and not steps.whole else ""
         self._emit("")
-        self._emit(f"Started Training on: {epoch} / {epochs:g} epoch", style="bold")
+        self._emit(f"Started Training on: {epoch} / {epochs:g} epoch{part}", style="bold")
         self._emit(f"Current LR: {lr:.6e}")
 
     def training_bar(self, total_steps: int, *, done: int = 0) -> Bar:
@@ -134,8 +135,19 @@ class Console:
         """The bar of one validation."""
         return Bar(self, "Validation", "val_loss", Pace(total, clock=self.clock))
 
-    def epoch_end(self, epoch: int, *, seconds: float, train_loss: float, val_loss: float | None = None) -> None:
-        self._emit(f"Epoch {epoch} completed in {seconds:.2f} seconds")
+    def epoch_end(
+        self,
+        epoch: int,
+        *,
+        seconds: float,
+        train_loss: float,
+        val_loss: float | None = None,
+        steps: words.Steps | None = None,
+    ) -> None:
+        """Only an epoch that ran to its last step is called completed. No seconds: it ended in an earlier run."""
+        part = f": {steps.text()}" if steps and not steps.whole else ""
+        ended = "completed" if steps is None or steps.end == steps.of else "is not complete"
+        self._emit(f"Epoch {epoch} {ended}{part}" + (f" in {seconds:.2f} seconds" if seconds else ""))
         self._emit(f"Average Train Loss: {train_loss:.6f}")
         if val_loss is not None:
             self._emit(f"Average Val Loss: {val_loss:.6f}")

@@ -5,6 +5,7 @@ sentence-transformers does the work. Must not know records, options or which hit
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ def locate(name: str) -> str:
     from fullshard.hf.hub import fetch
 
     folder = fetch(name, revision=None, code=False, weights=False, where="MODEL")
+    for place in (folder, folder / "model"):
+        _refuse_language_model(name, place)
     if not Path(name).expanduser().is_dir() and not name.startswith("package:"):
         return name
     if any((folder / file).is_file() for file in _MODEL):
@@ -47,6 +50,35 @@ def locate(name: str) -> str:
         f"MODEL = {name} holds no model: there is none of {', '.join(_MODEL)} in it, nor in {folder / 'model'}. Give "
         "the folder of a model; the checkpoint of a run that is still going is made one by fullshard export."
     )
+
+
+def _refuse_language_model(name: str, folder: Path) -> None:
+    """sentence-transformers would average a language model's hidden states without a word, and call that embeddings."""
+    if (folder / "modules.json").is_file():
+        return
+    for file, says in _LANGUAGE_MODEL.items():
+        try:
+            found = says(json.loads((folder / file).read_text(encoding="utf-8")))
+        except (OSError, ValueError, AttributeError):  # not there, or broken: what loads it says how
+            continue
+        if found:
+            raise SetupError(
+                f"MODEL = {name} is a language model ({found} in {folder / file}): it gives the next token, no "
+                "embeddings. fullshard mine takes an embedding model: a run with objective.kind: contrastive, a folder "
+                "or hub name of sentence-transformers, or an encoder such as BERT."
+            )
+
+
+def _causal(config: dict[str, Any]) -> str | None:
+    return next((name for name in config.get("architectures") or () if name.endswith("ForCausalLM")), None)
+
+
+def _causal_adapter(config: dict[str, Any]) -> str | None:
+    return "CAUSAL_LM" if config.get("task_type") == "CAUSAL_LM" else None
+
+
+_LANGUAGE_MODEL = {"config.json": _causal, "adapter_config.json": _causal_adapter}
+"""What a folder of Transformers and one of PEFT say of themselves; modules.json makes either an embedding model."""
 
 
 def get_ready(device: str | None) -> None:

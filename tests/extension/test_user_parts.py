@@ -412,6 +412,9 @@ from tests.near import assert_near
 class Length(Evaluation):
     name: str = "length"
 
+    def gives(self, objective, model):
+        return {self.name: "min"}
+
     def run(self, inputs):
         slices = [p.to_local().detach().double() for p in inputs.model.parameters()]
         total = inputs.sum_over_ranks(torch.stack([s.square().sum() for s in slices]).sum())
@@ -424,7 +427,7 @@ def test_evaluation(run: Train, parts: Path, folder: Path) -> None:
     records = run(
         "evaluation",
         evaluate={"parts": [{"kind": "my_evaluation.Length", "name": "long"}], "every_steps": 1},
-        checkpoint={"best": {"metric": "long", "mode": "min"}},
+        checkpoint={"best": "long"},
     )
     found = [record["long"] for record in records if record["kind"] == "validation"]
     end = records[-1]

@@ -254,8 +254,8 @@ def test_what_cannot_work_is_refused_before_the_run(code: Path, part: dict[str, 
 
 
 def test_both_can_choose_the_best_model(code: Path) -> None:
-    assert Fid(extractor="a.py:B").gives(FlowMatching()) == ("fid",)
-    assert Recognition(classifier="a.py:B").gives(FlowMatching()) == ("recognised",)
+    assert Fid(extractor="a.py:B").gives(FlowMatching(), Model()) == {"fid": "min"}
+    assert Recognition(classifier="a.py:B").gives(FlowMatching(), Model()) == {"recognised": "max"}
     with pytest.raises(RecipeError, match="compares with held-out images"):
         Fid(extractor=f"{code}:Features").check(FlowMatching(), Model(), None)
 
