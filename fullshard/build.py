@@ -161,7 +161,8 @@ def _sharded_model(
 def _resolved(recipe: Recipe, ground: Ground, parts: Parts, plan: ShardPlan, precision: ResolvedPrecision) -> Recipe:
     """The recipe with every "auto" replaced by what it came to."""
     sharding = {"strategy": plan.layout.strategy, "compile": plan.compile}
-    world, checkpoint = parts.saver.world, {"asynchronous": parts.saver.background is not None}
+    world = parts.saver.world
+    checkpoint: dict[str, Any] = {"asynchronous": parts.saver.background is not None}
     if recipe.checkpoint.best and parts.best:
         checkpoint["best"] = recipe.checkpoint.best.model_copy(update={"mode": parts.best.mode})
     topology = {"device": world.device.type, "backend": world.backend, "devices": world.local_size}

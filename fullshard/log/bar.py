@@ -82,24 +82,33 @@ def _drawn(share: float, width: int, ascii_only: bool) -> str:
     return ("█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()).ljust(width)
 
 
-def step_line(record: Mapping[str, Any], run: Pace | None) -> str:
-    """One logged step in fixed columns: step, loss, lr, gradient norm, tokens/s, MFU, memory, data wait, time left."""
+def step_line(record: Mapping[str, Any], run: Pace | None, *, width: int | None = None) -> str:
+    """One logged step in fixed columns: step, loss, lr, gradient norm, tokens/s, memory, MFU, data wait, time left.
+
+    Within `width` the last columns are left out first, and the time left, which the bar shows, is left out always."""
     step, total = record["step"], run.total if run else None
     parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step:>6}"]
-    parts.append(f"loss {words.loss(record['loss']):>8}")
+    parts.append(f"loss {_fixed(record['loss'], words.loss(record['loss'])):>7}")
     parts.append(f"lr {record['lr']:.2e}")
-    if record.get("grad_norm") is not None:
-        parts.append(f"grad_norm {record['grad_norm']:>7.3f}")
-    parts += [f"{text:>{width}}" for text, width in _speed(record)]
+    if (norm := record.get("grad_norm")) is not None:
+        parts.append(f"norm {_fixed(norm, f'{norm:.3f}'):>7}")
+    parts += [f"{text:>{columns}}" for text, columns in _speed(record)]
     wait = record.get("data_wait")
     parts.append(f"data wait {'-' if wait is None else format(wait, '.1%'):>5}")
-    if run is not None:
+    if run is not None and width is None:
         parts.append(f"run ends in {run.left_text()}")
+    while width is not None and len(parts) > 2 and len("  ".join(parts)) > width:
+        parts.pop()
     return "  ".join(parts)
 
 
+def _fixed(value: float, text: str) -> str:
+    """The text of a number, or a short form where it would break the columns."""
+    return text if len(text) <= 7 else f"{value:.1e}"
+
+
 def status_line(record: Mapping[str, Any], run: Pace) -> str:
-    """The same in 80 columns for under a moving bar, which shows the loss itself."""
+    """The run as a whole, for under a moving bar, which shows the loss itself."""
     parts = [f"run {run.done}/{run.total}, ends in {run.left_text()}"]
     if record:
         parts.append(f"lr {record['lr']:.2e}")
@@ -111,8 +120,8 @@ def _speed(record: Mapping[str, Any]) -> list[tuple[str, int]]:
     unit = "img" if "images_per_second" in record else "tok"
     rate = record.get("images_per_second", record.get("tokens_per_second"))
     parts = [("-" if rate is None else f"{words.short(rate)} {unit}/s", 11)]
-    if record.get("mfu") is not None:
-        parts.append((f"MFU {record['mfu']:.1%}", 9))
     if record.get("memory_gib") is not None:
         parts.append((f"{record['memory_gib']:.1f} GiB", 9))
+    if record.get("mfu") is not None:
+        parts.append((f"MFU {record['mfu']:.1%}", 9))
     return parts

@@ -31,8 +31,6 @@ FILE_WIDTH = 100
 """Columns of what is laid out for a file."""
 QUIET_S = 30.0
 """Without a terminal a bar shows itself after so many seconds in which nothing else did."""
-STEP_LINE_S = 2.0
-"""Without a terminal step lines are at least so far apart; log.txt has them all."""
 
 
 class Console:
@@ -260,7 +258,7 @@ class Bar:
         self._console, self._label, self._loss_name = console, label, loss_name
         self._pace, self._run = pace, run
         self._loss: float | None = None
-        self._shown_at = self._stepped_at = -1e9
+        self._shown_at = -1e9
 
     def __enter__(self) -> Bar:
         self._shown_at = self._console.clock()
@@ -286,16 +284,14 @@ class Bar:
             console._show(Text(self.file_line()))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """A logged step: a line in log.txt, and on the screen a line without a terminal or the status under the bar."""
+        """A logged step: a line in log.txt and on the screen, on a terminal above the bar and no wider than it is."""
         console = self._console
         console._record = record
-        text = bars.step_line(record, self._run)
-        now = console.clock()
-        if not console.on_terminal and now - self._stepped_at >= STEP_LINE_S:
-            self._shown_at = self._stepped_at = now
-            console._show(Text(text))
+        self._shown_at = console.clock()
+        width = console._screen.width if console.on_terminal else None
+        console._show(Text(bars.step_line(record, self._run, width=width)))
         if not console.silent:
-            console._write_down(text)
+            console._write_down(bars.step_line(record, self._run))
 
     def line(self, width: int, *, drawn: int = 40) -> str:
         """The bar as it is now."""

@@ -146,14 +146,23 @@ def test_step_lines_have_fixed_columns(console: Console, out: File, clock: Clock
                 )
     first, second = lines(out)[:2]
     assert first == (
-        "step  10/120  loss   6.9800  lr 3.00e-04  grad_norm   1.250  45.0k tok/s  MFU 52.8%   83.1 GiB  "
+        "step  10/120  loss  6.9800  lr 3.00e-04  norm   1.250  45.0k tok/s   83.1 GiB  MFU 52.8%  "
         "data wait  0.4%  run ends in 03:40"
     )
-    for column in ("loss", "lr", "grad_norm", "tok/s", "run ends"):
+    for column in ("loss", "lr", "norm", "tok/s", "run ends"):
         assert first.index(column) == second.index(column)
 
 
-def test_step_lines_of_a_fast_run_do_not_flood_but_are_all_written_down(
+def test_large_numbers_keep_the_columns(console: Console, out: File) -> None:
+    with console.training_bar(2) as bar:
+        bar.log(record(1))
+        bar.log({**record(2), "loss": 1_316_765.0, "grad_norm": 123_456.7})
+    first, second = lines(out)[:2]
+    assert "loss 1.3e+06  lr 3.00e-04  norm 1.2e+05" in second
+    assert first.index("lr") == second.index("lr")
+
+
+def test_every_logged_step_is_a_line_however_fast_the_run_is(
     console: Console, out: File, clock: Clock, tmp_path: Path
 ) -> None:
     console.open_log(tmp_path / "log.txt")
@@ -163,8 +172,11 @@ def test_step_lines_of_a_fast_run_do_not_flood_but_are_all_written_down(
             bar.advance(1.0)
             bar.log(record(step))
     console.close()
-    assert sum(line.startswith("step") for line in lines(out)) == 5
-    assert (tmp_path / "log.txt").read_text().count("step ") == 100
+    shown = [line for line in lines(out) if line.startswith("step")]
+    assert [int(line.split()[1]) for line in shown] == list(range(1, 101))
+    logged = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line.split("  ", 1)[1] for line in logged if "step " in line] == shown
+    assert len(lines(out)) == 101, "no bar but its end"
 
 
 def test_the_time_left_of_the_run_counts_validation_and_saving(console: Console, out: File, clock: Clock) -> None:
@@ -249,9 +261,7 @@ def test_log_txt_has_what_was_said_with_time_and_rank(console: Console, out: Fil
     assert all(stamp.match(line) for line in logged)
     said = [stamp.sub("", line) for line in logged]
     assert said[0] == "before the folder was known"
-    assert [line for line in said if line and not line.startswith("step")] == [
-        line for line in lines(out) if not line.startswith("step")
-    ]
+    assert [line for line in said if line] == lines(out)
 
 
 def test_log_txt_goes_on_after_a_resume_and_takes_debug_lines_when_asked(tmp_path: Path, out: File) -> None:
@@ -340,9 +350,11 @@ def test_on_a_terminal_bars_move_in_place_and_the_cursor_comes_back(
     assert text.count("\x1b[?25l") == 1
     assert text.count("\x1b[?25h") == 1
     assert "run 5/10, ends in 00:05 · lr 3.00e-04 · 1.00k tok/s" in moving
-    assert "step " not in text
     visible = re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]", "", text).replace("\r", "\n").split("\n")
     assert "warning: in between" in visible
+    steps = [line for line in visible if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/10", "2/10", "3/10", "4/10", "5/10"], "each once, in order"
+    assert all("norm   1.250" in line and len(line.rstrip()) <= 80 for line in steps)
     done = [line for line in visible if line.startswith("Validation: 100%")][-1]
     assert len(done) == 80
     final = [line for line in visible if line.startswith("Training:")][-1]
