@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from fullshard.arithmetic import StepPlan, plan_steps
 from fullshard.best import BestRule, best_rule, gives_numbers
 from fullshard.data.base import Encoder
+from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
+from fullshard.errors import DataError
 from fullshard.log.console import Console
+from fullshard.objectives.base import Objective
 from fullshard.part import decode
 from fullshard.placement import check_model
 from fullshard.recipe import Recipe
@@ -93,6 +97,7 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
         epochs=recipe.duration.epochs,
         steps=recipe.duration.steps,
     )
+    check_batch(recipe.objective, data)
     for stored in (data.train_from, data.validation_from):
         if stored is not None:
             recipe.objective.check_data(stored, module=module, samples_per_step=plan.global_size)
@@ -108,6 +113,18 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
         **data.encoder.identity(data.train_from.store),
     }
     return Ground(processor, module, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
+
+
+def check_batch(objective: Objective, data: Prepared) -> None:
+    """A batch has what the objective reads. Before the objective looks at the data, which it knows by these names."""
+    batch = Loader(data.train, data.encoder, per_device=1).batch_of(np.zeros(1, dtype=np.int64))
+    missing = [key for key in objective.needs if key not in batch]
+    if missing:
+        advice = f"data.encode={objective.encoder}" if objective.encoder else "another data.encode"
+        raise DataError(
+            f"objective.kind = {objective.kind()} needs {', '.join(missing)} in a batch, and the encoder "
+            f"{data.encoder.kind()} gives {', '.join(batch)}. Choose {advice}, or the objective of this data."
+        )
 
 
 def cache_folder(recipe: Recipe) -> Path:

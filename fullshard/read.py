@@ -129,9 +129,10 @@ def run_facts(reading: Reading) -> dict[str, Any]:
 def _open(source: str | Path | Mapping[str, Any]) -> tuple[str, Document]:
     if isinstance(source, Mapping):
         return "a mapping", Document(dict(source), {})
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     known = builtin.recipes()
-    if path.is_file():
+    # os.path answers no where Path raises an error: a name that is too long.
+    if os.path.isfile(path):
         return str(source), parse(_text(path), name=str(source))
     if isinstance(source, str) and source in known:
         name = f"built-in recipe {source}"
@@ -151,11 +152,11 @@ def _text(path: Path) -> str:
 
 
 def _not_found(source: str, path: Path, known: list[str]) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):
         resolved = path / "recipe.resolved.yaml"
         advice = f"Use {resolved}." if resolved.is_file() else "Name the YAML file inside it."
         return f"{source} is a folder, and a recipe is a YAML file. {advice}"
-    there = sorted(f.name for f in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    there = sorted(f.name for f in path.parent.glob("*.y*ml")) if os.path.isdir(path.parent) else []
     names = get_close_matches(path.stem, known, n=1)
     files = get_close_matches(path.name, there, n=3) or ([] if names else there[:3])
     near = [*(str(path.parent / file) for file in files), *names]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.check.findings import Finding, ok, warning
 from fullshard.data.base import IGNORE, Samples
 from fullshard.data.loader import Batch, Loader
 from fullshard.data.order import FILLER, permutation
@@ -155,15 +155,7 @@ def _batches(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
         world=plan.world,
     )
     first = loader.first_batch()
-    if missing := [key for key in recipe.objective.needs if key not in first]:
-        yield error(
-            "first batch",
-            f"objective.kind = {recipe.objective.kind()} needs {', '.join(missing)} in a batch, and the encoder gives "
-            f"{', '.join(first)}.",
-            "Choose another data.encode.",
-        )
-    else:
-        yield ok("first batch", _shapes(first))
+    yield ok("first batch", _shapes(first))
     longest = longest_batch(data, per_device=plan.per_device)
     top = int(data.train.lengths.max())
     yield ok("longest batch", f"{_shapes(longest)}; the longest sample has {counted(top, 'token')}")

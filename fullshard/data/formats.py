@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.data.base import Record, Records
-from fullshard.data.records import Listed, combine, digest, without_filling
+from fullshard.data.records import Listed, combine, digest, readable, without_filling
 from fullshard.errors import DataError
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
@@ -108,6 +108,10 @@ def _parse(data: bytes, *, where: str, rule: str) -> Any:
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}" if error.lineno > 1 else f"column {error.colno}"
         raise DataError(f"{where}: invalid JSON at {at}: {error.msg}. {rule}") from error
+    except ValueError as error:
+        raise DataError(f"{where}: a number has too many digits to be read. Write it as a string.") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: lists and objects are nested too deeply to be read. {rule}") from error
 
 
 def _json_type(value: Any) -> str:
@@ -289,10 +293,11 @@ class Parquet:
         if not 0 <= index < len(self):
             raise IndexError(index)
         group = int(np.searchsorted(self._ends, index, side="right"))
-        if self._held[0] != group:
-            self._held = (group, self._file.read_row_group(group))
         start = int(self._ends[group - 1]) if group else 0
-        return without_filling(self._held[1].slice(index - start, 1).to_pylist()[0])
+        with readable(self.where(index)):
+            if self._held[0] != group:
+                self._held = (group, self._file.read_row_group(group))
+            return without_filling(self._held[1].slice(index - start, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
         return f"{self._path}, record {index + 1}"

@@ -17,7 +17,7 @@ from fullshard.data.base import Encoder, Record, Records, Samples, Source
 from fullshard.data.encode import chat, pairs, text
 from fullshard.data.order import HOLDOUT, generator
 from fullshard.data.pack import Fitted, Plain, Wrapped
-from fullshard.data.records import counted, keys_found, origins
+from fullshard.data.records import counted, keys_found, named, origins
 from fullshard.data.store import Counts, Store, encoded
 from fullshard.errors import DataError
 
@@ -70,10 +70,11 @@ def texts(source: Source, encode: Encoder | None, *, limit: int | None = None) -
     for index in islice(range(len(records)), limit):
         # Read before the try: what cannot be read is named with its place already.
         record = records[index]
-        try:
-            yield from encoder.texts(record)
-        except DataError as error:
-            raise DataError(f"{records.where(index)}: {error}") from error
+        with named(records, index, record):
+            found = encoder.texts(record)
+            for text in found:
+                text.encode()
+        yield from found
 
 
 def prepare(
@@ -136,10 +137,8 @@ def prepare(
 
 def _choose(records: Records) -> Encoder:
     record = records[0]
-    try:
+    with named(records, 0, record):
         return choose_encoder(record)
-    except DataError as error:
-        raise DataError(f"{records.where(0)}: {error}") from error
 
 
 def held_out(num_records: int, *, share: float, seed: int) -> np.ndarray:

@@ -6,7 +6,8 @@ Each knows the place of a record and a fingerprint of its content. Must not know
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,51 @@ def keys_found(record: Record) -> str:
     """The keys of a record for an error, with those that hold nothing told apart."""
     keys = [f"{key!r} (null)" if value is None else repr(key) for key, value in record.items()]
     return f"Keys found: {', '.join(keys) or 'none'}."
+
+
+@contextmanager
+def named(records: Records, index: int, record: Record) -> Iterator[None]:
+    """Gives an error about a record its place; and its cause, where that is half of a character."""
+    try:
+        try:
+            yield
+        except Exception:
+            check_text(record)
+            raise
+    except DataError as error:
+        raise DataError(f"{records.where(index)}: {error}") from error
+
+
+def check_text(record: Record) -> None:
+    """Refuses a record with half of a character in it, which JSON can write and no tokenizer can read."""
+    for key, value in record.items():
+        if (half := _lone_surrogate(value)) is not None:
+            raise DataError(
+                f"{key!r} contains \\u{ord(half):04x}, a lone surrogate (half of a character), which no tokenizer can "
+                "read. Replace it by the whole character or by \\ufffd, or take the record out."
+            )
+
+
+def _lone_surrogate(value: Any) -> str | None:
+    if isinstance(value, str):
+        # Strings of Python are joined from whole characters; what is left of this range stands alone.
+        return next((c for c in value if "\ud800" <= c <= "\udfff"), None) if not value.isascii() else None
+    inner = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next((half for one in inner if (half := _lone_surrogate(one)) is not None), None)
+
+
+@contextmanager
+def readable(where: str) -> Iterator[None]:
+    """Says in words what keeps a stored table from being read."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{where}: not UTF-8 text (byte 0x{error.object[error.start]:02x}). Write the text as UTF-8."
+        ) from error
+    except OSError as error:
+        reason = str(error.strerror or error).rstrip(".")
+        raise DataError(f"{where}: cannot be read: {reason}. Write the file again.") from error
 
 
 def without_filling(record: Record) -> Record:
@@ -129,7 +175,8 @@ class ArrowRecords:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Record:
-        return without_filling(self._dataset[index] if self._stored is None else self._stored[index].to_pylist()[0])
+        with readable(self.where(index)):
+            return without_filling(self._dataset[index] if self._stored is None else self._stored[index].to_pylist()[0])
 
     def where(self, index: int) -> str:
         return f"{self._name}, record {index + 1}"

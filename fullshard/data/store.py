@@ -23,7 +23,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from fullshard.data.base import IGNORE, Encoder, Features, Records
-from fullshard.data.records import combine
+from fullshard.data.records import combine, named
 from fullshard.errors import DataError
 from fullshard.part import plain
 
@@ -220,15 +220,14 @@ def _build(
 def _encode(
     records: Records, indices: range, encoder: Encoder, processor: Any, *, length: int
 ) -> list[Sequence[Features]]:
+    batch = [records[index] for index in indices]
     try:
-        return encoder.encode_many([records[index] for index in indices], processor, length=length)
-    except DataError:
-        for index in indices:
-            record = records[index]
-            try:
+        return encoder.encode_many(batch, processor, length=length)
+    except Exception:
+        # Of the whole batch; the record that is to blame is named.
+        for index, record in zip(indices, batch, strict=True):
+            with named(records, index, record):
                 encoder.encode(record, processor, length=length)
-            except DataError as error:
-                raise DataError(f"{records.where(index)}: {error}") from error
         raise
 
 

@@ -64,12 +64,13 @@ def _text(words: list[str]) -> str:
     """The text that is meant: standard input, the end of a file, what a crashed rank wrote, or the words themselves."""
     if words == ["-"]:
         return sys.stdin.read()
-    path = Path(words[0]).expanduser()
     if len(words) > 1 or len(words[0]) > 1000 or "\n" in words[0]:
         return " ".join(words)
-    if path.is_dir():
+    # Not by Path, which raises an error where a text is too long for a name or begins with ~.
+    path = Path(os.path.expanduser(words[0]))
+    if os.path.isdir(path):
         return _crash_text(path)
-    if path.exists():
+    if os.path.exists(path):
         try:
             return crash.tail(path)
         except OSError as error:

@@ -6,6 +6,7 @@ Must not know configs, modules or ranks.
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ _UNWANTED = [
 
 def local_folder(name: str, *, revision: str | None, where: str) -> Path:
     """The folder of a model that is on disk already; never touches the network."""
-    folder = _in_package(name, where=where) or Path(name).expanduser()
-    if folder.is_dir():
+    folder = _in_package(name, where=where) or Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
         return folder.resolve()
     _refuse_paths(name, where=where)
     import huggingface_hub
@@ -40,14 +41,14 @@ def local_folder(name: str, *, revision: str | None, where: str) -> Path:
 def lasting(name: str, *, folder: Path) -> str:
     """The name under which other libraries find a model from anywhere: a hub name as it is; anything that means a
     folder on this machine (a relative path, package:NAME/FOLDER) as the absolute path of that folder."""
-    local = name.startswith("package:") or Path(name).expanduser().is_dir()
+    local = name.startswith("package:") or os.path.isdir(os.path.expanduser(name))
     return str(folder.resolve()) if local else name
 
 
 def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: str) -> Path:
     """The folder of a model, downloaded when it is a hub name that is not on disk yet."""
-    folder = _in_package(name, where=where) or Path(name).expanduser()
-    if folder.is_dir():
+    folder = _in_package(name, where=where) or Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
         return folder.resolve()
     _refuse_paths(name, where=where)
     import huggingface_hub

@@ -278,7 +278,7 @@ def test_an_objective_that_needs_what_the_encoder_does_not_give(parts: Path, fol
     (parts / "my_needy.py").write_text(OBJECTIVE.replace('"labels")', '"labels", "weights")'))
     settings = recipe(folder, name="needy", objective={"kind": "my_needy.Smoothed"})
     with pytest.raises(
-        fullshard.DataError, match=r"my_needy.Smoothed needs weights in a batch, and the encoder gives "
+        fullshard.DataError, match=r"my_needy.Smoothed needs weights in a batch, and the encoder text gives "
     ):
         fullshard.train(fullshard.load(settings))
 

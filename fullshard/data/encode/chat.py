@@ -7,6 +7,7 @@ plain one. Must not know files or ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -214,6 +215,9 @@ def _is_instructed(record: Record) -> bool:
 def _string(record: Record, key: str) -> str:
     value = record[key]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # Tables write NaN where a text is missing.
+        if not math.isfinite(value):
+            raise DataError(f"{key!r} must be a string, found {value}. Give it a text, or take the record out.")
         return str(value)
     if not isinstance(value, str):
         raise DataError(f"{key!r} must be a string, found {type(value).__name__}.")

@@ -123,7 +123,10 @@ def _given(record: Record, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _whole_numbers(record: Record, key: str, *, size: int | None = None) -> np.ndarray:
-    array = np.asarray(record[key])
+    try:
+        array = np.asarray(record[key])
+    except ValueError:  # lists of different lengths inside
+        array = np.zeros((0, 0))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise DataError(f"{key!r} must be a list of whole numbers.")
     if size is not None and len(array) != size:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import os
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ class Files(Source):
 
 
 def _matches(text: str) -> list[Path]:
-    path = Path(text).expanduser()
-    if path.exists():
+    # os.path answers no where Path raises an error: a name that is too long, or ~ before a user who is not there.
+    path = Path(os.path.expanduser(text))
+    if os.path.exists(path):
         return [path]
     if glob.has_magic(text):
         matched = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
@@ -74,8 +76,8 @@ def _matches(text: str) -> list[Path]:
 
 def _missing(path: Path, text: str) -> DataError:
     folder = path.parent
-    if not folder.is_dir():
-        existing = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    if not os.path.isdir(folder):
+        existing = next(parent for parent in folder.absolute().parents if os.path.isdir(parent))
         return DataError(
             f"{text}: no such file, and no folder {folder}; the path exists up to {existing}. Check the path; for a "
             "data set of the Hugging Face hub write {kind: hub, name: ...}."

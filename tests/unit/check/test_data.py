@@ -16,8 +16,9 @@ from fullshard.check.findings import Finding
 from fullshard.data.base import IGNORE
 from fullshard.data.loader import Loader
 from fullshard.errors import DataError
-from fullshard.ground import Ground, lay_ground
+from fullshard.ground import Ground, check_batch, lay_ground
 from fullshard.log.console import Console
+from fullshard.objectives.contrastive import Contrastive
 from fullshard.read import load
 from fullshard.recipe import Recipe
 from tests import small
@@ -134,11 +135,18 @@ def test_fewer_samples_than_a_batch_make_a_batch_all_the_same(tmp_path: Path, mo
 
 def test_an_objective_that_misses_a_key(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows(tmp_path / "train.jsonl", *distinct(20))
-    recipe, ground = grounded(tmp_path, model)
+    recipe, _ = grounded(tmp_path, model)
     monkeypatch.setattr(type(recipe.objective), "needs", ("input_ids", "scores"))
-    found = {finding.check: finding for finding in data.look(recipe, ground)}
-    assert found["first batch"].level == "error"
-    assert "needs scores in a batch" in found["first batch"].text
+    with pytest.raises(DataError, match="needs scores in a batch, and the encoder text gives input_ids, labels"):
+        grounded(tmp_path, model)
+
+
+def test_an_objective_for_other_data(tmp_path: Path, model: Path) -> None:
+    """It is told from the batch, before the objective looks for what a pair has."""
+    rows(tmp_path / "train.jsonl", *distinct(20))
+    _, ground = grounded(tmp_path, model)
+    with pytest.raises(DataError, match=r"contrastive needs tokens, lengths, .* Choose data.encode=pairs, or the obj"):
+        check_batch(Contrastive(), ground.data)
 
 
 def masked(ids: list[int], learned: int) -> dict[str, Any]:

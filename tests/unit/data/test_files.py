@@ -241,6 +241,11 @@ def test_a_missing_path_names_what_is_near(tmp_path: Path) -> None:
     assert "names no file" in failure([])
 
 
+@pytest.mark.parametrize("name", ["x" * 300, f"{'x' * 300}/a.jsonl", "~nobody-here/a.jsonl", "a\0b"])
+def test_a_path_that_cannot_be_one_is_missing(name: str) -> None:
+    assert "no such file" in failure(name)
+
+
 def test_fingerprint_follows_content_not_name_or_time(tmp_path: Path) -> None:
     first = Files(path=write(tmp_path / "a.jsonl", '{"text": "a"}')).open().fingerprint()
     assert Files(path=write(tmp_path / "b.jsonl", '{"text": "a"}')).open().fingerprint() == first

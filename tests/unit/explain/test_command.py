@@ -69,6 +69,11 @@ def test_a_file_that_is_not_there_is_a_mistake(app: typer.Typer, tmp_path: Path)
         call(app, str(tmp_path))
 
 
+@pytest.mark.parametrize("text", [f"/data/{'x' * 300}: CUDA out of memory", "~~~~^^^ CUDA out of memory", "a\0b"])
+def test_a_text_that_can_be_no_path_is_a_text(app: typer.Typer, text: str) -> None:
+    call(app, text, code=0 if "CUDA" in text else 1)
+
+
 def test_several_matches_are_named(app: typer.Typer) -> None:
     text = call(app, "None of the inputs have requires_grad=True ... CUDA out of memory")
     assert text.startswith("The GPU ran out of memory")
