@@ -33,7 +33,7 @@ from fullshard.placement import shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
 from fullshard.rules import Due
-from fullshard.saving import frozen_in, go_background, make_saver
+from fullshard.saving import frozen_in, go_background, make_saver, saves_to_come
 from fullshard.state import Progress
 from fullshard.step import to_device
 
@@ -114,6 +114,7 @@ def build(
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,
+        approach=saves_to_come(recipe, ground, saver),
         log_every=recipe.log.every_steps,
         log_sample_ids=recipe.log.sample_ids,
         best=acting_best(recipe, ground),

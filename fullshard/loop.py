@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fullshard import best
+from fullshard.approach import Approach
 from fullshard.best import BestRule
 from fullshard.checkpoint.saver import Saver
 from fullshard.dist import reduce
@@ -32,6 +33,7 @@ from fullshard.schedules.base import Schedule
 from fullshard.signals import StopSignals
 from fullshard.state import Progress, Result
 from fullshard.step import StepResult, seed_everything, train_step
+from fullshard.sums import average, flush
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Parts:
     evaluate_due: Due
     save_due: Due
     save_at_end: bool
+    approach: Approach
     log_every: int
     log_sample_ids: bool
     best: BestRule | None
@@ -87,6 +90,8 @@ def fit(parts: Parts) -> Result:
     parts.console.run_begin(parts.total_steps, done=progress.step)
     with parts.stop_signals:
         windows = parts.windows(progress.step)
+        if parts.approach.soon(progress.step):
+            parts.saver.approach()
         if parts.evaluate_due.at_start and progress.step == 0:
             _judge(parts, _evaluate(parts, at_end=False))
         stopped = "done" if progress.settled else _settle(parts)
@@ -159,21 +164,26 @@ def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
     return result
 
 
-def _wishes(parts: Parts) -> tuple[bool, bool, bool]:
-    """What this rank would have all ranks do: stop, fail with a save that went wrong, save for it is time."""
+def _wishes(parts: Parts) -> tuple[bool, bool, bool, bool]:
+    """What this rank would have all ranks do: stop, fail with a save that went wrong, save for it is time, make ready
+    for a save that comes near."""
     parts.saver.report()
-    overdue = parts.rank == 0 and parts.save_due.after_seconds(time.monotonic() - parts.saved_at)
-    return parts.stop_signals.heard is not None, parts.saver.failed, overdue
+    main, since_save = parts.rank == 0, time.monotonic() - parts.saved_at
+    overdue = main and parts.save_due.after_seconds(since_save)
+    near = main and parts.approach.near(parts.progress.step, since_save_s=since_save)
+    return parts.stop_signals.heard is not None, parts.saver.failed, overdue, near
 
 
 def _read_wishes(parts: Parts) -> None:
     """The wishes of the step before: reading this step's would make the host wait for the device."""
     if parts.last is not None:
-        parts.stop, failed, overdue = (number > 0 for number in parts.last.wishes.read())
+        parts.stop, failed, overdue, near = (number > 0 for number in parts.last.wishes.read())
         # A wish from before the last save is fulfilled.
         parts.overdue = overdue and parts.saved_step < parts.progress.step - 1
         if failed:
             parts.saver.settle()
+        if near:
+            parts.saver.approach()
 
 
 def _lr(parts: Parts) -> float:
@@ -182,25 +192,14 @@ def _lr(parts: Parts) -> float:
 
 def _flush(parts: Parts) -> float:
     """Reads the sums off the device, over all ranks; this is where the host waits. Gives the loss not logged yet."""
-    names = sorted(parts.pending)
-    if names:
-        with parts.meters.phase("compute"):
-            pairs = reduce.sum_over_ranks(torch.stack([parts.pending[name] for name in names])).tolist()
-        parts.pending = {}
-        for name, (total, count) in zip(names, pairs, strict=True):
-            for sums in (parts.progress.epoch_sums, parts.progress.unlogged):
-                before = sums.get(name, [0.0, 0.0])
-                sums[name] = [before[0] + total, before[1] + count]
-    return _average(parts.progress.unlogged.get("loss", [0.0, 0.0]))
-
-
-def _average(pair: list[float]) -> float:
-    return pair[0] / max(pair[1], 1)
+    with parts.meters.phase("compute"):
+        flush(parts.pending, parts.progress)
+    return average(parts.progress.unlogged.get("loss", [0.0, 0.0]))
 
 
 def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
     loss, grad_norm, progress = _flush(parts), float(result.grad_norm), parts.progress
-    averages = {name: _average(pair) for name, pair in progress.unlogged.items() if name != "loss"}
+    averages = {name: average(pair) for name, pair in progress.unlogged.items() if name != "loss"}
     progress.unlogged = {}
     with parts.meters.phase("log"):
         memory = peak_memory(parts.device)
@@ -263,7 +262,7 @@ def _after_epoch(parts: Parts, epoch: int, part: Steps, *, seconds: float) -> st
     """What is due at the end of an epoch, or of a run that ends within one."""
     progress = parts.progress
     _require_finite(parts, _flush(parts))
-    train_loss = _average(progress.epoch_sums.get("loss", [0.0, 0.0]))
+    train_loss = average(progress.epoch_sums.get("loss", [0.0, 0.0]))
     ended = progress.step >= parts.total_steps
     numbers: dict[str, float] = {}
     if parts.evaluate_due.after_epoch(epoch) or parts.evaluate_due.after_step(progress.step) or ended:

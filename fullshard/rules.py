@@ -22,3 +22,8 @@ class Due:
 
     def after_seconds(self, seconds: float) -> bool:
         return self.every_minutes is not None and seconds >= 60 * self.every_minutes
+
+    def steps_left(self, step: int, *, steps_per_epoch: int) -> int | None:
+        """How many steps from here it is due again, by steps and epochs; None for never."""
+        periods = [self.every_steps, self.every_epochs and self.every_epochs * steps_per_epoch]
+        return min((period - step % period for period in periods if period), default=None)

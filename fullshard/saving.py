@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.background import Background, staging_bytes
+from fullshard.approach import Approach
+from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.room import shortage
 from fullshard.checkpoint.saver import Saver
 from fullshard.checkpoint.sharded import Sharded
+from fullshard.checkpoint.staging import sizes_of
 from fullshard.checkpoint.tensors import all_tensors, materialise_state
 from fullshard.checkpoint.write import Target
 from fullshard.dist import reduce
@@ -20,17 +23,14 @@ from fullshard.dist.average import Average
 from fullshard.dist.world import World
 from fullshard.errors import RecipeError, SetupError
 from fullshard.ground import Ground
-from fullshard.host import memory_left
 from fullshard.log.console import Console
-from fullshard.log.words import size
 from fullshard.models.base import Weights
 from fullshard.part import plain
 from fullshard.recipe import Recipe
+from fullshard.rules import Due
 
 TIMEOUT_S = 1800.0
 """How long ranks wait at least for each other in a save: a slow disk is no reason to stop a run."""
-SPARE = 0.1
-"""Share of the host memory left that staging leaves alone."""
 
 
 def frozen_in(recipe: Recipe, module: nn.Module, weights: Weights | None) -> frozenset[str]:
@@ -84,25 +84,35 @@ def go_background(saver: Saver, wanted: bool | None) -> None:
     if wanted is False or (wanted is None and world.device.type != "cuda"):
         return
     to_come = _state_to_come(saver)
-    need = staging_bytes(to_come)
-    per_node: dict[int, list[int]] = {}
-    for node, each, left in reduce.gather_objects((world.rank // world.local_size, need, memory_left())):
-        total, least = per_node.get(node, [0, left])
-        per_node[node] = [total + each, min(least, left)]
-    short = [(total, left) for total, left in per_node.values() if total > (1 - SPARE) * left]
-    if short:
-        total, left = max(short)
-        text = f"Saving in the background needs {size(total)} of host memory on a node, and {size(left)} are left there"
+    background = Background(saver.optimizer, device=world.device, sizes=sizes_of(to_come))
+    if short := shortage(background.num_bytes, world):
+        background.close()
         if wanted:
             raise SetupError(
-                f"checkpoint.asynchronous = true: {text}. Set it to false, use more nodes, or free memory."
+                f"checkpoint.asynchronous = true: {short}. Set it to false, use more nodes, or free memory."
             )
-        saver.console.warn(f"{text}: training waits for every save.")
+        saver.console.warn(f"{short}: training waits for every save.")
         return
-    saver.background = Background(saver.optimizer, device=world.device)
-    # Before the first step: pinning takes seconds.
-    saver.background.reserve(need)
+    saver.background = background
     saver.prepare(to_come)
+
+
+def saves_to_come(recipe: Recipe, ground: Ground, saver: Saver) -> Approach:
+    """When the recipe may ask for a save: by its own rules, and where a validation may find the best model yet."""
+    checkpoint, evaluate, plan = recipe.checkpoint, recipe.evaluate, ground.plan
+    due = [Due(checkpoint.every_steps, checkpoint.every_epochs, checkpoint.every_minutes)]
+    # An evaluation of the user's may give a number without validation data.
+    measured = ground.data.validation is not None or any("." in part.kind() for part in evaluate.parts)
+    judged = checkpoint.best is not None and bool(evaluate.parts) and measured
+    if judged:
+        due.append(Due(evaluate.every_steps, evaluate.every_epochs))
+    return Approach(
+        due=due,
+        at_end=checkpoint.at_end or judged,
+        steps_per_epoch=plan.steps_per_epoch,
+        total_steps=plan.total_steps,
+        num_bytes=saver.background.num_bytes if saver.background else 0,
+    )
 
 
 def _state_to_come(saver: Saver) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import load, remote
 from fullshard.checkpoint.background import Background
+from fullshard.checkpoint.room import shortage
 from fullshard.checkpoint.tensors import Tensors, all_tensors, squares
 from fullshard.checkpoint.together import together
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
@@ -30,6 +31,7 @@ from fullshard.dist.shard import reshard
 from fullshard.dist.world import World
 from fullshard.errors import CheckpointError
 from fullshard.log.console import Console
+from fullshard.log.words import size
 from fullshard.models.base import Family
 from fullshard.state import Progress
 
@@ -57,6 +59,8 @@ class Saver:
     average: Average | None = None
     """Averaged weights, which are exported instead of the trained ones."""
     background: Background | None = None
+    _agreed: bool = field(default=False, init=False)
+    """All ranks have the memory that a save in the background is copied to."""
     _newest: Path | None = field(default=None, init=False)
     """The checkpoint that this run stands on: the one it went on from, or its own last one."""
     _processor_files: dict[str, bytes] | None = field(default=None, init=False)
@@ -74,10 +78,44 @@ class Saver:
         if there is one, unless it is wanted `now`; the save before that is settled first."""
         self.settle()
         snapshot = self._snapshot(progress, best)
-        if self.background is None or now:
+        if now or not self._has_room():
             self._say(write(snapshot, self.target, group=self.group))
         else:
+            assert self.background is not None
             self.background.start(snapshot, lambda staged: write(staged, self.target, group=self.group))
+
+    def approach(self) -> None:
+        """A save comes near: takes the host memory that it will be copied to, where there is enough of it. Called on
+        all ranks in the same step."""
+        if self.background is None or self.background.reserved:
+            return
+        if short := shortage(self.background.num_bytes, self.world, group=self.group):
+            self._wait_for_saves(short)
+        else:
+            self.background.reserve()
+
+    def _has_room(self) -> bool:
+        """Whether all ranks have memory to copy to. A save that nobody saw coming, as on a signal, does without."""
+        if self.background is None or not self.background.reserved:
+            return False
+        if not self._agreed:
+            found = reduce.gather_objects(self.background.shortage(), group=self.group)
+            problems = {rank: problem for rank, problem in enumerate(found) if problem}
+            if problems:
+                rank, problem = next(iter(problems.items()))
+                self._wait_for_saves(
+                    f"Rank {rank} has no host memory to save in the background ({problem}; "
+                    f"{size(self.background.num_bytes)} are needed)"
+                )
+                return False
+            self._agreed = True
+        return True
+
+    def _wait_for_saves(self, reason: str) -> None:
+        assert self.background is not None
+        self.console.warn(f"{reason}: training waits for every save.")
+        self.background.close()
+        self.background = None
 
     @property
     def failed(self) -> bool:

@@ -6,20 +6,42 @@ thread that feeds the device. Must not know what the tensors are, nor when a sav
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.storage import Writer
-from fullshard.checkpoint.tensors import Tensors
+from fullshard.checkpoint.tensors import Tensors, flat
 from fullshard.checkpoint.together import together
 from fullshard.dist import reduce
+
+
+class OneByOne(DefaultSavePlanner):
+    """Brings one tensor at a time to the host in each thread that writes. DCP holds on to all that a file was written
+    from, which for a save that training waits for would be a copy of the whole state."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._written = threading.local()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        for part in getattr(self._written, "parts", ()):  # DCP asks for the next one when the last is written
+            part.untyped_storage().resize_(0)
+        self._written.parts = []
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach()
+            if data.device.type != "cpu" or data.untyped_storage().nbytes() != data.nbytes:
+                data = data.to("cpu", copy=True)
+                self._written.parts = list(flat("", data).values())
+        return data
 
 
 class Sharded:
@@ -42,7 +64,7 @@ class Sharded:
 
         def put() -> None:
             assert self._plan is not None
-            planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+            planner = OneByOne(flatten_state_dict=False, flatten_sharded_tensors=False)
             planner.set_up_planner(dict(tensors), is_coordinator=_is_main())
             plan = planner.finish_plan(writer.prepare_local_plan(self._plan))
             results.extend(writer.write_data(plan, planner).wait())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.dist.shard import reshard
 from fullshard.dist.values import local
@@ -59,6 +60,23 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+
+
+def flat(name: str, tensor: torch.Tensor) -> Tensors:
+    """The plain tensors that one consists of: itself, or the parts of one of a kind of its own, such as 8-bit state."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {name: tensor}
+    return {f"{name}.{part}": getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
+
+
+def rebuilt(name: str, tensor: torch.Tensor, parts: Tensors) -> torch.Tensor:
+    """A tensor like `tensor` out of other parts, named as by `flat`."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return parts[name]
+    names, context = tensor.__tensor_flatten__()
+    inner = {part: parts[f"{name}.{part}"] for part in names}
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return made
 
 
 @torch.no_grad()

@@ -44,22 +44,27 @@ class FullDisk(Evaluation):
         return Findings()
 
 
-def outcome(chosen: dict[str, Any], memory: int | None = None) -> tuple[str, str]:
-    """How a rank's run ended, on a host with so much memory left."""
-    import fullshard.saving
+def outcome(chosen: dict[str, Any], memory: int | None = None, later: int | None = None) -> tuple[str, str]:
+    """How a rank's run ended, on a host with so much memory left, and another amount when a save comes near."""
+    import fullshard.checkpoint.room
     from fullshard.read import read as read_recipe
     from fullshard.run import execute
 
-    before = fullshard.saving.memory_left
-    if memory is not None:
-        fullshard.saving.memory_left = lambda: memory
+    before, asked = fullshard.checkpoint.room.memory_left, []
+
+    def left() -> int:
+        asked.append(1)
+        given = memory if len(asked) == 1 or later is None else later
+        return before() if given is None else given
+
+    fullshard.checkpoint.room.memory_left = left
     FullDisk.seen.clear()
     try:
         return "stopped", execute(read_recipe(chosen), resume="auto").stopped
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
-        fullshard.saving.memory_left = before
+        fullshard.checkpoint.room.memory_left = before
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
@@ -117,3 +122,54 @@ def test_too_little_host_memory_is_refused_when_asked_for_and_told_when_not(rank
 def test_enough_host_memory_is_enough(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "enough", checkpoint={"every_steps": 5})
     assert ranks.run(outcome, chosen, memory=2_000_000, world=2) == [("stopped", "done")] * 2
+
+
+def log_of(chosen: dict[str, Any]) -> str:
+    return (run_folder(chosen) / "log.txt").read_text()
+
+
+def test_memory_that_is_gone_when_a_save_comes_near_makes_training_wait(ranks: RankPool, folder: Path) -> None:
+    chosen = settings(folder, "gone", checkpoint={"every_steps": 5})
+    assert ranks.run(outcome, chosen, later=1000, world=2) == [("stopped", "done")] * 2
+    assert steps(chosen) == [5]
+    assert "in the background" in log_of(chosen), "it was meant to"
+    said = [
+        line for line in log_of(chosen).splitlines() if "rank 0" in line and "training waits for every save" in line
+    ]
+    assert len(said) == 1, said
+    assert "Saving in the background needs" in said[0]
+    assert "1000 bytes are left there" in said[0]
+
+
+def watched(chosen: dict[str, Any], refuse_on: int | None = None) -> tuple[tuple[str, str], int]:
+    """How a rank's run ended, and how often it took memory for a copy; one rank may be refused it."""
+    from fullshard.checkpoint.staging import Region
+
+    opened, taken = Region.open, []
+
+    def counted(region: Region, device: torch.device) -> None:
+        taken.append(1)
+        if os.environ["RANK"] == str(refuse_on):
+            raise OSError(12, "Cannot allocate memory")
+        opened(region, device)
+
+    Region.open = counted  # type: ignore[method-assign]
+    try:
+        return outcome(chosen), len(taken)
+    finally:
+        Region.open = opened  # type: ignore[method-assign]
+
+
+def test_nothing_is_taken_while_no_save_is_due(ranks: RankPool, folder: Path) -> None:
+    none = settings(folder, "no-save", checkpoint={"every_steps": None, "at_end": False})
+    assert ranks.run(watched, none, world=2) == [(("stopped", "done"), 0)] * 2
+    # The same run with a save at its end takes it once, on every rank.
+    some = settings(folder, "one-save", checkpoint={"every_steps": None, "at_end": True})
+    assert ranks.run(watched, some, world=2) == [(("stopped", "done"), 1)] * 2
+
+
+def test_one_rank_without_memory_makes_all_of_them_wait_and_the_save_is_whole(ranks: RankPool, folder: Path) -> None:
+    chosen = settings(folder, "refused", checkpoint={"every_steps": 2})
+    assert ranks.run(watched, chosen, refuse_on=1, world=2) == [(("stopped", "done"), 1)] * 2
+    assert steps(chosen) == [2, 4, 5]
+    assert "Rank 1 has no host memory to save in the background (OSError: [Errno 12]" in log_of(chosen)

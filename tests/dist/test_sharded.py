@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.checkpoint.sharded import Sharded
+from fullshard.checkpoint.sharded import OneByOne, Sharded
 from fullshard.checkpoint.write import Snapshot, Target, write
 from fullshard.dist import reduce
 
@@ -37,3 +37,19 @@ def test_a_plan_is_kept_while_the_form_is_the_same(ranks: Any, tmp_path: Path) -
         stored = open_tensors(tmp_path / "run" / f"checkpoint-{step}")
         assert torch.equal(stored.whole("model/w"), rows)
         assert stored.whole("model/b") == step
+
+
+def test_a_save_that_training_waits_for_holds_one_copy_at_a_time() -> None:
+    """DCP itself keeps every copy until a file is written: the whole state once more, on a host short of memory."""
+    around = torch.arange(30.0)
+    state = {name: around[start : start + 10] for name, start in (("a", 0), ("b", 10), ("c", 20))}
+    state["whole"] = torch.ones(4)
+    planner = OneByOne(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(state), is_coordinator=True)
+    kept = []
+    for item in planner.create_local_plan().items:
+        kept.append(planner.resolve_data(item))
+        assert torch.equal(kept[-1], state[item.index.fqn])
+        assert sum(data.untyped_storage().nbytes() for data in kept if data is not kept[-1]) == 0
+    assert torch.equal(around, torch.arange(30.0))
+    assert torch.equal(state["whole"], torch.ones(4)), "what was not copied stays"
