@@ -22,7 +22,7 @@ from fullshard.dist import reduce
 from fullshard.dist.average import Average
 from fullshard.dist.world import World
 from fullshard.errors import RecipeError, SetupError
-from fullshard.ground import Ground
+from fullshard.ground import Ground, acting_best
 from fullshard.log.console import Console
 from fullshard.models.base import Weights
 from fullshard.part import plain
@@ -101,9 +101,7 @@ def saves_to_come(recipe: Recipe, ground: Ground, saver: Saver) -> Approach:
     """When the recipe may ask for a save: by its own rules, and where a validation may find the best model yet."""
     checkpoint, evaluate, plan = recipe.checkpoint, recipe.evaluate, ground.plan
     due = [Due(checkpoint.every_steps, checkpoint.every_epochs, checkpoint.every_minutes)]
-    # An evaluation of the user's may give a number without validation data.
-    measured = ground.data.validation is not None or any("." in part.kind() for part in evaluate.parts)
-    judged = checkpoint.best is not None and bool(evaluate.parts) and measured
+    judged = acting_best(recipe, ground) is not None
     if judged:
         due.append(Due(evaluate.every_steps, evaluate.every_epochs))
     return Approach(
