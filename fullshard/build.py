@@ -11,43 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fullshard.checkpoint.saver import Saver
-from fullshard.data.loader import Loader
-from fullshard.dist import reduce
 from fullshard.dist.average import Average
 from fullshard.dist.gradients import FirstUpdate
-from fullshard.dist.mesh import make_mesh
-from fullshard.dist.shard import ShardPlan, Unit, reshard, shard
+from fullshard.dist.shard import ShardPlan
 from fullshard.dist.world import World, peak_of
 from fullshard.ema import evaluations
-from fullshard.evaluate.base import EvaluationInputs
+from fullshard.feed import check_first_batch, evaluation_inputs, loaders, num_workers
 from fullshard.frozen import frozen_models
 from fullshard.ground import Ground, acting_best
 from fullshard.log.console import Console
 from fullshard.log.meters import Meters
 from fullshard.log.pictures import Gallery
 from fullshard.loop import Parts
-from fullshard.placement import shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
 from fullshard.rules import Due
-from fullshard.saving import frozen_in, go_background, make_saver, saves_to_come
+from fullshard.saving import go_background, make_saver, saves_to_come
+from fullshard.spread import ShardedModel, sharded_model
 from fullshard.state import Progress
-from fullshard.step import to_device
-
-
-@dataclass(frozen=True)
-class ShardedModel:
-    """The model as it is spread over the ranks."""
-
-    module: nn.Module
-    plan: ShardPlan
-    units: list[Unit]
-    kernels: str
-    flops_per_token: float
-    left_out: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -76,7 +59,7 @@ def build(
     precision = resolve_precision(recipe.precision, world.device)
     if line := precision.switched():
         console.note(line)
-    model = _sharded_model(recipe, ground, world, precision, console)
+    model = sharded_model(recipe, ground, world, precision, say=console.note)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
     average = Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None
@@ -91,9 +74,9 @@ def build(
         saver.restore(checkpoint)
     go_background(saver, recipe.checkpoint.asynchronous)
     FirstUpdate(model.module, optimizer, say=console.note)
-    workers = recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
-    train, validation = _loaders(recipe, ground, world, workers=workers)
-    proofs = _check_first_batch(recipe, model, train, world)
+    workers = num_workers(recipe, world)
+    train, validation = loaders(recipe, ground, world, workers=workers)
+    proofs = check_first_batch(recipe, model, train, world)
     speed = model.flops_per_token, peak_of(world.device)
     gallery = Gallery(recipe.folder, progress, write, ground.data.encoder.shown)
     parts = Parts(
@@ -110,7 +93,7 @@ def build(
         total_steps=ground.plan.total_steps,
         epochs=ground.plan.epochs,
         evaluations=evaluations(recipe.evaluate.parts, average),
-        evaluation_inputs=_evaluation_inputs(recipe, ground, model.module, aux, validation, world, console, gallery),
+        evaluation_inputs=evaluation_inputs(recipe, ground, model.module, aux, validation, world, console, gallery),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,
@@ -134,30 +117,6 @@ def build(
     return Built(parts, model, precision, saver, proofs, resolved)
 
 
-def _sharded_model(
-    recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, console: Console
-) -> ShardedModel:
-    module = ground.module
-    if recipe.sharding.sync_batchnorm:
-        module = sync_batchnorm(module, world, say=console.note)
-    plan = shard_plan(recipe, module, world, precision)
-    kernels = recipe.model.choose_kernels(
-        module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
-    )
-    flops = recipe.model.flops_per_token(module, length=recipe.data.sequence_length)
-    weights = recipe.model.weights(module)
-    units = shard(
-        module,
-        plan,
-        make_mesh(plan.layout, world),
-        family=recipe.model,
-        weights=weights,
-        device=world.device,
-        seed=recipe.seed,
-    )
-    return ShardedModel(module, plan, units, kernels, flops, frozen_in(recipe, module, weights))
-
-
 def _resolved(recipe: Recipe, ground: Ground, parts: Parts, plan: ShardPlan, precision: ResolvedPrecision) -> Recipe:
     """The recipe with every "auto" replaced by what it came to."""
     sharding = {"strategy": plan.layout.strategy, "compile": plan.compile}
@@ -174,58 +133,4 @@ def _resolved(recipe: Recipe, ground: Ground, parts: Parts, plan: ShardPlan, pre
             "topology": recipe.topology.model_copy(update=topology),
             "checkpoint": recipe.checkpoint.model_copy(update=checkpoint),
         }
-    )
-
-
-def _loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
-    def loader(samples: Any, per_device: int, global_size: int, shuffle: bool) -> Loader:
-        return Loader(
-            samples,
-            ground.data.encoder,
-            seed=recipe.seed,
-            shuffle=shuffle,
-            per_device=per_device,
-            global_size=global_size,
-            rank=world.rank,
-            world=world.size,
-            workers=workers,
-            pin_memory=world.device.type == "cuda",
-        )
-
-    train = loader(ground.data.train, ground.plan.per_device, ground.plan.global_size, recipe.data.shuffle)
-    if ground.data.validation is None:
-        return train, None
-    each = ground.validation_per_device
-    return train, loader(ground.data.validation, each, each * world.size, False)
-
-
-def _check_first_batch(recipe: Recipe, model: ShardedModel, train: Loader, world: World) -> list[str]:
-    """The objective's own proofs hold."""
-    batch = to_device(train.first_batch(), world.device)
-    proofs = recipe.objective.check(model.module, batch, packed=recipe.data.pack, compute=model.plan.compute)
-    reshard(model.module)
-    return proofs
-
-
-def _evaluation_inputs(
-    recipe: Recipe,
-    ground: Ground,
-    module: nn.Module,
-    aux: dict[str, nn.Module],
-    validation: Loader | None,
-    world: World,
-    console: Console,
-    gallery: Gallery,
-) -> EvaluationInputs:
-    return EvaluationInputs(
-        model=module,
-        objective=recipe.objective,
-        aux=aux,
-        batches=validation.once if validation else (lambda: iter(())),
-        num_batches=validation.num_batches if validation else 0,
-        processor=ground.processor,
-        sum_over_ranks=reduce.sum_over_ranks,
-        device=world.device,
-        bar=console.validation_bar,
-        show=gallery.show,
     )

@@ -362,7 +362,7 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | 
     if topology.nodes > 1:
         # Node 0 often leaves before the others; torch's C++ would print a stack for it. Read when torch is imported.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from fullshard.run import ranks_of
+    from fullshard.on_ranks import ranks_of
 
     return ranks_of(topology, node_rank=node_rank, master=master)
 

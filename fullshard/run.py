@@ -16,46 +16,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard import crash
+from fullshard import crash, on_ranks
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import remote
 from fullshard.checkpoint.folder import write_json
 from fullshard.checkpoint.store import reaching
 from fullshard.dist import env
-from fullshard.dist.ranks import ranks_for
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.launch.base import Ranks
 from fullshard.part import plain
 from fullshard.read import Reading, hand_on, run_facts, save_resolved
-from fullshard.recipe import Recipe, Topology
+from fullshard.recipe import Recipe
 from fullshard.resume import candidates, choose, look, stand
 from fullshard.state import Progress, Result
 from fullshard.yaml_text import render
 
 if TYPE_CHECKING:
-    from fullshard.dist.env import Launch
     from fullshard.dist.world import World
     from fullshard.ground import Ground
     from fullshard.log.console import Console
-
-
-def ranks_of(topology: Topology, *, node_rank: int = 0, master: str | None = None) -> Ranks:
-    """How many ranks a topology means on this machine."""
-    num_gpus = 0
-    if topology.device != "cpu":
-        import torch
-
-        num_gpus = torch.cuda.device_count()
-    return ranks_for(
-        device=topology.device,
-        devices=topology.devices,
-        nodes=topology.nodes,
-        num_gpus=num_gpus,
-        timeout_s=topology.timeout_s,
-        node_rank=node_rank,
-        master=master,
-        backend=topology.backend,
-    )
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
@@ -79,7 +58,7 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = 
         raise RecipeError(f"fullshard.train takes a recipe, found {recipe!r}. Read one first, with fullshard.load.")
     reading = Reading(recipe, "", "a recipe in Python")
     under_launcher = env.detect(os.environ).world > 1
-    ranks = ranks_of(recipe.topology)
+    ranks = on_ranks.ranks_of(recipe.topology)
     if under_launcher or ranks.per_node * ranks.nodes == 1:
         return execute(reading, resume=resume, anyway=resume_anyway)
     code = train(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
@@ -106,55 +85,23 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
         raise
 
 
-def check_launch(launch: Launch, topology: Topology) -> None:
-    """Whether what the launcher said of this process can be true for this topology."""
-    import torch
-
-    from fullshard.dist.world import choose_device_type
-
-    gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
-    env.check(
-        launch,
-        os.environ,
-        num_gpus=gpus,
-        wanted_device=topology.device,
-        nodes=topology.nodes,
-        backend=topology.backend,
-    )
-
-
 @contextlib.contextmanager
 def as_rank(
     reading: Reading, *, silent: bool = False, checked: bool = False
 ) -> Iterator[tuple[Ground, World, Console]]:
-    """This process as one rank: environment checked, ground laid, the cheap part of the preflight done unless it is
-    `checked` already, and only then the other ranks met. Left again at the end."""
+    """This process as one rank of a run: environment checked, ground laid, the cheap part of the preflight done unless
+    it is `checked` already, and only then the other ranks met. Left again at the end."""
     from fullshard.check.preflight import before_ranks_meet
-    from fullshard.dist import world as worlds
     from fullshard.ground import lay_ground
-    from fullshard.log import libraries
-    from fullshard.log.console import Console
-    from fullshard.precision import avoid_broken_amx
 
-    recipe = reading.recipe
-    topology, launch = recipe.topology, env.detect(os.environ)
-    check_launch(launch, topology)
-    env.export(launch)
-    if worlds.choose_device_type(topology.device) == "cpu":
-        avoid_broken_amx()
-    console = Console(silent=silent or launch.rank != 0)
-    try:
-        with libraries.route(console):
-            for line in [*reading.overridden, *recipe.sharding.notes()]:
-                console.note(line)
-            ground = lay_ground(recipe, world_size=launch.world, console=console)
-            if not checked and launch.local_rank == 0:
-                before_ranks_meet(recipe, ground, Ranks(launch.local_world, launch.num_nodes), warn=console.warn)
-            world = worlds.join(device=topology.device, backend=topology.backend, timeout_s=topology.timeout_s)
-            yield ground, world, console
-    finally:
-        console.close()
-        worlds.leave()
+    recipe, launch = reading.recipe, env.detect(os.environ)
+    with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
+        for line in [*reading.overridden, *recipe.sharding.notes()]:
+            console.note(line)
+        ground = lay_ground(recipe, world_size=launch.world, console=console)
+        if not checked and launch.local_rank == 0:
+            before_ranks_meet(recipe, ground, Ranks(launch.local_world, launch.num_nodes), warn=console.warn)
+        yield ground, meet(), console
 
 
 def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway: bool, console: Console) -> Result:

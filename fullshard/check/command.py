@@ -83,7 +83,7 @@ def _launch_problem(topology: Topology) -> tuple[SetupError | None, bool]:
     """What is wrong with the launcher's variables, as `train` would find it; and whether they were set by hand, so that
     there is no launcher to show what another rank says."""
     from fullshard.dist import env
-    from fullshard.run import check_launch
+    from fullshard.on_ranks import check_launch
 
     launch = env.detect(os.environ)
     try:

@@ -67,7 +67,7 @@ def refuse_launcher(launcher: str) -> None:
 
 def own_ranks(topology: Topology) -> Ranks:
     """The recipe's ranks on this machine; the runs are made on one node."""
-    from fullshard.run import ranks_of
+    from fullshard.on_ranks import ranks_of
 
     return ranks_of(topology.model_copy(update={"nodes": 1}))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,6 +69,7 @@ def sample(
     Exit codes: 0 done; 2 a mistake in the options or the run; 3 images that hold values that are no numbers.
     """
     from fullshard.dist import env
+    from fullshard.on_ranks import start_own
     from fullshard.sample.source import choose
 
     # Before anything is loaded: what can be refused by the words alone.
@@ -82,19 +82,14 @@ def sample(
     target = _Target(_grid(picture), _folder(images))
     if launch.rank == 0:
         target.probe()
-    if launch.launcher == "none" and (ranks := _own_ranks(chosen)) is not None:
-        options: dict[str, Any] = {
-            "--classes": classes,
-            "--method": method,
-            "--weights": weights,
-            "--guidance": guidance,
-        }
-        options |= {"--per-class": per_class, "--steps": steps, "--seed": seed, "--batch-size": batch_size}
-        options |= {"--grid": target.grid, "--images": target.folder}
-        words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-        words += [word for text in written for word in ("--texts", text)]
-        command = [sys.executable, "-m", "fullshard", "sample", str(chosen.checkpoint or chosen.run), *words]
-        raise typer.Exit(chosen.reading.recipe.topology.launcher.start(command, ranks))
+    options: dict[str, Any] = {"--classes": classes, "--method": method, "--weights": weights, "--guidance": guidance}
+    options |= {"--per-class": per_class, "--steps": steps, "--seed": seed, "--batch-size": batch_size}
+    options |= {"--grid": target.grid, "--images": target.folder}
+    words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+    words += [word for text in written for word in ("--texts", text)]
+    words = ["sample", str(chosen.checkpoint or chosen.run), *words]
+    if (code := start_own(words, chosen.reading.recipe.topology)) is not None:
+        raise typer.Exit(code)
     from fullshard.diffusion.grid import Way
     from fullshard.sample.images import Wish
 
@@ -214,52 +209,26 @@ def _writing(option: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def _own_ranks(chosen: Chosen) -> Any:
-    """The ranks to start; None where one is enough, and that is this process."""
-    from fullshard.run import ranks_of
-
-    ranks = ranks_of(chosen.reading.recipe.topology)
-    if ranks.per_node > 1:
-        return ranks
-    if ranks.device_ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
-    return None
-
-
 def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
     """This rank's part, from loading to the last line."""
-    from fullshard.dist import env
-    from fullshard.dist import world as worlds
-    from fullshard.log import libraries
     from fullshard.log.bar import Pace
-    from fullshard.log.console import Bar, Console
-    from fullshard.precision import avoid_broken_amx
-    from fullshard.run import check_launch
+    from fullshard.log.console import Bar
+    from fullshard.on_ranks import as_rank
     from fullshard.sample import images as making
 
-    topology, launch = chosen.reading.recipe.topology, env.detect(os.environ)
-    check_launch(launch, topology)
-    env.export(launch)
-    if worlds.choose_device_type(topology.device) == "cpu":
-        avoid_broken_amx()
-    console = Console(silent=launch.rank != 0)
+    with as_rank(chosen.reading.recipe.topology) as (console, meet):
 
-    def watch(steps: int) -> Bar:
-        return Bar(console, "Sampling", "", Pace(steps, clock=console.clock))
+        def watch(steps: int) -> Bar:
+            return Bar(console, "Sampling", "", Pace(steps, clock=console.clock))
 
-    try:
-        with libraries.route(console):
-            loaded = making.load(chosen, wish, console)
-            world = worlds.join(device=topology.device, backend=topology.backend, timeout_s=topology.timeout_s)
-            _announce(console, chosen, wish, loaded, world, target)
-            found = making.make(loaded, chosen, wish, world, watch)
-            if found is not None:
-                rows = range(len(wish.texts)) if wish.texts else making.classes_of(loaded.module, wish)
-                target.write(found, rows, per_class=wish.per_class)
-                _say_done(console, target, len(found))
-    finally:
-        console.close()
-        worlds.leave()
+        loaded = making.load(chosen, wish, console)
+        world = meet()
+        _announce(console, chosen, wish, loaded, world, target)
+        found = making.make(loaded, chosen, wish, world, watch)
+        if found is not None:
+            rows = range(len(wish.texts)) if wish.texts else making.classes_of(loaded.module, wish)
+            target.write(found, rows, per_class=wish.per_class)
+            _say_done(console, target, len(found))
 
 
 def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, world: World, target: _Target) -> None:

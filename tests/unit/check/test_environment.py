@@ -564,7 +564,7 @@ def test_ranks_with_different_recipes(tmp_path: Path, ranks: RankPool) -> None:
 
 def test_the_finding_for_ids_is_the_launchers_own_refusal(tmp_path: Path) -> None:
     """What the check calls an error is refused by whoever starts the ranks."""
-    from fullshard.run import ranks_of
+    from fullshard.on_ranks import ranks_of
 
     asked = recipe(tmp_path, topology={"device": "cpu", "devices": [0, 1]})
     with pytest.raises(SetupError) as refused:

@@ -1,0 +1,87 @@
+"""What a run is fed: loaders of its data, its first batch looked at, and what evaluations may use.
+
+Must not know the loop, optimizers or checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fullshard.data.loader import Loader
+from fullshard.dist import reduce
+from fullshard.dist.shard import reshard
+from fullshard.dist.world import World
+from fullshard.evaluate.base import EvaluationInputs
+from fullshard.ground import Ground
+from fullshard.log.console import Console
+from fullshard.log.pictures import Gallery
+from fullshard.recipe import Recipe
+from fullshard.spread import ShardedModel
+from fullshard.step import to_device
+
+
+def num_workers(recipe: Recipe, world: World) -> int:
+    """Loader processes of each rank."""
+    return recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
+
+
+def loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
+    """Of the training data, and of the validation data where there is any."""
+
+    def loader(samples: Any, per_device: int, global_size: int, shuffle: bool) -> Loader:
+        return Loader(
+            samples,
+            ground.data.encoder,
+            seed=recipe.seed,
+            shuffle=shuffle,
+            per_device=per_device,
+            global_size=global_size,
+            rank=world.rank,
+            world=world.size,
+            workers=workers,
+            pin_memory=world.device.type == "cuda",
+        )
+
+    train = loader(ground.data.train, ground.plan.per_device, ground.plan.global_size, recipe.data.shuffle)
+    if ground.data.validation is None:
+        return train, None
+    each = ground.validation_per_device
+    return train, loader(ground.data.validation, each, each * world.size, False)
+
+
+def check_first_batch(recipe: Recipe, model: ShardedModel, train: Loader, world: World) -> list[str]:
+    """The objective's own proofs hold."""
+    batch = to_device(train.first_batch(), world.device)
+    proofs = recipe.objective.check(model.module, batch, packed=recipe.data.pack, compute=model.plan.compute)
+    reshard(model.module)
+    return proofs
+
+
+def evaluation_inputs(
+    recipe: Recipe,
+    ground: Ground,
+    module: nn.Module,
+    aux: dict[str, nn.Module],
+    validation: Loader | None,
+    world: World,
+    console: Console,
+    gallery: Gallery,
+) -> EvaluationInputs:
+    """What every evaluation of this run is given."""
+    return EvaluationInputs(
+        model=module,
+        objective=recipe.objective,
+        aux=aux,
+        batches=validation.once if validation else (lambda: iter(())),
+        num_batches=validation.num_batches if validation else 0,
+        processor=ground.processor,
+        sum_over_ranks=reduce.sum_over_ranks,
+        device=world.device,
+        bar=console.validation_bar,
+        show=gallery.show,
+    )
+
+
+__all__ = ["check_first_batch", "evaluation_inputs", "loaders", "num_workers"]
