@@ -234,10 +234,10 @@ def _tokenizer(recipe: Recipe, ground: Ground, module: nn.Module) -> Iterator[Fi
         yield from tokenizer.token_ids(ground.data.train, rows=rows)
         return
     found = getattr(ground.processor, "tokenizer", ground.processor)
-    foreign = isinstance(recipe.model, Hf) and recipe.model.path is not None and recipe.model.tokenizer is not None
+    stored = recipe.model.stored_rows() if isinstance(recipe.model, Hf) else None
     config = getattr(module, "config", None)
     texts, writes = _texts(recipe, ground), not ground.data.encoder.lays_out
-    yield from tokenizer.look(found, rows=rows, texts=texts, foreign=foreign, config=config, writes=writes)
+    yield from tokenizer.look(found, rows=rows, texts=texts, config=config, writes=writes, stored=stored)
     yield from tokenizer.chat_template(found, ground.data.encoder)
 
 

@@ -21,18 +21,18 @@ _MOST_ROWS = 20_000
 
 
 def look(
-    tokenizer: Any, *, rows: int, texts: Sequence[str], foreign: bool, config: Any, writes: bool = True
+    tokenizer: Any, *, rows: int, texts: Sequence[str], config: Any, writes: bool = True, stored: int | None = None
 ) -> Iterator[Finding]:
-    """`rows` has the embedding, `texts` are some of the data; a `foreign` tokenizer is not that of the weights. A model
-    that `writes` no text needs no end, and may take capitals for small letters."""
-    yield from vocabulary(tokenizer, rows=rows, foreign=foreign)
+    """The embedding has `rows`, or `stored` before it was resized; `texts` are some of the data. A model that `writes`
+    no text needs no end, and may take capitals for small letters."""
+    yield from vocabulary(tokenizer, rows=rows, stored=stored)
     if writes:
         yield from special_tokens(tokenizer, rows=rows, config=config)
         yield from round_trip(tokenizer, texts)
     yield from unknown_tokens(tokenizer, texts)
 
 
-def vocabulary(tokenizer: Any, *, rows: int, foreign: bool) -> Iterator[Finding]:
+def vocabulary(tokenizer: Any, *, rows: int, stored: int | None = None) -> Iterator[Finding]:
     """Every id must have a row of the embedding."""
     ids = tokenizer.get_vocab().values()
     highest, tokens = max(ids, default=-1), len(tokenizer)
@@ -43,15 +43,9 @@ def vocabulary(tokenizer: Any, *, rows: int, foreign: bool) -> Iterator[Finding]
             "such a token would end the run.",
             "Use the model's own tokenizer, or one whose ids have no gaps.",
         )
-    elif foreign and 2 * tokens < rows:
-        yield warning(
-            "vocabulary",
-            f"model.tokenizer has {tokens:,} tokens, and the stored embedding has {rows:,} rows: these weights were "
-            "trained with another tokenizer, so its ids mean other words to them.",
-            "Leave model.tokenizer out to use the one beside the weights.",
-        )
     else:
         left = f" ({rows - tokens:,} rows are not used)" if rows > tokens else ""
+        left += f", resized from {stored:,}" if stored not in (None, rows) else ""
         yield ok("vocabulary", f"{tokens:,} tokens, {rows:,} rows of the embedding{left}")
 
 

@@ -117,7 +117,15 @@ class Texts(Section):
                 f"{longest} tokens. Lower it to at most {longest}."
             )
         padded = self.padded if self.padded is not None else early or is_clip(module)
-        fill = self.tokenizer().pad_token_id
+        tokenizer = self.tokenizer()
+        rows = getattr(module.get_input_embeddings(), "num_embeddings", None)
+        if rows is not None and len(tokenizer) > rows:
+            raise RecipeError(
+                f"{WHERE}: the tokenizer in {self.tokenizer_folder()} has {len(tokenizer):,} tokens, and the embedding "
+                f"of {type(module).__name__} has {rows:,} rows: it belongs to another encoder. Save the encoder's own "
+                "tokenizer beside it."
+            )
+        fill = tokenizer.pad_token_id
         return bind(module, tokens=self.max_tokens, fill=fill, padded=padded, early=early, join=join)
 
     def open(self, *, early: bool, join: Join) -> Any:

@@ -30,7 +30,7 @@ def load_config(folder: Path, *, trust_remote_code: bool, overrides: Mapping[str
     return config
 
 
-def fit_vocabulary(config: Any, processor: Any, *, resize: bool | None, exact: bool) -> int:
+def fit_vocabulary(config: Any, processor: Any, *, resize: bool | None, exact: bool, stored: bool = True) -> int:
     """Grows the embedding when the tokenizer needs more rows, or fits it exactly; returns how many rows are new."""
     text = config.get_text_config(decoder=True)
     tokens, rows = len(getattr(processor, "tokenizer", processor)), int(text.vocab_size)
@@ -42,7 +42,9 @@ def fit_vocabulary(config: Any, processor: Any, *, resize: bool | None, exact: b
     if resize is False or not (tokens > rows or (exact and tokens != rows)):
         return 0
     text.vocab_size = tokens
-    logger.info("embedding resized from %d to %d rows to fit the tokenizer", rows, tokens)
+    if stored:
+        # A warning, so that it is seen: what the model knows changes with its rows.
+        logger.warning("the embedding is resized from %d to %d rows, one for each token", rows, tokens)
     return max(tokens - rows, 0)
 
 

@@ -125,6 +125,16 @@ def _tokenizer(start: str, recorded: Any) -> Any:
     return recorded
 
 
+def kept_tokenizer(start: str) -> Path | None:
+    """The tokenizer that a checkpoint on this machine holds; None for a file of tensors, and without one."""
+    from fullshard.checkpoint import folder as files
+
+    if is_file(start) or "://" in start:
+        return None
+    folder = checkpoint_of(start) / files.PROCESSOR
+    return folder if folder.is_dir() else None
+
+
 def copied(url: str, *, cache: Path) -> Path:
     """A small remote folder (a tokenizer) as a local copy, made once."""
     from filelock import FileLock
@@ -145,4 +155,7 @@ def copied(url: str, *, cache: Path) -> Path:
     return target
 
 
-__all__ = ["FILES", "checkpoint_of", "completed", "copied", "is_file", "recorded_model", "refuse_checkpoint"]
+__all__ = [
+    *("FILES", "checkpoint_of", "completed", "copied", "is_file", "kept_tokenizer", "recorded_model"),
+    "refuse_checkpoint",
+]

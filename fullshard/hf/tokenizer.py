@@ -13,9 +13,9 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fullshard.errors import DataError, RecipeError, SetupError
 from fullshard.part import Section
@@ -51,6 +51,27 @@ class TokenizerTraining(Section):
         """Where the tokenizer of these settings and this data is kept."""
         key = f"{self.vocab_size}:{self.max_characters}:{fingerprint}"
         return cache / "tokenizers" / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+class Tokenizer(Section):
+    """The tokenizer, when it is not the one beside the model."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("path", "train"),)
+
+    path: str | None = None
+    """A folder or hub name."""
+    train: TokenizerTraining | None = None
+    """Train a byte-level BPE on the training texts; it is saved with the model."""
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Tokenizer:
+        if (self.path is None) == (self.train is None):
+            raise ValueError("give exactly one of tokenizer.path and tokenizer.train")
+        return self
 
 
 def fingerprint_of(texts: Iterable[str]) -> str:

@@ -17,10 +17,11 @@ from fullshard.errors import RecipeError
 from fullshard.hf import recorded
 from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
 from fullshard.hf.lora import Lora
+from fullshard.hf.own_tokenizer import check_tokenizer
 from fullshard.hf.sizes import check_architecture, check_size, make_config
 from fullshard.hf.tokenizer import (
     TOKENIZER_FILES,
-    TokenizerTraining,
+    Tokenizer,
     at_most,
     fingerprint_of,
     has_tokenizer,
@@ -28,7 +29,7 @@ from fullshard.hf.tokenizer import (
     train_tokenizer,
 )
 from fullshard.models.base import Family, Weights
-from fullshard.part import Section, did_you_mean
+from fullshard.part import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -37,27 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen")
-
-
-class Tokenizer(Section):
-    """The tokenizer, when it is not the one beside the model."""
-
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("path", "train"),)
-
-    path: str | None = None
-    """A folder or hub name."""
-    train: TokenizerTraining | None = None
-    """Train a byte-level BPE on the training texts; it is saved with the model."""
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"path": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _one_of(self) -> Tokenizer:
-        if (self.path is None) == (self.train is None):
-            raise ValueError("give exactly one of tokenizer.path and tokenizer.train")
-        return self
 
 
 class Hf(Family):
@@ -98,8 +78,8 @@ class Hf(Family):
     freeze: list[str] = Field(default_factory=list)
     """Patterns over parameter names that are not trained: model.embed_tokens.*"""
     resize_embedding: bool | None = None
-    """Rows of embedding and head: null grows them when the tokenizer needs it, true fits them to the tokenizer exactly,
-    false never changes them. New rows start as the mean of the stored ones."""
+    """Rows of embedding and head: null grows them for tokens that were added to the model's own tokenizer, true fits
+    them to any tokenizer exactly, false never changes them. New rows start as the mean of the stored ones."""
     attention: str = "auto"
     """auto, sdpa, eager, flex_attention, flash_attention_2 or varlen."""
 
@@ -157,23 +137,25 @@ class Hf(Family):
         """The tokenizer; None when none is named and none lies beside the model, which is enough for tokenised data."""
         from fullshard.hf.hub import local_folder
 
-        where = "model.tokenizer"
         if self.tokenizer and self.tokenizer.train:
             folder = self._trained_tokenizer or self.tokenizer.train.folder(cache, fingerprint)
         elif self.tokenizer and self.tokenizer.path and "://" in self.tokenizer.path:
             folder = recorded.copied(self.tokenizer.path, cache=cache)
         elif self.tokenizer and self.tokenizer.path:
-            folder = local_folder(self.tokenizer.path, revision=None, where=where)
+            folder = local_folder(self.tokenizer.path, revision=None, where="model.tokenizer")
         elif self.path is not None:
-            where = "model.path"
-            beside = [found for found in (self._adapter(), self._folder()) if found is not None]
-            found = next((b for b in beside if any((b / n).exists() for n in TOKENIZER_FILES)), None)
-            if found is None or not has_tokenizer(found):
-                return None
-            folder = found
+            return self.own_processor()
         else:
             return None
-        return self.load_processor(folder, where=where)
+        return self.load_processor(folder, where="model.tokenizer")
+
+    def own_processor(self) -> Any:
+        """The tokenizer beside the stored weights; None without one."""
+        if self.start is not None and (kept := recorded.kept_tokenizer(self.start)) is not None:
+            return self.load_processor(kept, where="model.from")
+        beside = [self._adapter(), self._folder()] if self.path is not None else []
+        found = next((b for b in beside if b and any((b / n).exists() for n in TOKENIZER_FILES)), None)
+        return self.load_processor(found, where="model.path") if found and has_tokenizer(found) else None
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
         return load_tokenizer(folder, trust_remote_code=self.trust_remote_code, where=where)
@@ -379,10 +361,17 @@ class Hf(Family):
             return make_config(architecture, size, self.overrides)
         return load_config(self._folder(), trust_remote_code=self.trust_remote_code, overrides=self.overrides)
 
+    def stored_rows(self) -> int | None:
+        """Rows of the embedding as the config beside the weights has them; None where there is none."""
+        return int(self._config().get_text_config(decoder=True).vocab_size) if self.path is not None else None
+
     def _fit_vocabulary(self, config: Any, processor: Any) -> None:
+        rows = self.stored_rows()
+        if self.tokenizer is not None and (rows is not None or self.start is not None):
+            check_tokenizer(processor, self.own_processor(), rows=rows, agreed=self.resize_embedding is True)
         # A named size keeps the vocabulary of its name; tiny has none of its own.
         exact = self.resize_embedding is True or (self.size == "tiny" and "vocab_size" not in self.overrides)
-        new_rows = fit_vocabulary(config, processor, resize=self.resize_embedding, exact=exact)
+        new_rows = fit_vocabulary(config, processor, resize=self.resize_embedding, exact=exact, stored=rows is not None)
         if new_rows and (self.lora is not None or self._adapter() is not None):
             logger.warning("the %d new embedding rows stay as they are: LoRA trains adapters only", new_rows)
         if self.architecture is not None:

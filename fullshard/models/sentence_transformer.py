@@ -56,6 +56,12 @@ class SentenceTransformer(Hf):
                 lower_texts(processor)
         return processor
 
+    def own_processor(self) -> Any:
+        processor = super().own_processor()
+        if processor is not None and self._sentence().lower_case:
+            lower_texts(processor)
+        return processor
+
     def load_processor(self, folder: Path, *, where: str) -> Any:
         """With images where the model takes them and the folder says how."""
         from fullshard.hf.embed import images_of

@@ -437,9 +437,9 @@ def text_without_a_tokenizer(seed: Seed) -> None:
     seed.set("data", train=str(seed.folder / "texts.jsonl"))
 
 
-@mistake("model", "model: model", "400 tokens", "97 rows", remedy="Leave model.resize_embedding out")
-def a_tokenizer_too_large(seed: Seed) -> None:
-    seed.set("model", tokenizer=str(seed.folder / "spoken"), resize_embedding=False)
+@mistake("model", "model: model", "not the tokenizer of these weights", "400 tokens", "97 rows", remedy="Leave model.t")
+def a_tokenizer_of_another_model(seed: Seed) -> None:
+    seed.set("model", tokenizer=str(seed.folder / "spoken"))
 
 
 @mistake("model", "model: vocabulary", "the token 96", "80 rows", remedy="own tokenizer")

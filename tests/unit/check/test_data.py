@@ -44,8 +44,9 @@ def distinct(number: int, *, size: int = 8, first: int = 0) -> list[list[int]]:
 
 
 def grounded(folder: Path, model: Path, *, world: int = 1, **sections: Any) -> tuple[Recipe, Ground]:
-    tokenizer = {"tokenizer": sections.pop("tokenizer")} if "tokenizer" in sections else {}
-    recipe = load(small.recipe(folder, model={"path": str(model), **tokenizer}, **sections))
+    # The model of the tests has no tokenizer, so that any is another one.
+    other = {"tokenizer": sections.pop("tokenizer"), "resize_embedding": True} if "tokenizer" in sections else {}
+    recipe = load(small.recipe(folder, model={"path": str(model), **other}, **sections))
     return recipe, lay_ground(recipe, world_size=world, console=Console(silent=True))
 
 

@@ -43,7 +43,7 @@ def bad(findings: Any) -> list[Finding]:
 
 def test_a_byte_level_tokenizer_has_ticks_only(trained: Any) -> None:
     config = SimpleNamespace(bos_token_id=0, eos_token_id=[0, 1], pad_token_id=None)
-    findings = list(check.look(trained, rows=len(trained), texts=TEXTS, foreign=False, config=config))
+    findings = list(check.look(trained, rows=len(trained), texts=TEXTS, config=config))
     assert [(f.level, f.check) for f in findings] == [
         ("ok", "vocabulary"),
         ("ok", "special tokens"),
@@ -53,17 +53,16 @@ def test_a_byte_level_tokenizer_has_ticks_only(trained: Any) -> None:
 
 
 def test_ids_beyond_the_embedding(trained: Any) -> None:
-    (finding,) = bad(check.vocabulary(trained, rows=299, foreign=False))
+    (finding,) = bad(check.vocabulary(trained, rows=299))
     assert finding.level == "error"
     assert "ids up to 299, and the embedding has 299 rows" in finding.text
 
 
-def test_unused_rows_are_a_note_and_a_foreign_tokenizer_a_warning(trained: Any) -> None:
-    (note,) = check.vocabulary(trained, rows=2000, foreign=False)
+def test_unused_rows_and_a_new_size_are_noted(trained: Any) -> None:
+    (note,) = check.vocabulary(trained, rows=2000)
     assert (note.level, note.text) == ("ok", "300 tokens, 2,000 rows of the embedding (1,700 rows are not used)")
-    (finding,) = bad(check.vocabulary(trained, rows=2000, foreign=True))
-    assert (finding.level, "trained with another tokenizer" in finding.text) == ("warning", True)
-    assert not bad(check.vocabulary(trained, rows=310, foreign=True))
+    (note,) = check.vocabulary(trained, rows=300, stored=256)
+    assert (note.level, note.text) == ("ok", "300 tokens, 300 rows of the embedding, resized from 256")
 
 
 def test_special_tokens() -> None:

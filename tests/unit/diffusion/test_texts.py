@@ -138,6 +138,16 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) 
         decode(Encoder, {"kind": "image", **settings}, where="data.encode")
 
 
+def test_a_tokenizer_of_another_encoder(tmp_path: Path) -> None:
+    other = tokenizer(clip_folder(tmp_path / "clip"))
+    other.add_tokens(["one", "more"])
+    other.save_pretrained(tmp_path / "clip")
+    family = TextEncoder(encoder=Texts(path=str(tmp_path / "clip"), max_tokens=6))
+    words = rf"has {len(other)} tokens, and the embedding of CLIPTextModel has 17 rows"
+    with pytest.raises(RecipeError, match=words):
+        family.build(processor=None)
+
+
 def test_the_widest_comes_last(folder: Path) -> None:
     chosen = [Texts(path=str(folder / name), max_tokens=8) for name in ("clip", "clip_2", "plain")]
     with pytest.raises(RecipeError, match=r"states of 24 are filled up to .* which have 12. Name the widest, T5, last"):
