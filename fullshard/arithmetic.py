@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from fullshard.errors import RecipeError
+from fullshard.plural import counted
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class StepPlan:
         left = self.num_samples % self.global_size
         last = f"; the last step of an epoch has {left:,}" if left else ""
         return [
-            f"batch: {self.global_size:,} samples per step = {self.per_device:,} per device x "
-            f"{self.accumulate:,} accumulated x {_count(self.world, 'rank')}",
-            f"steps: {self.total_steps:,} = {_count(self.epochs, 'epoch')} x {self.steps_per_epoch:,} per epoch "
-            f"({self.num_samples:,} samples{last})",
+            f"batch: {counted(self.global_size, 'sample')} per step = {self.per_device:,} per device x "
+            f"{self.accumulate:,} accumulated x {counted(self.world, 'rank')}",
+            f"steps: {self.total_steps:,} = {counted(self.epochs, 'epoch')} x {self.steps_per_epoch:,} per epoch "
+            f"({counted(self.num_samples, 'sample')}{last})",
         ]
 
 
@@ -85,14 +86,10 @@ def _accumulation(global_size: int, *, per_device: int, world: int) -> int:
     below = global_size // per_pass * per_pass
     use = f"{below} or {below + per_pass}" if below else f"{per_pass}, or a smaller batch.per_device"
     raise RecipeError(
-        f"batch.global = {global_size} cannot be split evenly: {_count(world, 'rank')} x batch.per_device = "
-        f"{per_device} makes {per_pass} samples per pass, and {global_size} is not a multiple of {per_pass}. Use "
-        f"batch.global = {use}."
+        f"batch.global = {global_size} cannot be split evenly: {counted(world, 'rank')} x batch.per_device = "
+        f"{per_device} makes {counted(per_pass, 'sample')} per pass, and {global_size} is not a multiple of "
+        f"{per_pass}. Use batch.global = {use}."
     )
-
-
-def _count(number: float, noun: str) -> str:
-    return f"{number:,.4g} {noun}{'' if number == 1 else 's'}" if number < 1000 else f"{number:,.0f} {noun}s"
 
 
 __all__ = ["StepPlan", "plan_steps"]

@@ -104,8 +104,6 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     for evaluation in recipe.evaluate.parts:
         evaluation.check(recipe.objective, module, data.validation_from)
         evaluation.check_encoder(recipe.objective, module, data.encoder)
-    for line in [*data.warnings, *without_effect(recipe, data, plan)]:
-        console.warn(line)
     identity = {
         "samples": len(data.train),
         "samples per step": plan.global_size,
@@ -130,19 +128,6 @@ def check_batch(objective: Objective, data: Prepared) -> None:
 def cache_folder(recipe: Recipe) -> Path:
     """Where tokenised data and trained tokenizers are kept."""
     return recipe.data.cache or Path(os.environ.get("FULLSHARD_CACHE", Path.home() / ".cache" / "fullshard"))
-
-
-def without_effect(recipe: Recipe, data: Prepared, plan: StepPlan) -> list[str]:
-    """Settings that cannot act in this run."""
-    lines = []
-    if data.validation is None and recipe.evaluate.patience is not None:
-        lines.append("evaluate.patience has no effect: there is no validation data.")
-    if recipe.schedule.warmup_steps(plan.total_steps) >= plan.total_steps > 1:
-        lines.append(
-            f"schedule.warmup = {recipe.schedule.warmup:g} is as long as the run of {plan.total_steps} steps: the "
-            "learning rate never comes down."
-        )
-    return lines
 
 
 def find_best(recipe: Recipe, module: nn.Module) -> BestRule | None:

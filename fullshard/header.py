@@ -9,6 +9,7 @@ from fullshard.build import Built
 from fullshard.dist.recompute import of_block
 from fullshard.dist.world import World
 from fullshard.ground import Ground
+from fullshard.plural import counted
 from fullshard.recipe import Recipe
 
 
@@ -55,7 +56,7 @@ def _recompute(built: Built) -> str:
     plan = built.model.plan
     asked = plan.activation_checkpointing
     whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)
-    rest = f", full in {whole} blocks that hold units of their own" if whole else ""
+    rest = f", full in {counted(whole, 'block')} that hold units of their own" if whole else ""
     return f"activation checkpointing {asked}{rest}"
 
 
@@ -64,11 +65,13 @@ def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
     wrap, word = built.model.plan.wrap, built.precision.word
     lines = []
     if wrap.exact and word != "fp32":
-        lines.append(f"{len(wrap.exact)} units (routers, the model's own list): {', '.join(wrap.exact[:2])} ...")
+        lines.append(
+            f"{counted(len(wrap.exact), 'unit')} (routers, the model's own list): {', '.join(wrap.exact[:2])} ..."
+        )
     if wrap.inexact and word != "fp32":
         lines.append(
-            f"not {len(wrap.inexact)} single parameters of the model's own list, which compute in {word} with the "
-            f"module around them: {', '.join(wrap.inexact[:2])} ..."
+            f"not {counted(len(wrap.inexact), 'single parameter')} of the model's own list, which compute in {word} "
+            f"with the module around them: {', '.join(wrap.inexact[:2])} ..."
         )
     return [("in fp32", line) for line in lines]
 

@@ -18,7 +18,8 @@ from pydantic_core import PydanticUndefined
 
 from fullshard.errors import RecipeError
 from fullshard.part import Part, Section, part_class
-from fullshard.yaml_text import parse_value
+from fullshard.plural import counted
+from fullshard.yaml_text import parse_value, shown
 
 _ASSIGNMENT = re.compile(r"^(?P<path>[A-Za-z_][\w.\-\[\]]*)=(?P<value>.*)$", re.DOTALL)
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
@@ -171,7 +172,7 @@ def _edit(state: Settings, path: tuple[str | int, ...], rest: tuple[str | int, .
         cls, found = _section_in(annotation), found.get(key)
     index = typing.cast(int, rest[0])
     if not isinstance(found, list) or index >= len(found):
-        have = f"{len(found)} entries" if isinstance(found, list) else "no list"
+        have = f"{counted(len(found), 'entry')}" if isinstance(found, list) else "no list"
         raise RecipeError(
             f"{show(path + rest)}: the recipe gives {have} at {show(path)}, so there is no [{index}] to change. "
             f"Set the whole list: {show(path)}=[...]."
@@ -203,7 +204,7 @@ def _underscored(cls: type[Section] | None, value: Mapping[Any, Any], where: str
     """Hyphens of a section's keys as underscores; the keys of a plain mapping are the user's own."""
     if cls is None:
         return value
-    keys = [str(key).replace("-", "_") for key in value]
+    keys = [shown(key).replace("-", "_") for key in value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
         raise RecipeError(
@@ -255,17 +256,4 @@ def _default(cls: type[Section] | None, key: str) -> Any:
     return PydanticUndefined
 
 
-def shown(value: Any) -> str:
-    """A value as a person would write it in a recipe: 3e-4, true, null, [1, 2]."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, float):
-        mantissa, _, exponent = f"{value:e}".partition("e")
-        short = f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-        return short if float(short) == value and len(short) < len(repr(value)) else repr(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {shown(v)}" for k, v in value.items()) + "}"
-    return f"[{', '.join(map(shown, value))}]" if isinstance(value, (list, tuple)) else str(value)
-
-
-__all__ = ["Override", "Settings", "members", "parse_override", "section_of", "show", "shown"]
+__all__ = ["Override", "Settings", "members", "parse_override", "section_of", "show"]

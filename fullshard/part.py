@@ -7,7 +7,6 @@ Must not know what any section or part means.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -18,7 +17,10 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from fullshard import foreign
 from fullshard.errors import RecipeError
+from fullshard.problems import did_you_mean, explain, found, join, unknown_key
+from fullshard.yaml_text import shown
 
 S = TypeVar("S", bound="Section")
 
@@ -55,6 +57,11 @@ class Part(Section):
     """Methods that a class of this contract must have; `a or b` where one of them is enough."""
 
     @classmethod
+    def from_short(cls, value: Any) -> Any:
+        """One word is the kind."""
+        return {"kind": value} if isinstance(value, str) else value
+
+    @classmethod
     def kind(cls) -> str:
         """The name a recipe uses for this part."""
         package, _, module = cls.__module__.rpartition(".")
@@ -69,6 +76,8 @@ def kinds(contract: type[Part]) -> list[str]:
 
 def part_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:
     """The class behind `kind`, or an error that lists what exists."""
+    if (ours := foreign.of_value(f"{where}.kind", kind)) and kind not in kinds(contract):
+        raise RecipeError(f"{where}.kind = '{kind}' is not known. Here it is {ours}: write {where}: {{kind: {ours}}}.")
     if "." in kind:
         return _user_class(contract, kind, where=where)
     if kind not in kinds(contract):
@@ -117,16 +126,6 @@ def _has_one(cls: type[Part], contract: type[Part], methods: Sequence[str]) -> b
     return any(getattr(cls, method) is not getattr(contract, method) for method in methods)
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing when no known word is near."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not near and word:
-        # `rank` for `r`, `accum` for `accumulate`; two such words are no hint.
-        begins = [name for name in known if name and (name.startswith(word) or word.startswith(name))]
-        near = begins if len(begins) == 1 else []
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def decode(cls: type[S], value: Any, *, where: str = "") -> S:
     """Checks a plain mapping against a section or part, all levels deep; every problem is told with its key path."""
     problems: list[str] = []
@@ -141,32 +140,31 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
         return value
     value = cls.from_short(value)
     if not isinstance(value, Mapping):
-        problems.append(f"{where or 'the recipe'} must be a mapping of keys, found {_show(value)}.")
+        problems.append(f"{where or 'the recipe'} must be a mapping of keys, found {found(value)}.")
         return None
-    value = {str(k).replace("-", "_"): v for k, v in value.items()}
+    value = {shown(k).replace("-", "_"): v for k, v in value.items()}
     if issubclass(cls, Part):
         kind = value.pop("kind", cls.default_kind)
         if kind is None:
             problems.append(f"{where}.kind is missing. Known: {', '.join(kinds(cls))}.")
             return None
+        if not isinstance(kind, str):
+            problems.append(f"{where}.kind = {found(kind)}: it must be one word. Known: {', '.join(kinds(cls))}.")
+            return None
         try:
-            cls = part_class(cls, str(kind), where=where)
+            cls = part_class(cls, kind, where=where)
         except RecipeError as error:
             problems.append(str(error))
             return None
     names = {field.alias or name: name for name, field in cls.model_fields.items()}
     unknown = [key for key in value if key not in names]
     for key in unknown:
-        known = sorted(names)
-        here = ", ".join(known) or "no key"
-        problems.append(f"{_join(where, key)} is not a known key{did_you_mean(key, known)}. Known here: {here}.")
+        problems.extend(unknown_key(where, key, value[key], sorted(names)))
     fields: dict[str, Any] = {}
     failed: set[str] = set()
     for key in (key for key in value if key not in unknown):
         known_problems = len(problems)
-        fields[key] = _decode_annotated(
-            cls.model_fields[names[key]].annotation, value[key], _join(where, key), problems
-        )
+        fields[key] = _decode_annotated(cls.model_fields[names[key]].annotation, value[key], join(where, key), problems)
         if len(problems) > known_problems:
             # Fits no field, so that no check across fields sees half a section; its own problems are told already.
             fields[key] = _Failed()
@@ -174,7 +172,7 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
     try:
         return cls.model_validate(fields)
     except ValidationError as error:
-        problems.extend(_explain([e for e in error.errors() if not failed.intersection(e["loc"][:1])], where))
+        problems.extend(explain([e for e in error.errors() if not failed.intersection(e["loc"][:1])], where))
         return None
     except Exception:
         if failed:  # a part's own check met the stand-in
@@ -188,14 +186,17 @@ class _Failed:
 
 def _decode_annotated(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
     """Descends into sections, lists and mappings of sections; every other value is left to pydantic."""
-    for option in _options(annotation):
+    options = _options(annotation)
+    if value is False and type(None) in options and any(map(_is_section, options)):
+        return None  # `lora: false` switches off what `lora: true` switches on
+    for option in options:
         origin, arguments = typing.get_origin(option), typing.get_args(option)
-        if inspect.isclass(option) and issubclass(option, Section) and value is not None:
+        if _is_section(option) and value is not None:
             return _decode(option, value, where, problems)
         if origin in (list, tuple) and isinstance(value, list) and _is_section(arguments[0]):
             return [_decode(arguments[0], v, f"{where}[{i}]", problems) for i, v in enumerate(value)]
         if origin is dict and isinstance(value, Mapping) and _is_section(arguments[1]):
-            return {k: _decode(arguments[1], v, _join(where, str(k)), problems) for k, v in value.items()}
+            return {k: _decode(arguments[1], v, join(where, str(k)), problems) for k, v in value.items()}
     _refuse_truth(annotation, value, where, problems)
     return value
 
@@ -205,7 +206,7 @@ def _refuse_truth(annotation: Any, value: Any, where: str, problems: list[str]) 
     options = _options(annotation)
     if isinstance(value, bool):
         if bool not in options and {int, float} & set(options):
-            problems.append(f"{where} = {_show(value)}: it must be a {'' if float in options else 'whole '}number.")
+            problems.append(f"{where} = {found(value)}: it must be a {'' if float in options else 'whole '}number.")
         return
     for option in options:
         origin, arguments = typing.get_origin(option), typing.get_args(option)
@@ -217,7 +218,7 @@ def _refuse_truth(annotation: Any, value: Any, where: str, problems: list[str]) 
                     _refuse_truth(arguments[place], item, f"{where}[{index}]", problems)
         if origin is dict and isinstance(value, Mapping):
             for key, item in value.items():
-                _refuse_truth(arguments[1], item, _join(where, str(key)), problems)
+                _refuse_truth(arguments[1], item, join(where, str(key)), problems)
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -231,75 +232,6 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 def _is_section(annotation: Any) -> bool:
     return inspect.isclass(annotation) and issubclass(annotation, Section)
-
-
-_NEEDED = {
-    "string_type": "text (put it in quotes)",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "list_type": "a list such as [a, b]",
-    "dict_type": "a mapping of keys",
-    "model_type": "a mapping of keys",
-    "path_type": "a path",
-}
-
-
-def _explain(entries: Sequence[Any], where: str) -> list[str]:
-    """Pydantic's findings in our words; a value that fits no member of a union is one problem, not one per member."""
-    found: dict[str, list[Any]] = {}
-    for entry in entries:
-        found.setdefault(_path(entry["loc"], where), []).append(entry)
-    return [_problem(path, same) for path, same in found.items()]
-
-
-def _problem(path: str, entries: Sequence[Any]) -> str:
-    first = entries[0]
-    if first["type"] == "missing":
-        return f"{path} is missing. Add it to the recipe."
-    nouns = [noun for noun in map(_noun, entries) if noun]
-    if len(nouns) == len(entries):
-        return f"{path} = {_show(first['input'])}: it must be {' or '.join(dict.fromkeys(nouns))}."
-    message = next(e for e in entries if not _noun(e))["msg"].removeprefix("Value error, ").rstrip(".")
-    if path and message.startswith(path):
-        return f"{message}."
-    message = f"it {message.removeprefix('Input ')}" if message.startswith("Input ") else message
-    return f"{path or 'the recipe'} = {_show(first['input'])}: {message[:1].lower()}{message[1:]}."
-
-
-def _noun(entry: Any) -> str | None:
-    """What a value must be, or None for a finding that is a sentence of its own."""
-    if entry["type"] != "literal_error":
-        return _NEEDED.get(entry["type"])
-    allowed = str(entry["ctx"]["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
-    one_of = "one of " if len(allowed) > 1 else ""
-    return f"{one_of}{', '.join(allowed)}{did_you_mean(str(entry['input']), allowed)}"
-
-
-def _path(steps: Sequence[Any], where: str) -> str:
-    path = where
-    for step in steps:
-        # Pydantic adds the names of union members to the path; they are types, not keys.
-        if isinstance(step, int):
-            path = f"{path}[{step}]"
-        elif step.isidentifier() and step not in {"str", "int", "float", "bool", "list", "dict", "none"}:
-            path = _join(path, step)
-    return path
-
-
-def _join(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
-
-
-def _show(value: Any) -> str:
-    text = (
-        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
-    )
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def plain(section: Section) -> dict[str, Any]:

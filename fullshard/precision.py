@@ -44,7 +44,7 @@ def check_word(word: Any) -> str:
             "fp16 computes in fp16 and keeps fp32 weights"
         )
     known = [s for spellings in SPELLINGS.values() for s in spellings]
-    raise ValueError(f"not a precision{did_you_mean(text, known)}; allowed: {', '.join(known)}")
+    raise ValueError(f"not a precision{did_you_mean(text, known)}; allowed: {', '.join(SPELLINGS)}")
 
 
 @dataclass(frozen=True)

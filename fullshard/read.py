@@ -156,7 +156,7 @@ def _not_found(source: str, path: Path, known: list[str]) -> str:
         resolved = path / "recipe.resolved.yaml"
         advice = f"Use {resolved}." if resolved.is_file() else "Name the YAML file inside it."
         return f"{source} is a folder, and a recipe is a YAML file. {advice}"
-    there = sorted(f.name for f in path.parent.glob("*.y*ml")) if os.path.isdir(path.parent) else []
+    there = sorted(f.name for f in path.parent.glob("[!.]*.y*ml")) if os.path.isdir(path.parent) else []
     names = get_close_matches(path.stem, known, n=1)
     files = get_close_matches(path.name, there, n=3) or ([] if names else there[:3])
     near = [*(str(path.parent / file) for file in files), *names]

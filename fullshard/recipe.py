@@ -183,7 +183,7 @@ class Topology(Section):
         devices = value.get("devices") if isinstance(value, dict) else None
         if isinstance(devices, str) and devices != "auto":
             parts = [part.strip() for part in devices.split(",") if part.strip()]
-            if not all(part.isdigit() for part in parts):
+            if not parts or not all(part.isdigit() for part in parts):
                 raise ValueError(f"topology.devices = {devices!r} is not a count, a list of ids (0,2) or auto")
             ids = [int(part) for part in parts]
             value = {**value, "devices": ids if "," in devices else ids[0]}

@@ -25,6 +25,7 @@ from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.launch.base import Ranks
 from fullshard.part import plain
+from fullshard.plural import counted
 from fullshard.read import Reading, hand_on, run_facts, save_resolved
 from fullshard.recipe import Recipe
 from fullshard.resume import candidates, choose, look, stand
@@ -96,11 +97,11 @@ def as_rank(
 
     recipe, launch = reading.recipe, env.detect(os.environ)
     with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
-        for line in [*reading.overridden, *recipe.sharding.notes()]:
+        for line in reading.overridden:
             console.note(line)
         ground = lay_ground(recipe, world_size=launch.world, console=console)
         if not checked and launch.local_rank == 0:
-            before_ranks_meet(recipe, ground, Ranks(launch.local_world, launch.num_nodes), warn=console.warn)
+            before_ranks_meet(reading, ground, Ranks(launch.local_world, launch.num_nodes), console=console)
         yield ground, meet(), console
 
 
@@ -249,7 +250,7 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
     over = (
         f"fullshard train {reading.name} --resume never" if reading.name else "fullshard.train(recipe, resume='never')"
     )
-    console.say(f"{recipe.folder} is finished: {progress.step:,} steps are done, and {why}.")
+    console.say(f"{recipe.folder} is finished: {counted(progress.step, 'step')} are done, and {why}.")
     console.say(f"  start over   {over}   (the finished run is moved aside, not deleted)")
     console.say(f"  go on        {_again(reading, more)}")
     with contextlib.suppress(CheckpointError, OSError):

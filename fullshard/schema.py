@@ -59,7 +59,7 @@ def _section_property(annotation: Any, definitions: dict[str, Any]) -> dict[str,
         elif inspect.isclass(item) and issubclass(item, Section):
             options.append({"type": "array", "items": _reference(item, definitions)})
         elif member is type(None):
-            options.append({"type": "null"})
+            options += [{"type": "null"}, {"const": False}]
     if not any("$ref" in option or option.get("type") == "array" for option in options):
         return None
     return dict(options[0]) if len(options) == 1 else {"anyOf": options}

@@ -9,7 +9,9 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 
+from fullshard import foreign
 from fullshard.errors import RecipeError
+from fullshard.yaml_text import parse_value
 
 _SETTING = re.compile(r"^[A-Za-z_][\w.\-\[\]]*=")
 _KEY = re.compile(r"^--[A-Za-z_][\w.\-\[\]]*$")
@@ -58,6 +60,11 @@ def _flag(name: str, value: str | None, sections: Sequence[str], options: Sequen
         key, top, value = key.removeprefix("no_"), top.removeprefix("no_"), "false"
     if top not in sections:
         known = [*options, *(f"--{section}." for section in sections)]
+        # A slip of the pen in one of our own words, rather than a word of another trainer.
+        slip = get_close_matches(f"--{name}", known, n=1, cutoff=0.85) or get_close_matches(top, sections, cutoff=0.85)
+        theirs = foreign.of_key(key, parse_value(value, where=key) if value is not None else True)
+        if theirs and not slip:
+            raise RecipeError(f"--{name} is neither an option nor a key of the recipe. {theirs}")
         near = get_close_matches(f"--{name}", known, n=1, cutoff=0.6)
         meant = f" Did you mean {near[0]}{'KEY' if near[0].endswith('.') else ''}?" if near else ""
         raise RecipeError(

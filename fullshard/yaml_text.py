@@ -6,7 +6,9 @@ column in words. Must not know what any key means.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +98,21 @@ def render(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
+def shown(value: Any) -> str:
+    """A value as a person would write it in a recipe: 3e-4, true, null, [1, 2]."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    if isinstance(value, float):
+        mantissa, _, exponent = f"{value:e}".partition("e")
+        short = f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+        return short if float(short) == value and len(short) < len(repr(value)) else repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{shown(k)}: {shown(v)}" for k, v in value.items()) + "}"
+    return f"[{', '.join(map(shown, value))}]" if isinstance(value, (list, tuple)) else str(value)
+
+
 def _walk(node: yaml.Node, path: str, name: str, lines: dict[str, int]) -> None:
     """Notes the line of every key, and refuses a key given twice: the last one would win without a word."""
     if isinstance(node, yaml.SequenceNode):
@@ -140,4 +157,4 @@ def _in_words(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
     return f"{name}, line {mark.line + 1}, column {mark.column + 1}: {problem}, at `{row}`. {hint}"
 
 
-__all__ = ["Document", "parse", "parse_value", "render"]
+__all__ = ["Document", "parse", "parse_value", "render", "shown"]

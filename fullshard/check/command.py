@@ -16,6 +16,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,9 +126,8 @@ def refused(mistake: FullshardError, wish: Wish) -> int:
 def _look(reading: Reading, asked: Ranks | SetupError, report: Report, wish: Wish) -> dict[str, Any]:
     """Sections 1 to 4, without any rank; gives what the verdict carries beside findings."""
     with report.working("Looking at this machine"):  # importing torch takes seconds
-        from fullshard.check import data, earlier, environment, model, settings
+        from fullshard.check import earlier, environment, preflight
         from fullshard.check.machine import inspect
-        from fullshard.check.preflight import space
         from fullshard.log import libraries
         from fullshard.log.console import Console
 
@@ -139,19 +139,10 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, wish: Wis
         report.section("Environment", [*found, *([of("ranks", asked)] if isinstance(asked, SetupError) else [])])
         with report.working("Reading the data and building the model"):
             laid = _lay(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
-        found = settings.look(reading, ranks, laid.ground)
         before = guarded("earlier run", lambda: earlier.look(recipe, laid.ground) if laid.ground else ())
-        report.section("Recipe", [*laid.problems("recipe"), *found, *before])
-
-        def model_and_space() -> Iterator[Finding]:
-            yield from laid.problems("model")
-            if laid.module is not None:
-                yield from model.look(recipe, laid.ground, module=laid.module, ranks=ranks)
-                plan = laid.ground.plan if laid.ground else None
-                yield from space(recipe, ranks, machine=machine, module=laid.module, plan=plan)
-
-        report.section("Model", model_and_space())
-        report.section("Data", [*laid.problems("data"), *(data.look(recipe, laid.ground) if laid.ground else [])])
+        sections = preflight.look(reading, ranks, machine=machine, module=laid.module, ground=laid.ground)
+        for title, seen in sections.items():
+            report.section(title, chain(laid.problems(title.lower()), seen, before if title == "Recipe" else ()))
         return _units(recipe, ranks, laid.module, report) if wish.units and laid.module is not None else {}
 
 

@@ -18,9 +18,10 @@ from fullshard.data.base import IGNORE, Samples
 from fullshard.data.loader import Batch, Loader
 from fullshard.data.order import FILLER, permutation
 from fullshard.data.prepare import Prepared, Stored, reasons, remarks
-from fullshard.data.records import counted, origins
+from fullshard.data.records import origins
 from fullshard.data.store import Store
 from fullshard.ground import Ground
+from fullshard.plural import counted
 from fullshard.recipe import Recipe
 
 MOST_MASKED = 0.95
@@ -29,6 +30,8 @@ MOST_CUT = 0.1
 """Share of samples cut at the sequence length."""
 MOST_DROPPED = 0.01
 """Share of samples from which nothing can be learned."""
+MOST_HELD = 0.5
+"""Share of the training records kept for validation."""
 MOST_LEAKED = 0.001
 """Share of validation samples that are trained on too."""
 MOST_REPEATED = 0.05
@@ -46,7 +49,7 @@ def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     yield _counts("train", data.train, data.train_from)
     yield from _losses("data.train", data.train_from.store)
     yield from _unrendered("data.train", data.train_from.store)
-    yield from _validation(ground)
+    yield from _validation(recipe, ground)
     yield from _batches(recipe, ground)
     read = _read(data.train_from)
     yield from _masked(data.train_from, read)
@@ -128,7 +131,7 @@ def _unrendered(key: str, store: Store) -> Iterator[Finding]:
         yield ok("rendered", f"{key}: {line}")
 
 
-def _validation(ground: Ground) -> Iterator[Finding]:
+def _validation(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     data = ground.data
     if data.validation is None or data.validation_from is None:
         yield ok("validation", "none: no data.validation, and data.holdout = 0")
@@ -137,6 +140,13 @@ def _validation(ground: Ground) -> Iterator[Finding]:
     batch = ground.validation_per_device * ground.plan.world
     small = f"; less than one batch of {batch:,}" if len(data.validation) < batch else ""
     yield ok("validation", f"{found.text}{small}")
+    if recipe.data.validation is None and recipe.data.holdout > MOST_HELD:
+        yield warning(
+            "validation",
+            f"data.holdout = {recipe.data.holdout:g} keeps {recipe.data.holdout:.0%} of the records of data.train for "
+            f"validation and leaves {counted(len(data.train_from.chosen), 'sample')} to train on; 0.05 is usual.",
+            "Lower data.holdout, or give data.validation.",
+        )
     if data.validation_from.store is not data.train_from.store:
         yield from _losses("data.validation", data.validation_from.store)
         yield from _unrendered("data.validation", data.validation_from.store)

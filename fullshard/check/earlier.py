@@ -12,6 +12,7 @@ from fullshard.check.findings import Finding, ok, warning
 from fullshard.checkpoint import folder as files
 from fullshard.ground import Ground
 from fullshard.part import plain
+from fullshard.plural import counted
 from fullshard.recipe import Recipe
 
 
@@ -30,7 +31,7 @@ def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     standing = resume.stand(checkpoint, identity=ground.identity, recipe=plain(recipe))
     progress, total = standing.progress, ground.plan.total_steps
     if progress.finished and progress.step >= total:
-        text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing left to do"
+        text = f"{recipe.folder} is finished, all {counted(total, 'step')} are done: train has nothing left to do"
     else:
         text = f"train goes on from {checkpoint}, step {progress.step:,} of {total:,}"
     yield ok("earlier run", f"{text}; --resume never starts over")

@@ -20,11 +20,12 @@ from fullshard.check.findings import Finding, error, of, ok, warning
 from fullshard.check.kernels import attention, compiler
 from fullshard.check.machine import Gpu, Machine, inspect
 from fullshard.check.room import disk, memory, standing
-from fullshard.dist.ranks import count, ranks_for
+from fullshard.dist.ranks import ranks_for
 from fullshard.errors import RecipeError, SetupError, missing_package
 from fullshard.ground import cache_folder
 from fullshard.launch.base import Ranks
 from fullshard.log.words import size
+from fullshard.plural import counted
 from fullshard.precision import ResolvedPrecision, resolve_for
 from fullshard.recipe import Recipe, Topology
 
@@ -129,7 +130,7 @@ def _about_visible(environ: Mapping[str, str]) -> str:
 
 def _cpu(machine: Machine, ranks: Ranks, device: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     if machine.gpus:
-        idle = count(len(machine.gpus), "GPU")
+        idle = counted(len(machine.gpus), "GPU")
         yield ok("devices", f"training on CPU, gloo, as topology.device says; {idle} not used")
     elif machine.driver and device == "auto":
         if machine.cuda is None:
@@ -149,11 +150,11 @@ def _cpu(machine: Machine, ranks: Ranks, device: str, environ: Mapping[str, str]
     if ranks.per_node > machine.cores:
         yield warning(
             "cores",
-            f"{count(ranks.per_node, 'rank')} on {count(machine.cores, 'core')}: they wait for each other.",
+            f"{counted(ranks.per_node, 'rank')} on {counted(machine.cores, 'core')}: they wait for each other.",
             f"Use --devices {machine.cores} at most; batch.global keeps the step the same.",
         )
     else:
-        yield ok("cores", f"{count(machine.cores, 'core')} for {count(ranks.per_node, 'rank')}")
+        yield ok("cores", f"{counted(machine.cores, 'core')} for {counted(ranks.per_node, 'rank')}")
 
 
 def _gpus(machine: Machine, gpus: list[Gpu], ranks: Ranks, *, backend: str) -> Iterator[Finding]:
@@ -168,7 +169,9 @@ def _gpus(machine: Machine, gpus: list[Gpu], ranks: Ranks, *, backend: str) -> I
             "--gpus, such as --gpus 0,1.",
         )
     else:
-        shared = f", shared by {ranks.per_node} ranks" if backend == "gloo" and ranks.per_node > len(gpus) else ""
+        shared = (
+            f", shared by {counted(ranks.per_node, 'rank')}" if backend == "gloo" and ranks.per_node > len(gpus) else ""
+        )
         yield ok("GPUs", f"{len(gpus)} of {len(machine.gpus)}: {next(iter(kinds))}{shared}")
     if len(gpus) > 1:
         yield _links(machine, ranks.device_ids or range(len(gpus)))
@@ -185,7 +188,7 @@ def _links(machine: Machine, numbers: range | tuple[int, ...]) -> Finding:
         return ok("GPU links", f"NVLink between all GPUs ({kinds})")
     if joined == 0:
         return ok("GPU links", f"no NVLink: the GPUs talk over PCIe ({kinds})")
-    return ok("GPU links", f"NVLink between {joined} of {len(pairs)} pairs, the others over PCIe ({kinds})")
+    return ok("GPU links", f"NVLink between {joined} of {counted(len(pairs), 'pair')}, the others over PCIe ({kinds})")
 
 
 def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecision]:
@@ -329,7 +332,7 @@ def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> 
         if needed > machine.shm_bytes:
             yield error(
                 "shared memory",
-                f"{text} of {count(ranks.per_node, 'rank')}.",
+                f"{text} of {counted(ranks.per_node, 'rank')}.",
                 "Start the container with more (--shm-size=8g or --ipc=host), or set data.workers=0.",
             )
         else:
@@ -337,7 +340,7 @@ def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> 
     if machine.open_files < FEW_FILES:
         yield warning(
             "open files",
-            f"a process may hold {machine.open_files} files open; at least {FEW_FILES} are advised.",
+            f"a process may hold {counted(machine.open_files, 'file')} open; at least {FEW_FILES} are advised.",
             "Raise it before starting: ulimit -n 65536",
         )
 

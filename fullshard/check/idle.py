@@ -9,18 +9,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fullshard.check.findings import Finding, warning
-from fullshard.dist.ranks import count
 from fullshard.launch.base import Ranks
+from fullshard.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.ground import Ground
     from fullshard.recipe import Checkpoint, Data, Evaluate, Log, Recipe
 
 LEAVE_OUT = "Leave it out."
-_REMEDIES = {
-    "evaluate.patience": "Give data.validation, or a data.holdout above 0, or leave it out.",
-    "schedule.warmup": "Shorten it (0.03 is a share of the run, 100 a number of steps), or lengthen the run.",
-}
 
 
 def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None) -> Iterator[Finding]:
@@ -36,7 +32,7 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
         yield warning(
             "no effect",
             f"sharding.forward_prefetch has no effect: with strategy {sharding.strategy} on "
-            f"{count(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, and none are gathered.",
+            f"{counted(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, and none are gathered.",
             LEAVE_OUT,
         )
     if sharding.wrap and sharding.wrap.whole:
@@ -56,15 +52,9 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
 def of_evaluation(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
     """What cannot be validated, and what waits for a validation that never comes."""
     evaluate, data = recipe.evaluate, recipe.data
-    if ground:
-        from fullshard.ground import without_effect
-
-        for line in without_effect(recipe, ground.data, ground.plan):
-            key = line.partition(" ")[0]
-            yield warning("no effect", line, _REMEDIES.get(key, LEAVE_OUT))
     validates = has_validation(recipe, ground)
     if not validates:
-        for key in ("every_steps", "per_device"):
+        for key in ("every_steps", "per_device", "patience"):
             if getattr(evaluate, key) is not None and not _needs_no_data(evaluate):
                 yield warning(
                     "no effect",
@@ -99,8 +89,8 @@ def _patience(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
         if times <= (evaluate.patience or 0):
             yield warning(
                 "no effect",
-                f"evaluate.patience = {evaluate.patience} has no effect: the run has {count(times, 'validation')}, and "
-                "the first is always the best so far.",
+                f"evaluate.patience = {evaluate.patience} has no effect: the run has {counted(times, 'validation')}, "
+                "and the first is always the best so far.",
                 "Lower it, or validate more often with evaluate.every_steps.",
             )
 
@@ -123,14 +113,14 @@ def of_intervals(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
         if steps is not None and steps > plan.total_steps and steps != _default(section, "every_steps"):
             yield warning(
                 "no effect",
-                f"{name}.every_steps = {steps:,} never acts: the run has {plan.total_steps:,} steps.",
+                f"{name}.every_steps = {steps:,} never acts: the run has {counted(plan.total_steps, 'step')}.",
                 f"Lower it, for instance to {max(plan.total_steps // 5, 1):,}, or leave it out.",
             )
         epochs = getattr(section, "every_epochs", None)
         if epochs is not None and epochs > max(plan.epochs, 1):
             yield warning(
                 "no effect",
-                f"{name}.every_epochs = {epochs} never acts: the run has {plan.epochs:g} epochs.",
+                f"{name}.every_epochs = {epochs} never acts: the run has {counted(plan.epochs, 'epoch')}.",
                 "Lower it, or set it to null.",
             )
 

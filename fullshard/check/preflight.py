@@ -1,43 +1,62 @@
-"""The cheap part of a check, which `train` runs by itself before its ranks meet: seconds, no forward, no collective.
+"""What a check finds without starting a rank: `check --quick` shows all of it; `train` runs it before its ranks meet,
+stops at the errors and shows the warnings.
 
-Must not know how a run is started or shown.
+Takes about a second whatever the size of the data; no collective. Must not know how a run is started or shown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from fullshard.arithmetic import StepPlan
-from fullshard.check import environment, room, settings, stored
+from fullshard.check import data, environment, model, room, settings
 from fullshard.check.findings import Finding
 from fullshard.check.machine import Machine, inspect
 from fullshard.errors import SetupError
 from fullshard.ground import Ground
-from fullshard.hf.stored import files_of
 from fullshard.launch.base import Ranks
+from fullshard.log.console import Console
+from fullshard.read import Reading
 from fullshard.recipe import Recipe
 
 
-def before_ranks_meet(recipe: Recipe, ground: Ground, ranks: Ranks, *, warn: Callable[[str], None]) -> None:
-    """Raises what would stop the run later, all of it at once; warns of the rest."""
-    found = list(cheap(recipe, ground, ranks))
-    for finding in found:
-        if finding.level == "warning":
-            warn(f"{finding.check}: {finding.sentence()}")
-    if errors := [f"{finding.check}: {finding.sentence()}" for finding in found if finding.level == "error"]:
-        raise SetupError("\n".join(errors))
-
-
-def cheap(recipe: Recipe, ground: Ground, ranks: Ranks) -> Iterator[Finding]:
-    """Environment, stored weights as files, room on disk and in memory."""
+def before_ranks_meet(reading: Reading, ground: Ground, ranks: Ranks, *, console: Console) -> None:
+    """Raises what would stop the run later, all of it at once; the warnings go into the header of the run."""
     machine = inspect(links=False)
-    yield from environment.look(recipe, ranks, machine=machine)
-    yield from settings.prompts(recipe, ground)
-    if (folder := recipe.model.stored_in()) is not None:
-        yield from stored.look_at_files(files_of(folder))
-    yield from space(recipe, ranks, machine=machine, module=ground.module, plan=ground.plan)
+    found: dict[str, Iterable[Finding]] = {"Environment": environment.look(reading.recipe, ranks, machine=machine)}
+    found |= look(reading, ranks, machine=machine, module=ground.module, ground=ground)
+    seen = [(section, finding) for section, findings in found.items() for finding in findings]
+    lines = dict.fromkeys(_line(finding) for _, finding in seen if finding.level == "error")
+    if lines:
+        raise SetupError("\n".join(lines))
+    # Recipe and data are the same on every node; what its machine lacks, each node says for itself.
+    own = [f for section, f in seen if f.level == "warning" and not (console.silent and section in ("Recipe", "Data"))]
+    for line in dict.fromkeys(map(_line, own)):
+        console.warn_in_header(line)
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.check}: {finding.sentence()}"
+
+
+def look(
+    reading: Reading, ranks: Ranks, *, machine: Machine, module: nn.Module | None, ground: Ground | None
+) -> dict[str, Iterable[Finding]]:
+    """The sections after the environment; `module` and `ground` are None where they could not be made."""
+    recipe = reading.recipe
+
+    def model_and_space() -> Iterator[Finding]:
+        if module is not None:
+            yield from model.look(recipe, ground, module=module, ranks=ranks)
+            yield from space(recipe, ranks, machine=machine, module=module, plan=ground.plan if ground else None)
+
+    return {
+        "Recipe": settings.look(reading, ranks, ground),
+        "Model": model_and_space(),
+        "Data": data.look(recipe, ground) if ground else (),
+    }
 
 
 def space(
@@ -49,3 +68,6 @@ def space(
     sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": room.weight_bytes(recipe, module)}
     yield from room.disk(recipe, plan=plan, **sizes)
     yield from room.memory(recipe, ranks, machine=machine, **sizes)
+
+
+__all__ = ["before_ranks_meet", "look"]

@@ -18,6 +18,7 @@ from rich.text import Text
 from fullshard.check.findings import Finding, Level
 from fullshard.log.console import FILE_WIDTH
 from fullshard.log.screen import is_terminal, open_screen
+from fullshard.plural import counted
 
 _MARKS: dict[Level, tuple[str, str, str]] = {
     "ok": ("✓", "ok", "green"),
@@ -73,9 +74,9 @@ class Report:
             told = {"correct": not self.failed, "tried": tried, "command": command, "findings": found, **extra}
             sys.stdout.write(json.dumps(told, indent=1) + "\n")
             return
-        warnings = f", {_many(count['warning'], 'warning')}" if count["warning"] else ""
+        warnings = f", {counted(count['warning'], 'warning')}" if count["warning"] else ""
         if self.failed:
-            problems = _many(count["error"], "problem")
+            problems = counted(count["error"], "problem")
             self._show(Text(f"\n{problems}{warnings}. Nothing was trained, nothing was left behind.", style="bold red"))
             return
         untried = "" if tried else "; the model was not tried, leave --quick out for that"
@@ -96,7 +97,3 @@ class Report:
     def _show(self, text: Text) -> None:
         if not self._quiet:
             self._screen.print(text, soft_wrap=True)
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from fullshard.arithmetic import StepPlan, plan_steps
 from fullshard.check import idle
 from fullshard.check.findings import Finding, error, guarded, ok, warning
-from fullshard.dist.ranks import count
 from fullshard.errors import RecipeError
 from fullshard.launch.base import Ranks
+from fullshard.plural import counted
 from fullshard.read import Reading
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ LARGEST_LR = 0.1
 """AdamW moves every weight by about the learning rate at each step, and weights are mostly below 0.1."""
 SMALLEST_LR = 1e-9
 """Less does not move a weight of 0.02 in fp32."""
+MOST_DECAY = 1.0
+"""Published runs use 0 to 0.1, a few 0.5."""
 _MOST_LINES = 12
 
 
@@ -59,7 +61,9 @@ def _origin(reading: Reading) -> Iterator[Finding]:
     for line in lines[:_MOST_LINES]:
         yield ok("recipe", line)
     if len(lines) > _MOST_LINES:
-        yield ok("recipe", f"and {len(lines) - _MOST_LINES} more settings from the command line or the preset")
+        yield ok(
+            "recipe", f"and {counted(len(lines) - _MOST_LINES, 'more setting')} from the command line or the preset"
+        )
 
 
 def arithmetic(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[Finding]:
@@ -71,7 +75,7 @@ def arithmetic(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[
     if ground and plan.num_samples < plan.global_size:
         yield warning(
             "batch",
-            f"batch: {plan.global_size:,} samples per step are asked for, and the training data has "
+            f"batch: {counted(plan.global_size, 'sample')} per step are asked for, and the training data has "
             f"{plan.num_samples:,}: no step is ever full, and each passes over all the data.",
             f"Use batch.global = {plan.num_samples // plan.world * plan.world or plan.world:,} or less, shorten "
             "data.sequence_length, or give more data.",
@@ -96,7 +100,7 @@ def mesh(recipe: Recipe, ranks: Ranks, layout: Layout | None) -> Iterator[Findin
     """What the strategy becomes on these ranks; `auto` on several GPUs waits for the size of the model."""
     size = ranks.per_node * ranks.nodes
     nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""
-    where = f"{count(size, 'rank')}{nodes} ({device_of(recipe).upper()})"
+    where = f"{counted(size, 'rank')}{nodes} ({device_of(recipe).upper()})"
     if layout is None:
         yield ok("mesh", f"{where}; strategy auto is decided by the size of the model")
     elif size == 1:
@@ -161,8 +165,8 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
     if workers > 2 * cores:
         yield warning(
             "workers",
-            f"data.workers = {recipe.data.workers} x {count(ranks.per_node, 'rank')} makes {workers} processes on "
-            f"{count(cores, 'core')}.",
+            f"data.workers = {recipe.data.workers} x {counted(ranks.per_node, 'rank')} makes "
+            f"{counted(workers, 'process')} on {counted(cores, 'core')}.",
             f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.",
         )
 
@@ -190,12 +194,12 @@ def prompts(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
 def learning_rate(recipe: Recipe) -> Iterator[Finding]:
     """The learning rate, and what goes with it."""
     optimizer = recipe.optimizer
-    adam = optimizer.kind().startswith("adamw")
-    if optimizer.lr > (LARGEST_LR if adam else 1.0):
+    largest = LARGEST_LR if optimizer.kind().startswith("adamw") else 1.0
+    if optimizer.lr > largest:
         yield warning(
             "learning rate",
             f"optimizer.lr = {optimizer.lr:g}: {optimizer.kind()} would move every weight by about that much in each "
-            f"step; up to {LARGEST_LR if adam else 1:g} is usual.",
+            f"step; up to {largest:g} is usual.",
             "Use 3e-4 for training from scratch, 2e-5 for fine-tuning, 2e-4 for LoRA; is a minus sign missing?",
         )
     elif optimizer.lr < SMALLEST_LR:
@@ -204,11 +208,12 @@ def learning_rate(recipe: Recipe) -> Iterator[Finding]:
             f"optimizer.lr = {optimizer.lr:g}: below {SMALLEST_LR:g} an update no longer changes a weight in fp32.",
             "Use 2e-5 or more.",
         )
-    elif optimizer.lr * optimizer.weight_decay >= 0.1:
+    share = optimizer.lr * optimizer.weight_decay
+    if optimizer.weight_decay > MOST_DECAY or (share >= 0.1 and optimizer.lr <= largest):
         yield warning(
             "weight decay",
-            f"optimizer.lr x optimizer.weight_decay = {optimizer.lr * optimizer.weight_decay:g}: every step takes that "
-            "share of every matrix away; 0.001 is much already.",
+            f"optimizer.weight_decay = {optimizer.weight_decay:g}: every step shrinks every matrix by optimizer.lr x "
+            f"optimizer.weight_decay = {share:g} of itself; a weight decay of 0.01 to 0.1 is usual.",
             "Use optimizer.weight_decay = 0.1 or less.",
         )
 
@@ -231,6 +236,13 @@ def course(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
             f"schedule.kind = {schedule.kind()}: the learning rate is 0 throughout.",
             "Use another schedule.",
         )
+    if ground and schedule.warmup_steps(total) >= total > 1:
+        yield warning(
+            "no effect",
+            f"schedule.warmup = {schedule.warmup:g} is as long as the run of {counted(total, 'step')}: the learning "
+            "rate never comes down.",
+            "Shorten it (0.03 is a share of the run, 100 a number of steps), or lengthen the run.",
+        )
     floor = getattr(schedule, "floor", None)
     if floor == 1:
         yield warning(
@@ -242,7 +254,8 @@ def course(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
     if schedule.kind() == "step" and ground and step_size is not None and step_size >= total:
         yield warning(
             "schedule",
-            f"schedule.step_size = {step_size:,}, and the run has {total:,} steps: the learning rate never falls.",
+            f"schedule.step_size = {step_size:,}, and the run has {counted(total, 'step')}: the learning rate "
+            "never falls.",
             f"Use schedule.step_size = {max(total // 3, 1):,}, or schedule: constant.",
         )
 

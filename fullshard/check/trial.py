@@ -28,6 +28,7 @@ from fullshard.errors import NumericalError
 from fullshard.ground import Ground
 from fullshard.log.words import duration, size
 from fullshard.objectives.base import Batch
+from fullshard.plural import counted
 from fullshard.read import Reading
 from fullshard.recipe import Recipe
 from fullshard.state import Progress
@@ -129,10 +130,10 @@ def _step(recipe: Recipe, ground: Ground, world: World, built: build.Built) -> t
     text += f", gradient norm {results[0][1]:.3g}; every trained parameter has a finite gradient, weights moved"
     found = [ok("longest batch", text)]
     if parts.scaler is not None:
-        found.append(ok("loss scale", f"{parts.scaler.get_scale():g} after {overflows} overflows"))
+        found.append(ok("loss scale", f"{parts.scaler.get_scale():g} after {counted(overflows, 'overflow')}"))
     whole = seconds * ground.plan.accumulate * ground.plan.total_steps
     per_step = f"{seconds * ground.plan.accumulate:.2f} s a step at most"
-    found.append(ok("time", f"{per_step}, so {duration(whole)} at most for {ground.plan.total_steps:,} steps"))
+    found.append(ok("time", f"{per_step}, so {duration(whole)} at most for {counted(ground.plan.total_steps, 'step')}"))
     return seconds, found
 
 

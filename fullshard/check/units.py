@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fullshard.dist.shard import Unit
 from fullshard.log.words import short
+from fullshard.plural import counted
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _HEADINGS = ("unit", "class", "parameters", "trained", "storage", "compute", "reduce", "tied")
@@ -31,7 +32,7 @@ def units_table(units: Sequence[Unit]) -> str:
     ]
     total, trained = sum(unit.parameters for unit in units), sum(unit.trainable for unit in units)
     noun = "unit" if len(units) == 1 else "units"
-    summary = f"{len(units)} {noun}, {total:,} parameters, {trained:,} trained ({_share(trained, total)})"
+    summary = f"{len(units)} {noun}, {counted(total, 'parameter')}, {trained:,} trained ({_share(trained, total)})"
     notes = [f"tied {numbers[tuple(group)]}: {' = '.join(group)}" for group in ties]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], "", summary, *notes])
 
@@ -65,7 +66,7 @@ def _name(alike: list[Unit]) -> str:
     first = alike[0].name
     if len(alike) == 1:
         return first
-    count = f" ({len(alike)} units)"
+    count = f" ({counted(len(alike), 'unit')})"
     found = [_NUMBER.findall(unit.name) for unit in alike]
     # One number that varies can be counted; where two do, a star stands for each.
     varying = [place for place, values in enumerate(zip(*found, strict=True)) if len(set(values)) > 1]

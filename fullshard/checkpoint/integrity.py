@@ -13,6 +13,7 @@ from typing import Any
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import store
+from fullshard.plural import counted
 
 BLOCK = 2**22
 THREADS = 4
@@ -63,7 +64,7 @@ def _problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | Non
             return f"{path} is no plain file"
         found, written = path.stat().st_size, entry["size_bytes"]
         if found != written:
-            return f"{path} is {found:,} bytes long, and was written with {written:,}"
+            return f"{path} is {counted(found, 'byte')} long, and was written with {written:,}"
         if checksums and checksum(path) != entry["sha256"]:
             return f"{path} was changed: its {found:,} bytes have another checksum than what was written"
     except Exception as error:  # whatever a store's library raises is a finding about this file

@@ -26,6 +26,7 @@ from fullshard.dist.average import KEY as EMA
 from fullshard.dist.shard import reshard
 from fullshard.dist.values import local
 from fullshard.errors import CheckpointError
+from fullshard.plural import counted
 
 _OTHER_SETTINGS = (
     "Resume with the model, LoRA, optimizer and ema settings it was saved with, or start over with --resume never."
@@ -85,7 +86,7 @@ def _check_fit(shapes: dict[str, tuple[int, ...]], state: Tensors, *, left_out: 
     other = [name for name in state if name in shapes and shapes[name] != tuple(state[name].shape)]
     found = []
     if missing:
-        found.append(f"{len(missing)} tensors are missing in it, first {missing[0]}")
+        found.append(f"{counted(len(missing), 'tensor')} are missing in it, first {missing[0]}")
     if unexpected:
         found.append(f"{len(unexpected)} in it are not known here, first {unexpected[0]}")
     if other:

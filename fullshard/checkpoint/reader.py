@@ -14,6 +14,7 @@ from safetensors import safe_open
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.storage import Reader
 from fullshard.errors import CheckpointError
+from fullshard.plural import counted
 
 EMA = "/ema"
 """How the name of an average ends among the optimizer's state."""
@@ -105,7 +106,7 @@ class Sharded(StoredTensors):
 
     def _complete(self, name: str, found: torch.Tensor, rows: int) -> torch.Tensor:
         if found.shape[0] != max(rows, 0):
-            raise CheckpointError(f"{self._prefix}{name}: {found.shape[0]} of {rows} rows are stored.")
+            raise CheckpointError(f"{self._prefix}{name}: {found.shape[0]} of {counted(rows, 'row')} are stored.")
         return found
 
     def _size(self, name: str, offset: Any) -> Any:

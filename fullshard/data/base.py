@@ -6,11 +6,12 @@ Must not know models, losses or ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
-from fullshard.part import Part
+from fullshard.part import Part, kinds
 
 if TYPE_CHECKING:
     from fullshard.data.store import Store
@@ -76,6 +77,8 @@ class Source(Part):
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in kinds(cls) and not Path(value).exists():
+            return {"kind": value}
         return {"path": value} if isinstance(value, (str, list)) else value
 
     def open(self) -> Records:
@@ -94,10 +97,6 @@ class Encoder(Part):
     """Whether the objective lays texts out in rows by itself; the feature `lengths` then has an entry for each text."""
     unit: ClassVar[str] = "tokens"
     """What speed is counted in. `images`: each sample is one."""
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
 
     def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
         """The samples of one record; none when nothing in it can be learned from.

@@ -154,7 +154,7 @@ class Loader:
         if self._workers:
             # A tokenizer's threads do not survive a fork; saying so beforehand keeps it from warning in every worker.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        return DataLoader(
+        return _Workers(
             self._batches,
             batch_size=None,
             sampler=places,
@@ -165,6 +165,13 @@ class Loader:
             persistent_workers=self._workers > 0,
             prefetch_factor=4 if self._workers else None,
         )
+
+
+class _Workers(DataLoader[Any]):
+    """torch's loader, without its word on their number: the check counts the workers of all ranks against the cores."""
+
+    def check_worker_number_rationality(self) -> None:
+        pass
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,10 @@ from fullshard.data.base import Encoder, Record, Records, Samples, Source
 from fullshard.data.encode import chat, pairs, text
 from fullshard.data.order import HOLDOUT, generator
 from fullshard.data.pack import Fitted, Plain, Wrapped
-from fullshard.data.records import counted, keys_found, named, origins
+from fullshard.data.records import keys_found, named, origins
 from fullshard.data.store import Counts, Store, encoded
 from fullshard.errors import DataError
+from fullshard.plural import counted, were
 
 _WHOLE = 2**31 - 1
 """A length that cuts nothing: documents that may be cut anywhere are stored whole and cut by the packer."""
@@ -43,8 +44,6 @@ class Prepared:
     encoder: Encoder
     report: list[str]
     """What was done, a line each."""
-    warnings: list[str]
-    """What of the records is not learned, a line each."""
     train_from: Stored
     validation_from: Stored | None
 
@@ -123,13 +122,11 @@ def prepare(
         held = _samples("validation", store, kept, encoder, length, pack, report)
     trained = _samples("train", store, chosen, encoder, length, pack, report)
     encoder.close()
-    used = {"data": store, **({"validation data": held_from.store} if held_from else {})}
     return Prepared(
         train=trained,
         validation=held,
         encoder=encoder,
         report=report,
-        warnings=[f"{name}: {line}" for name, one in used.items() for line in remarks(one.counts.lost)],
         train_from=Stored(records, store, chosen),
         validation_from=held_from,
     )
@@ -208,7 +205,7 @@ def remarks(counts: Mapping[str, int]) -> list[str]:
 
 
 def _were(number: int) -> str:
-    return f"{counted(number, 'sample')} {'was' if number == 1 else 'were'}"
+    return f"{counted(number, 'sample')} {were(number)}"
 
 
 def reasons(counts: Counts) -> str:

@@ -41,11 +41,6 @@ def origins(records: Records) -> np.ndarray:
     return np.asarray(known() if known else np.arange(len(records)))
 
 
-def counted(number: int, noun: str) -> str:
-    """`1 record`, `2,500 records`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 def keys_found(record: Record) -> str:
     """The keys of a record for an error, with those that hold nothing told apart."""
     keys = [f"{key!r} (null)" if value is None else repr(key) for key, value in record.items()]

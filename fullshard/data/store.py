@@ -26,6 +26,7 @@ from fullshard.data.base import IGNORE, Encoder, Features, Records
 from fullshard.data.records import combine, named
 from fullshard.errors import DataError
 from fullshard.part import plain
+from fullshard.plural import counted
 
 _VERSION = 4
 _HELPERS = "fullshard.data."
@@ -209,7 +210,7 @@ def _build(
                 said, done = now, indices[-1] + 1
                 left = (now - begun) / done * (len(records) - done)
                 share = done / len(records)
-                say(f"Encoding: {done:,} of {len(records):,} records ({share:.0%}), about {left:.0f} s left.")
+                say(f"Encoding: {done:,} of {counted(len(records), 'record')} ({share:.0%}), about {left:.0f} s left.")
         writer.close()
         os.rename(temporary, folder)
     finally:

@@ -12,6 +12,7 @@ import numpy as np
 
 from fullshard.data.base import IGNORE, Features
 from fullshard.errors import DataError, RecipeError
+from fullshard.plural import counted
 
 
 def tokenizer_of(processor: Any, *, needed_by: str) -> Any:
@@ -52,7 +53,7 @@ def collate_tokens(samples: Sequence[Features], *, length: int | None) -> dict[s
     longest = max(len(entry["input_ids"]) for entry in samples)
     width = longest if length is None else length
     if longest > width:
-        raise DataError(f"a sample has {longest} tokens, but rows have {width}. Raise data.sequence_length.")
+        raise DataError(f"a sample has {counted(longest, 'token')}, but rows have {width}. Raise data.sequence_length.")
     ids = np.zeros((len(samples), width), dtype=np.int64)
     labels = np.full((len(samples), width), IGNORE, dtype=np.int64)
     positions = np.empty((len(samples), width), dtype=np.int64)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fullshard.errors import DataError, RecipeError
+from fullshard.plural import counted
 
 _FILLERS = ("0", "1 2 3 4")
 """Two texts that neither begin nor end with the same token: what their renderings share is the template's."""
@@ -65,10 +66,10 @@ def _cut(ids: list[int], one: Input, processor: Any, *, length: int) -> list[int
     if not one.image_tokens:
         raise RecipeError(
             f"data.sequence_length = {length} leaves no room for text: the chat template and the prompt take "
-            f"{head + tail} tokens. Set at least {least}."
+            f"{counted(head + tail, 'token')}. Set at least {least}."
         )
     raise DataError(
-        f"the image takes {one.image_tokens:,} tokens, and with the chat template {least:,} are needed, but "
+        f"the image takes {counted(one.image_tokens, 'token')}, and with the chat template {least:,} are needed, but "
         f"data.sequence_length = {length:,}. Raise it, or lower model.max_pixels to make images smaller."
     )
 

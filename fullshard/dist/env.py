@@ -12,9 +12,10 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.dist.ranks import check_devices, count, probe_port, resolve_host
+from fullshard.dist.ranks import check_devices, probe_port, resolve_host
 from fullshard.dist.slurm import expand_hosts, tasks_per_node
 from fullshard.errors import SetupError
+from fullshard.plural import counted
 
 _TORCHRUN = "torchrun --nproc-per-node 8 -m fullshard train RECIPE"
 
@@ -189,7 +190,7 @@ def _check_numbers(launch: Launch) -> None:
         )
     if launch.num_nodes * launch.local_world != launch.world:
         raise SetupError(
-            f"WORLD_SIZE={launch.world} is not {count(launch.num_nodes, 'node')} x {launch.local_world} ranks: the "
+            f"WORLD_SIZE={launch.world} is not {counted(launch.num_nodes, 'node')} x {launch.local_world} ranks: the "
             f"nodes run different numbers of processes. Start the same number on each "
             f"({'--ntasks-per-node' if slurm else '--nproc-per-node'})."
         )

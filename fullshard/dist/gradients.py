@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.dist import reduce
 from fullshard.errors import NumericalError, SetupError
+from fullshard.plural import counted
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -61,7 +62,7 @@ class FirstUpdate:
     def _judge(
         self, missing: list[str], broken: list[str], moving: list[str], moved: list[str], lrs: list[float]
     ) -> None:
-        of = f"of {len(self._trained)} trained parameters"
+        of = f"of {counted(len(self._trained), 'trained parameter')}"
         if broken:
             raise NumericalError(
                 f"At the first update {len(broken)} {of} have a gradient that is not finite: {_some(broken)}. "

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fullshard.errors import SetupError
 from fullshard.launch.base import Ranks
+from fullshard.plural import counted
 
 
 def ranks_for(
@@ -59,8 +60,8 @@ def check_devices(per_node: int, *, num_gpus: int, wanted_device: str, backend: 
         )
     if wanted_device != "cpu" and num_gpus and per_node > num_gpus and backend != "gloo":
         raise SetupError(
-            f"{per_node} ranks on this node, but torch sees {count(num_gpus, 'GPU')} here, and NCCL gives each rank a "
-            f"GPU of its own. Use --devices {num_gpus}, more nodes, or topology.device=cpu."
+            f"{per_node} ranks on this node, but torch sees {counted(num_gpus, 'GPU')} here, and NCCL gives each rank "
+            f"a GPU of its own. Use --devices {num_gpus}, more nodes, or topology.device=cpu."
         )
 
 
@@ -68,8 +69,8 @@ def check_nodes(*, nodes: int, node_rank: int, master: str | None) -> None:
     """Raises SetupError when several nodes could not find each other; for ranks that fullshard starts itself."""
     if node_rank < 0 or node_rank >= nodes:
         raise SetupError(
-            f"--node-rank {node_rank} does not exist: {count(nodes, 'node')} {'is' if nodes == 1 else 'are'} numbered "
-            f"0{f' to {nodes - 1}' if nodes > 1 else ''}. Check --nodes and --node-rank."
+            f"--node-rank {node_rank} does not exist: {counted(nodes, 'node')} {'is' if nodes == 1 else 'are'} "
+            f"numbered 0{f' to {nodes - 1}' if nodes > 1 else ''}. Check --nodes and --node-rank."
         )
     if nodes == 1:
         return
@@ -120,9 +121,4 @@ def probe_port(port: int, where: str) -> None:
             ) from None
 
 
-def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-__all__ = ["check_devices", "check_nodes", "count", "probe_port", "ranks_for", "resolve_host", "split_address"]
+__all__ = ["check_devices", "check_nodes", "probe_port", "ranks_for", "resolve_host", "split_address"]

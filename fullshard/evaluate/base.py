@@ -54,10 +54,6 @@ class Evaluation(Part):
     needs_held_out: ClassVar[bool] = False
     """Without validation data it finds nothing."""
 
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
-
     only_at_end: bool = False
     """Run once, when training is over, instead of at every validation."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.errors import CheckpointError, SetupError
+from fullshard.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.log.console import Bar, Console
@@ -128,7 +129,7 @@ def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
 
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
-    number = "1 file" if len(files) == 1 else f"{len(files)} files"
+    number = counted(len(files), "file")
     place = str(out.resolve())
     pickled = f"torch.load({place!r}, weights_only=True)"
     load = {

@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard.errors import RecipeError
 from fullshard.part import did_you_mean
+from fullshard.plural import counted
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise RecipeError(
-                f"model.freeze[{index}] = {pattern!r} matches none of the {len(names)} parameters"
+                f"model.freeze[{index}] = {pattern!r} matches none of the {counted(len(names), 'parameter')}"
                 f"{did_you_mean(pattern.strip('*'), names)}. Names look like: {', '.join(names[:3])} ... {names[-1]}; "
                 "* stands for anything."
             )

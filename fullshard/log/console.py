@@ -48,6 +48,7 @@ class Console:
         self._record: Mapping[str, Any] = {}
         self._log: TextIO | None = None
         self._early: list[str] = []
+        self._cautions: list[str] = []
         self._rank = 0
         self._debug = False
         _mute_children(self)
@@ -70,6 +71,9 @@ class Console:
         """Takes bars down and closes log.txt."""
         for open_bar in reversed(self._bars):
             self._close_bar(open_bar)
+        for text in self._cautions:
+            self.warn(text)
+        self._cautions.clear()
         if self._log is not None:
             try:
                 self._log.close()
@@ -88,6 +92,14 @@ class Console:
         """Shown by rank 0; written down by every rank."""
         self._emit(f"warning: {text}", style="yellow", every_rank=True)
 
+    def warn_in_header(self, text: str) -> None:
+        """A warning that is a row of the header; said at the end where a run ends without one. Every other rank writes
+        it down at once."""
+        if self.silent:
+            self.warn(text)
+        else:
+            self._cautions.append(text)
+
     def error(self, text: str) -> None:
         """Shown on stderr by rank 0; written down by every rank."""
         self._emit(f"error: {text}", style="red", every_rank=True, screen=self._errors)
@@ -102,9 +114,10 @@ class Console:
             self._write_down(words.plain(text))
 
     def header(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """What is true of the run, in two columns."""
+        """What is true of the run, in two columns; warnings that were kept for it come last."""
         self._emit(title, style="bold")
-        self._table(rows)
+        self._table([*rows, *(("warning", text) for text in self._cautions)])
+        self._cautions.clear()
         self._emit("")
 
     def parameter_summary(self, *, total: int, trainable: int, frozen: int) -> None:
@@ -181,7 +194,7 @@ class Console:
     def _table(self, rows: Sequence[tuple[str, str]]) -> None:
         width = min(self._screen.width, 120) if self.on_terminal else FILE_WIDTH
         for left, right in words.columns(rows, width=width):
-            self._show(Text.assemble((left, "dim"), right))
+            self._show(Text.assemble((left, "yellow" if left.strip() == "warning" else "dim"), right))
         for left, right in words.columns(rows, width=FILE_WIDTH):
             if not self.silent:
                 self._write_down(left + right)

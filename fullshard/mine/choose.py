@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from fullshard.data.records import counted
+from fullshard.plural import counted
 
 Hit = tuple[int, float]
 """A document of the corpus by its number, and its score."""

@@ -274,7 +274,7 @@ def _write(file: Path, task: Task, mined: list[list[int]]) -> None:
 
 
 def _summarise(console: Console, out: str, rules: Rules, tally: Tally, *, kept: int) -> None:
-    from fullshard.data.records import counted
+    from fullshard.plural import counted
 
     def share(number: int) -> str:
         return f"{number} for {counted(tally.mined[number], 'pair')}"

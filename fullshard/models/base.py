@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from fullshard.part import Part
+from fullshard.part import Part, kinds
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,8 @@ class Family(Part):
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
+        if isinstance(value, str) and value in kinds(cls) and not Path(value).exists():
+            return {"kind": value}
         return {"path": value} if isinstance(value, str) else value
 
     def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:

@@ -31,10 +31,6 @@ class Optimizer(Part):
     clip: float | None = Field(1.0, gt=0)
     """Ceiling of the global gradient norm; null leaves gradients as they are."""
 
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
-
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The live optimizer over the trainable parameters."""
         raise NotImplementedError

@@ -17,6 +17,7 @@ from fullshard.errors import RecipeError
 from fullshard.ground import Ground
 from fullshard.launch.base import Ranks
 from fullshard.part import decode, did_you_mean
+from fullshard.plural import counted
 from fullshard.prove.kill import Kill
 from fullshard.prove.noise import still
 from fullshard.recipe import Recipe
@@ -236,7 +237,7 @@ def _with(recipe: Recipe, **sections: Any) -> Recipe:
 
 
 def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
+    return "1 rank" if number == 1 else f"{counted(number, 'rank')}"
 
 
 __all__ = ["KILLS", "NAMES", "SAVE_EVERY", "STEPS", "Case", "Place", "Plan", "check_names", "plan"]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fullshard.dist.ranks import count
 from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, EXIT_USER, SetupError
+from fullshard.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.ground import Ground
@@ -48,7 +48,7 @@ def prove(reading: Reading, ranks: Ranks, wish: Wish) -> int:
         with aside(wish.as_json):
             plan = cases.plan(reading.recipe, replace(place, folder=folder), ground, cases=names)
         title = f"Proving {reading.recipe.name}: {cases.STEPS} steps of {plan.samples_per_step:,} samples"
-        report.opening(f"{title} on {count(ranks.per_node, 'rank')}, {place.device}", plan.notes)
+        report.opening(f"{title} on {counted(ranks.per_node, 'rank')}, {place.device}", plan.notes)
         verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=wish.keep))
         facts = {"steps": cases.STEPS, "samples_per_step": plan.samples_per_step, "notes": list(plan.notes)}
         report.end(verdicts, facts=facts | ({"folder": str(folder)} if wish.keep else {}))

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from fullshard.log.console import FILE_WIDTH
 from fullshard.log.screen import is_terminal, open_screen
+from fullshard.plural import counted
 from fullshard.prove.compare import Seen
 from fullshard.prove.proof import NEAR, Verdict
 
@@ -86,7 +87,7 @@ class Report:
     def _verdict(self, verdicts: Sequence[Verdict], drifting: Sequence[Verdict]) -> None:
         left_out = [verdict for verdict in verdicts if verdict.left_out]
         if drifting:
-            self._show(Text(f"\n{_many(len(drifting), 'case')} of {len(verdicts)} not proven", style="bold red"))
+            self._show(Text(f"\n{counted(len(drifting), 'case')} of {len(verdicts)} not proven", style="bold red"))
             for verdict in drifting:
                 self._show(Text(f"  {verdict.title}", style="bold"))
                 for line in verdict.drifts:
@@ -140,10 +141,6 @@ def _as_dict(verdict: Verdict) -> dict[str, Any]:
 def _look(look: Seen) -> dict[str, Any]:
     apart = look.worst if math.isfinite(look.worst) else None
     return {"equal": look.drift is None, "apart": apart, "step": look.step, "tensor": look.tensor, "drift": look.drift}
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 __all__ = ["Report"]

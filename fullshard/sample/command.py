@@ -232,7 +232,7 @@ def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
 
 
 def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, world: World, target: _Target) -> None:
-    from fullshard.data.records import counted
+    from fullshard.plural import counted
     from fullshard.sample.images import classes_of
 
     rows, way = classes_of(loaded.module, wish), wish.way
@@ -253,7 +253,7 @@ def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, worl
 
 
 def _say_done(console: Console, target: _Target, count: int) -> None:
-    from fullshard.data.records import counted
+    from fullshard.plural import counted
 
     console.say(f"Wrote {target.grid} ({counted(count, 'image')})")
     if target.folder is not None:

@@ -5,6 +5,7 @@ Steps are optimizer steps, whatever the world size or the accumulation. Must not
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from pydantic import field_validator
@@ -29,13 +30,9 @@ class Schedule(Part):
             number = float("" if isinstance(value, bool) else value)
         except (TypeError, ValueError):
             number = -1
-        if number < 0 or (number > 1 and number != int(number)):
+        if not 0 <= number < math.inf or (number > 1 and number != int(number)):
             raise ValueError("warm-up is a number of steps (0, 100) or a share of the run (0.03)")
         return int(number) if number >= 1 or number == 0 else number
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
 
     def warmup_steps(self, total: int) -> int:
         return self.warmup if isinstance(self.warmup, int) else round(self.warmup * total)

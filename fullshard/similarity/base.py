@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from fullshard.part import Part
 
@@ -85,10 +85,6 @@ class SimilarityLoss(Part):
     def in_batch(self) -> bool:
         """Whether the samples of a step are compared with each other, so that a step of one sample teaches nothing."""
         return True
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
 
     def learned(self) -> dict[str, float]:
         """Numbers that are trained with the model, and their first values."""

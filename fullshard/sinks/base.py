@@ -29,10 +29,6 @@ class Sink(Part):
     folder: ClassVar[str] = "fullshard.sinks"
     required: ClassVar[tuple[str, ...]] = ("open",)
 
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        return {"kind": value} if isinstance(value, str) else value
-
     def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:
         """Opens the sink for the run in `folder`."""
         raise NotImplementedError

@@ -62,7 +62,7 @@ def unknown_key(seed: Seed) -> None:
     "recipe",
     "recipe: recipe",
     "command line: optimizer.learning_rate is not a known key",
-    remedy="Known here: betas, clip, eps, lr",
+    remedy="write optimizer: {lr: 1e-3} in the recipe, or optimizer.lr=1e-3 on the command line",
 )
 def unknown_key_on_the_command_line(seed: Seed) -> None:
     seed.words = ["optimizer.learning_rate=1e-3"]

@@ -319,7 +319,7 @@ def test_a_list_element_by_index() -> None:
     assert len(recipe.log.sinks) == 2
     assert load({**MINIMAL, "data": {"train": ["a.jsonl", "b.jsonl"]}}, "data.train.path[1]=c.jsonl")
     message = error_of({**MINIMAL, "log": {"sinks": ["tensorboard"]}}, "log.sinks[3].kind=x")
-    assert "log.sinks[3].kind: the recipe gives 1 entries at log.sinks" in message
+    assert "log.sinks[3].kind: the recipe gives 1 entry at log.sinks" in message
     assert "no list" in error_of(MINIMAL, "precision[0]=x")
     assert "no list" in error_of(MINIMAL, "precision.a[0]=x")
 
@@ -351,7 +351,7 @@ def test_an_error_of_the_command_line_says_so() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("name=1e3", "name = 1000.0: it must be text (put it in quotes)."),
+        ("name=1e3", "name = 1e3: it must be text (put it in quotes)."),
         ("topology.devices=1.5", "topology.devices = 1.5: it must be a whole number or auto or a list such as [a, b]."),
         (
             "sharding.strategy=ful",
@@ -359,7 +359,7 @@ def test_an_error_of_the_command_line_says_so() -> None:
         ),
         ("sharding.cpu_offload=maybe", "sharding.cpu_offload = 'maybe': it must be true or false."),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': it must be a number."),
-        ("batch.per_device=0", "batch.per_device = 0: it should be greater than or equal to 1."),
+        ("batch.per_device=0", "batch.per_device = 0: it must be at least 1."),
         ("data.train=null", "data.train = null: it must be a mapping of keys."),
         ("model.lora.r=many", "model.lora.r = 'many': it must be a whole number."),
     ],
@@ -460,7 +460,7 @@ def test_two_keys_that_exclude_each_other_on_one_command_line() -> None:
 
 def test_a_word_that_begins_with_the_key_is_a_hint() -> None:
     lora = {**MINIMAL, "model": {"kind": "own_parts.Small", "lora": {}}}
-    assert "model.lora.rank is not a known key (did you mean 'r'?)" in error_of(lora, "model.lora.rank=8")
+    assert "model.lora.dropo is not a known key (did you mean 'dropout'?)" in error_of(lora, "model.lora.dropo=8")
     assert "model.lora.x is not a known key. Known here: dropout, r." in error_of(lora, "model.lora.x=8")
 
 

@@ -25,12 +25,13 @@ from fullshard.data.forms import RESIZE, by, in_words, remedy
 from fullshard.data.frozen import CODE, Frozen, fingerprints
 from fullshard.data.images import given, place, quiet
 from fullshard.data.pictures import Picture, floats, read
-from fullshard.data.records import counted, digest, keys_found
+from fullshard.data.records import digest, keys_found
 from fullshard.diffusion.latents import Latents
 from fullshard.diffusion.parts import give_back
 from fullshard.diffusion.texts import Join, Texts, TextStack
 from fullshard.errors import DataError
 from fullshard.part import did_you_mean
+from fullshard.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.data.store import Store
@@ -261,7 +262,7 @@ class Images(Encoder):
         self._told = [f"{'latents' if is_latent else 'images'}: {by(shape)}, {values}"]
         if (stack := self.stack) is not None:
             how = "encoded in every step" if stack.is_live else f"states of {store.flat('text_states').shape[1]}"
-            self._told.append(f"texts: at most {stack.length} tokens, {how}")
+            self._told.append(f"texts: at most {counted(stack.length, 'token')}, {how}")
         if self.is_measured:
             means, variances = store.flat("moments").T
             # All samples are equally large.

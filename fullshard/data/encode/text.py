@@ -14,6 +14,7 @@ from fullshard.data.base import IGNORE, Encoder, Features, Record
 from fullshard.data.records import keys_found
 from fullshard.data.tokens import collate_tokens, sample, shifted, tokenizer_of
 from fullshard.errors import DataError
+from fullshard.plural import counted
 
 FORMS = 'text: {"text": "..."} or {"input_ids": [1, 2, ...]} (with optional "labels")'
 _IDS = "input_ids"
@@ -130,7 +131,9 @@ def _whole_numbers(record: Record, key: str, *, size: int | None = None) -> np.n
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
         raise DataError(f"{key!r} must be a list of whole numbers.")
     if size is not None and len(array) != size:
-        raise DataError(f"{key!r} has {len(array)} entries, but 'input_ids' has {size}. They must be equally long.")
+        raise DataError(
+            f"{key!r} has {counted(len(array), 'entry')}, but 'input_ids' has {size}. They must be equally long."
+        )
     return array.astype(np.int64)
 
 

@@ -82,11 +82,12 @@ def _missing(path: Path, text: str) -> DataError:
             f"{text}: no such file, and no folder {folder}; the path exists up to {existing}. Check the path; for a "
             "data set of the Hugging Face hub write {kind: hub, name: ...}."
         )
-    names = sorted(p.name for p in folder.iterdir())
-    near = difflib.get_close_matches(path.name, names, n=3) or names[:5]
-    return DataError(
-        f"{text}: no such file or folder. In {folder.absolute()} there is: {', '.join(near) or 'nothing'}."
-    )
+    names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
+    near = difflib.get_close_matches(path.name, names, n=3)
+    # Without a near name, only what could be meant: a data file or a folder.
+    near = near or [name for name in names if Path(name).suffix.lower() in SUFFIXES or (folder / name).is_dir()][:5]
+    there = f"In {folder.absolute()} there is: {', '.join(near)}" if near else f"{folder.absolute()} holds no data"
+    return DataError(f"{text}: no such file or folder. {there}. Check the path.")
 
 
 def _inside(folder: Path, *, split: str | None) -> tuple[list[Path], list[Path]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 from pydantic import field_validator
 
 from fullshard.data.base import Record, Records, Source
-from fullshard.data.records import Joined, Listed, combine, counted
+from fullshard.data.records import Joined, Listed, combine
 from fullshard.errors import DataError
+from fullshard.plural import counted
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".npy", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 

@@ -11,8 +11,9 @@ from pydantic import Field, model_validator
 
 from fullshard.data.base import Record, Records, Source
 from fullshard.data.order import MIXTURE, generator
-from fullshard.data.records import combine, counted, origins
+from fullshard.data.records import combine, origins
 from fullshard.part import Section
+from fullshard.plural import counted
 
 
 class MixturePart(Section):

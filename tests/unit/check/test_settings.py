@@ -111,7 +111,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "lr without its minus sign": ({"optimizer": {"lr": 2e5}}, "warning", "optimizer.lr = 200000: adamw would move"),
     "lr too large": ({"optimizer": {"lr": 0.5, "weight_decay": 0}}, "warning", "up to 0.1 is usual"),
     "lr too small": ({"optimizer": {"lr": 1e-12}}, "warning", "optimizer.lr = 1e-12: below 1e-09"),
-    "decay too large": ({"optimizer": {"weight_decay": 20.0}}, "warning", "optimizer.weight_decay = 0.2"),
+    "decay too large": ({"optimizer": {"weight_decay": 20.0}}, "warning", "optimizer.weight_decay = 20"),
     "floor of 1": ({"schedule": {"floor": 1}}, "warning", "schedule.floor = 1: the learning rate never falls"),
     "step size": ({"schedule": {"kind": "step", "step_size": 50}}, "warning", "schedule.step_size = 50, and the run"),
     "warm-up": ({"schedule": {"warmup": 10}}, "warning", "schedule.warmup = 10 is as long as the run"),

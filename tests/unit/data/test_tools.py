@@ -16,7 +16,7 @@ import pytest
 from fullshard.data.base import IGNORE, Features
 from fullshard.data.encode.chat import PLAIN, Chat
 from fullshard.data.formats import open_file
-from fullshard.data.prepare import prepare
+from fullshard.data.prepare import prepare, remarks
 from fullshard.data.records import ArrowRecords
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError
@@ -433,8 +433,8 @@ def test_records_of_which_something_is_lost_are_counted(chatml: Any, tmp_path: P
         cache=tmp_path / "cache",
         say=lambda line: None,
     )
-    assert made.warnings == [
-        "data: 3 records have tools that the chat template does not render",
-        "data: 3 records have tool_calls that the chat template does not render",
+    assert remarks(made.train_from.store.counts.lost) == [
+        "3 records have tools that the chat template does not render",
+        "3 records have tool_calls that the chat template does not render",
     ]
     assert set(made.train_from.store.names) == {"input_ids", "labels"}

@@ -1,0 +1,254 @@
+"""Messages about a recipe: other trainers' words are named ours, and nothing of Python or pydantic is shown."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard import foreign
+from fullshard.data.sources.files import Files
+from fullshard.errors import DataError, RecipeError
+from fullshard.layers import members
+from fullshard.part import Part, Section, kinds, part_class
+from fullshard.plural import counted
+from fullshard.read import load, read
+from fullshard.recipe import Recipe
+from fullshard.words import to_overrides
+
+BASE: dict[str, Any] = {
+    "model": {"architecture": "qwen3", "size": "tiny", "tokenizer": {"train": {"vocab_size": 300}}},
+    "data": {"train": "python_reference"},
+}
+PYTHON = re.compile(
+    r"<class|\('|\['|\{'|PosixPath|\b(None|True|False|NoneType|str|int|float|tuple|dict)\b|\^|\\|Traceback|"
+    r"Input should|should be|value_error|Value error|ValueError|valid (integer|number|string|boolean)|instance of"
+)
+
+
+def error_of(changes: dict[str, Any], *words: str) -> str:
+    overrides = to_overrides(words, sections=list(Recipe.model_fields), options=("--devices", "--resume"))
+    with pytest.raises(RecipeError) as caught:
+        read({**BASE, **changes}, *overrides)
+    return str(caught.value)
+
+
+def error_of_words(*words: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        read(BASE, *to_overrides(words, sections=list(Recipe.model_fields), options=("--devices", "--resume")))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "setting"),
+    [
+        ("learning_rate", 2e-5, "optimizer.lr=2e-5"),
+        ("num_train_epochs", 3, "duration.epochs=3"),
+        ("max_steps", 100, "duration.steps=100"),
+        ("micro_batch_size", 4, "batch.per_device=4"),
+        ("per_device_train_batch_size", 4, "batch.per_device=4"),
+        ("train_micro_batch_size_per_gpu", 4, "batch.per_device=4"),
+        ("gradient_accumulation_steps", 8, "batch.accumulate=8"),
+        ("global_batch_size", 64, "batch.global=64"),
+        ("max_seq_length", 2048, "data.sequence_length=2048"),
+        ("sequence_len", 2048, "data.sequence_length=2048"),
+        ("lora_r", 16, "model.lora.r=16"),
+        ("bf16", True, "precision=bf16"),
+        ("mixed_precision", "bf16", "precision=bf16"),
+        ("fsdp", "full_shard auto_wrap", "sharding.strategy=full"),
+        ("fsdp_sharding_strategy", "SHARD_GRAD_OP", "sharding.strategy=grad_op"),
+        ("gradient_checkpointing", True, "sharding.activation_checkpointing=full"),
+        ("optim", "adamw_torch_fused", "optimizer.kind=adamw"),
+        ("lr_scheduler_type", "constant_with_warmup", "schedule.kind=constant"),
+        ("warmup_ratio", 0.03, "schedule.warmup=0.03"),
+        ("gradient_clip_val", 1.0, "optimizer.clip=1.0"),
+        ("accelerator", "gpu", "topology.device=cuda"),
+        ("report_to", "wandb", "log.sinks=[wandb]"),
+    ],
+)
+def test_a_foreign_key_is_named_ours_and_what_is_written_works(key: str, value: Any, setting: str) -> None:
+    shown = "true" if value is True else str(value)
+    messages = [
+        error_of({key: value}),
+        error_of({"training": {key: value}}),
+        error_of_words(f"{key}={shown}"),
+    ]
+    if key != "bf16":  # --bf16 is a short flag
+        messages.append(error_of_words(f"--{key}", shown))
+    for message in messages:
+        assert f"Here it is {setting.partition('=')[0]}: write " in message
+        assert setting in message
+        written = re.search(r"write (.*) in the recipe, or '?(.*?)'? on the command line", message)
+        assert written
+        read(BASE, written[2])  # pasted, it is accepted
+
+
+def test_sections_of_accelerate_and_deepspeed_are_read_to_their_keys() -> None:
+    message = error_of(
+        {
+            "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "Block,Other", "fsdp_offload_params": True},
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+            "bf16": {"enabled": True},
+        }
+    )
+    for words in (
+        "write sharding: {wrap: [Block,Other]}",
+        "sharding.cpu_offload=true",
+        "zero_optimization.stage is not a known key. Here it is sharding.strategy: write sharding: {strategy: full}",
+        "zero_optimization.offload_optimizer.device is not a known key. Here it is sharding.cpu_offload",
+        "bf16.enabled is not a known key. Here it is precision: write precision: bf16",
+    ):
+        assert words in message
+
+
+@pytest.mark.parametrize("word", ["FULL_SHARD", "zero3", "ddp", "fsdp", "HYBRID_SHARD", "no_shard"])
+def test_a_foreign_strategy_is_named_ours(word: str) -> None:
+    message = error_of_words(f"sharding={word}")
+    ours = foreign.of_value("sharding.strategy", word)
+    assert f"(here {word} is {ours})" in message
+    load(BASE, f"sharding={ours}")
+
+
+def test_a_slip_in_our_own_words_is_not_taken_for_a_foreign_one() -> None:
+    assert "Did you mean --optimizer.KEY?" in error_of_words("--optimzer.lr", "1")
+    assert "did you mean 'optimizer'" in error_of({"optimiser": {"lr": 1e-3}})
+    assert "did you mean 'every_steps'" in error_of_words("evaluate.steps=100")
+    assert "left out" in error_of_words("fp16=false")
+
+
+@pytest.mark.parametrize("ours", [*foreign.KEYS, *(f"{key}=" for key in foreign.VALUES)])
+def test_every_target_of_the_table_is_a_key(ours: str) -> None:
+    key = ours.partition("=")[0]
+    assert key in {path for path, _ in keys(Recipe)} | {"kind"}
+
+
+def test_every_value_of_the_table_is_accepted() -> None:
+    for key, values in foreign.VALUES.items():
+        if key in ("log.sinks", "model.attention"):
+            continue  # a list; a model on a GPU
+        for ours in values:
+            load(BASE, f"{key}={ours}")
+
+
+def test_no_spelling_is_in_the_table_twice() -> None:
+    spellings = [word for words in foreign.KEYS.values() for word in words.split()]
+    assert len(set(spellings)) == len(spellings)
+    assert not set(spellings) & set(foreign.WITHOUT)
+    for key, values in foreign.VALUES.items():
+        words = [word for theirs in values.values() for word in theirs.split(", ")]
+        assert len(set(words)) == len(words), key
+
+
+def test_short_forms() -> None:
+    assert load(BASE, "objective=causal_lm").objective.kind() == "causal_lm"
+    assert load(BASE, "optimizer=muon").optimizer.kind() == "muon"
+    assert load(BASE, "schedule=linear").schedule.kind() == "linear"
+    assert load(BASE, "data.train=digits").data.train.kind() == "digits"
+    assert load(BASE, "topology.launcher=local").topology.launcher.kind() == "local"
+    with_adapters = load({**BASE, "model": {**BASE["model"], "lora": True}})
+    assert with_adapters.model.lora.r == 16  # type: ignore[attr-defined]
+    off = {**BASE, "model": {**BASE["model"], "lora": False}, "ema": False, "checkpoint": {"best": False}}
+    assert (load(off).model.lora, load(off).ema, load(off).checkpoint.best) == (None, None, None)  # type: ignore[attr-defined]
+    switched_off = load({**BASE, "model": {**BASE["model"], "lora": {"r": 8}}}, "model.lora=false")
+    assert switched_off.model.lora is None  # type: ignore[attr-defined]
+
+
+def keys(cls: type[Section], where: str = "", depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every key path, with the kinds that must be chosen for it."""
+    for name, spec in cls.model_fields.items():
+        path = f"{where}.{spec.alias or name}" if where else spec.alias or name
+        yield path, {}
+        for member in members(spec.annotation):
+            if not (inspect.isclass(member) and issubclass(member, Section)) or typing.get_origin(member) or depth > 2:
+                continue
+            if issubclass(member, Part):
+                yield f"{path}.kind", {}
+                for kind in kinds(member):
+                    for inner, chosen in keys(part_class(member, kind, where=""), path, depth + 1):
+                        yield inner, {path: kind, **chosen}
+            else:
+                yield from keys(member, path, depth + 1)
+
+
+WRONG = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    float("inf"),
+    float("nan"),
+    10**30,
+    "",
+    "x y",
+    [],
+    ["x"],
+    [None],
+    {},
+    {"x": 1},
+    {None: 1},
+]
+WRONG += [{"kind": ["a"]}, {"kind": "os.path"}]
+
+
+def test_nothing_of_python_is_shown_for_any_key_and_any_wrong_value() -> None:
+    """Every key of the recipe with values of every wrong kind; a mistake is a RecipeError in plain words."""
+    tried = 0
+    for place, (path, chosen) in enumerate(dict.fromkeys((p, tuple(c.items())) for p, c in keys(Recipe))):
+        for value in WRONG[place % 4 :: 4] if path.count(".") > 1 else WRONG:
+            settings: dict[str, Any] = {section: dict(values) for section, values in BASE.items()}
+            for part, kind in chosen:
+                put(settings, part, {"kind": kind})
+            put(settings, path, value)
+            tried += 1
+            said = mistake_in(settings)
+            assert not PYTHON.search(said), (path, value, said)
+    assert tried > 1500
+
+
+def mistake_in(settings: dict[str, Any]) -> str:
+    """What is said of a recipe; nothing where it is accepted."""
+    try:
+        read(settings)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def put(settings: dict[str, Any], path: str, value: Any) -> None:
+    *outer, last = path.split(".")
+    for name in outer:
+        inner = settings.get(name)
+        settings[name] = dict(inner) if isinstance(inner, dict) else {}
+        settings = settings[name]
+    settings[last] = value
+
+
+def test_a_name_is_described_in_words() -> None:
+    assert "name = 'a b': it must be letters, digits, dots, hyphens and underscores" in error_of_words("name=a b")
+
+
+def test_a_missing_file_does_not_list_what_is_hidden(tmp_path: Path) -> None:
+    for name in (".bashrc", ".ssh.yaml", "notes.txt", "train.jsonl"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match="there is: notes.txt, train.jsonl") as caught:
+        Files(path=str(tmp_path / "zzz")).open()
+    assert "bashrc" not in str(caught.value)
+    with pytest.raises(RecipeError) as recipe:
+        read(str(tmp_path / "zzz.yaml"))
+    assert ".ssh" not in str(recipe.value)
+
+
+def test_numbers_agree_with_their_nouns() -> None:
+    assert [counted(number, "step") for number in (0, 1, 2, 2500)] == ["0 steps", "1 step", "2 steps", "2,500 steps"]
+    assert [counted(1.0, "epoch"), counted(1.5, "epoch"), counted(3, "batch"), counted(2, "entry")] == [
+        "1 epoch",
+        "1.5 epochs",
+        "3 batches",
+        "2 entries",
+    ]
