@@ -72,6 +72,8 @@ def main() -> None:
     """The `fullshard` command."""
     # As under `python -m`: `kind: my_parts.Thing` finds my_parts.py in the current folder.
     sys.path.insert(0, os.getcwd())
+    # Read when torch is imported: its C++ would print warnings past every logger, and a stack when a node leaves first.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _follow_launcher()
     app(prog_name="fullshard")
 
@@ -359,9 +361,6 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | 
 
     if launch.launcher != "none":
         return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
-    if topology.nodes > 1:
-        # Node 0 often leaves before the others; torch's C++ would print a stack for it. Read when torch is imported.
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from fullshard.on_ranks import ranks_of
 
     return ranks_of(topology, node_rank=node_rank, master=master)

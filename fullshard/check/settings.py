@@ -165,7 +165,7 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
     if workers > 2 * cores:
         yield warning(
             "workers",
-            f"data.workers = {recipe.data.workers} x {counted(ranks.per_node, 'rank')} makes "
+            f"data.workers = {recipe.data.workers:,} x {counted(ranks.per_node, 'rank')} makes "
             f"{counted(workers, 'process')} on {counted(cores, 'core')}.",
             f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.",
         )

@@ -104,9 +104,12 @@ class Console:
         """Shown on stderr by rank 0; written down by every rank."""
         self._emit(f"error: {text}", style="red", every_rank=True, screen=self._errors)
 
-    def library(self, origin: str, text: str) -> None:
-        """What a library said; written down by every rank."""
-        self._emit(f"{origin}: {text}", style="dim", every_rank=True)
+    def library(self, origin: str, text: str, *, shown: bool) -> None:
+        """What a library said; written down by every rank, and on the screen where it is `shown`."""
+        if shown:
+            self._emit(f"{origin}: {text}", style="dim", every_rank=True)
+        else:
+            self._write_down(words.plain(f"{origin}: {text}"))
 
     def debug(self, text: str) -> None:
         """Only for log.txt, and only when debugging was asked for."""

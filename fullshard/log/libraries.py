@@ -1,7 +1,8 @@
-"""What other libraries have to say: warnings and log records, once each, on the console's terms.
+"""What other libraries have to say: warnings and log records, once each, in log.txt; the screen has their errors alone.
 
-Libraries write to stderr by handlers of their own, through a progress bar and on every rank; these are taken out
-while a run lasts. Must not import the libraries, and must not change their levels.
+Libraries write to stderr by handlers of their own, through a progress bar and on every rank; these are taken out while
+a command runs, also those that a library puts up when it is imported later. What a user's own code warns of is shown.
+Must not import the libraries, and must not change their levels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.log.console import Console
+
+_add_handler = logging.Logger.addHandler
+_NOT_THE_USERS = (Path(logging.__file__).parent.parent, Path(__file__).parent.parent)
 
 
 class Libraries(logging.Handler):
@@ -35,7 +39,7 @@ class Libraries(logging.Handler):
                 rest = [h for h in logger.handlers if h not in old and h is not self]
                 logger.handlers[:] = [*rest[:place], self, *rest[place:]]
                 self._taken.append((logger, old))
-        logging.root.addHandler(self)
+        _add_handler(logging.root, self)
 
     def give_back(self) -> None:
         """Puts everything back as it was found."""
@@ -58,30 +62,36 @@ class Libraries(logging.Handler):
         elif origin == "fullshard":
             self._console.warn(text)
         else:
-            self.once(origin, text)
+            self.once(origin, text, shown=record.levelno >= logging.ERROR or _is_users(record.pathname))
 
-    def once(self, origin: str, text: str) -> None:
-        """Says a text unless it was said before."""
+    def once(self, origin: str, text: str, *, shown: bool) -> None:
+        """Writes a text down, and says it where it is `shown`, unless it was said before."""
         if text not in self._seen:
             self._seen.add(text)
-            self._console.library(origin, text)
+            self._console.library(origin, text, shown=shown)
 
 
 @contextmanager
 def route(console: Console) -> Iterator[Libraries]:
-    """While it is open, warnings and log records go to the console; afterwards everything is as before."""
+    """While it is open, warnings and log records go through the console; afterwards everything is as before."""
     libraries = Libraries(console)
     show = warnings.showwarning
 
     def showwarning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
-        libraries.once(_package(filename), f"{category.__name__}: {message}")
+        libraries.once(_package(filename), f"{category.__name__}: {message}", shown=_is_users(filename))
+
+    def add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
+        _add_handler(logger, handler)
+        libraries.take()
 
     warnings.showwarning = showwarning
+    logging.Logger.addHandler = add_handler  # type: ignore[method-assign]
     libraries.take()
     try:
         yield libraries
     finally:
         warnings.showwarning = show
+        logging.Logger.addHandler = _add_handler  # type: ignore[method-assign]
         libraries.give_back()
 
 
@@ -98,6 +108,14 @@ def _to_screen(logger: logging.Logger, handler: logging.Handler) -> bool:
     # By name too: a handler made while stderr was redirected holds another object for the same screen.
     stream = handler.stream
     return stream in (sys.stdout, sys.stderr) or getattr(stream, "name", None) in ("<stdout>", "<stderr>")
+
+
+def _is_users(filename: str) -> bool:
+    """Whether code is the user's own: neither installed, nor Python's, nor ours."""
+    path = Path(filename).absolute()
+    if not path.is_file() or {"site-packages", "dist-packages"} & set(path.parts):
+        return False
+    return not any(path.is_relative_to(folder) for folder in _NOT_THE_USERS)
 
 
 def _package(filename: str) -> str:

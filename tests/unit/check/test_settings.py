@@ -115,7 +115,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "floor of 1": ({"schedule": {"floor": 1}}, "warning", "schedule.floor = 1: the learning rate never falls"),
     "step size": ({"schedule": {"kind": "step", "step_size": 50}}, "warning", "schedule.step_size = 50, and the run"),
     "warm-up": ({"schedule": {"warmup": 10}}, "warning", "schedule.warmup = 10 is as long as the run"),
-    "workers": ({"data": {"workers": 5000}}, "warning", "5000 x 1 rank makes 5000 processes"),
+    "workers": ({"data": {"workers": 5000}}, "warning", "5,000 x 1 rank makes 5,000 processes"),
     "offload on a CPU": ({"sharding": {"cpu_offload": True}}, "warning", "sharding.cpu_offload has no effect on a CPU"),
     "prefetch on one rank": ({"sharding": {"forward_prefetch": True}}, "warning", "sharding.forward_prefetch has no"),
     "use_orig_params": ({"sharding": {"use_orig_params": False}}, "warning", "use_orig_params has no effect"),

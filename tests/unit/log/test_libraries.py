@@ -27,14 +27,42 @@ def library_with_its_own_handler() -> Iterator[logging.Logger]:
     logger.propagate = True
 
 
-def test_a_library_speaks_once_through_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+def warns(logger: logging.Logger, text: str, *arguments: object) -> None:
+    """A warning from inside an installed package."""
+    place = f"/x/site-packages/{logger.name}/file.py"
+    logger.handle(logger.makeRecord(logger.name, logging.WARNING, place, 1, text, arguments, None))
+
+
+@contextmanager
+def routed(path: Path, out: io.StringIO) -> Iterator[None]:
+    console = Console(stream=out)
+    console.open_log(path / "log.txt")
+    with route(console):
+        yield
+    console.close()
+
+
+def written(path: Path) -> list[str]:
+    """The lines of log.txt without time and rank."""
+    return [line.partition("  ")[2] for line in (path / "log.txt").read_text().splitlines()]
+
+
+def test_a_library_speaks_once_and_only_in_log_txt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = io.StringIO()
-    with library_with_its_own_handler() as library, route(Console(stream=out)):
+    with library_with_its_own_handler() as library, routed(tmp_path, out):
         for _ in range(3):
-            library.warning("expect %s differences", "numerical")
+            warns(library, "expect %s differences", "numerical")
         library.info("chatter")
-    assert out.getvalue() == "some_library: expect numerical differences\n"
-    assert capsys.readouterr().err == ""
+    assert written(tmp_path) == ["some_library: expect numerical differences"]
+    assert (out.getvalue(), capsys.readouterr().err) == ("", "")
+
+
+def test_an_error_of_a_library_is_shown(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with library_with_its_own_handler() as library, routed(tmp_path, out):
+        library.error("the disk is on fire")
+    assert out.getvalue() == "some_library: the disk is on fire\n"
+    assert written(tmp_path) == ["some_library: the disk is on fire"]
 
 
 def test_afterwards_everything_is_as_before() -> None:
@@ -47,22 +75,22 @@ def test_afterwards_everything_is_as_before() -> None:
         assert warnings.showwarning is show
 
 
-def test_a_library_imported_later_is_taken_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_library_imported_later_is_taken_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = io.StringIO()
     late = logging.getLogger("late_library")
     handler = logging.StreamHandler(sys.stderr)
-    with route(Console(stream=out)) as libraries:
-        late.addHandler(handler)
+    with routed(tmp_path, out):
+        late.addHandler(handler)  # as on import
         late.propagate = False
-        libraries.take()
-        late.warning("here I am")
+        warns(late, "here I am")
+    assert late.handlers == [handler]
     late.removeHandler(handler)
     late.propagate = True
-    assert out.getvalue() == "late_library: here I am\n"
-    assert capsys.readouterr().err == ""
+    assert written(tmp_path) == ["late_library: here I am"]
+    assert (out.getvalue(), capsys.readouterr().err) == ("", "")
 
 
-def test_transformers_own_handler_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_own_handler_is_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from transformers.utils import logging as theirs
 
     out = io.StringIO()
@@ -71,22 +99,23 @@ def test_transformers_own_handler_is_taken(capsys: pytest.CaptureFixture[str]) -
     before = list(root.handlers)
     root.handlers = [logging.StreamHandler(sys.stderr)]
     try:
-        with route(Console(stream=out)):
+        with routed(tmp_path, out):
             logger.warning_once("You are not running the flash-attention implementation.")
     finally:
         root.handlers = before
-    assert out.getvalue() == "transformers: You are not running the flash-attention implementation.\n"
-    assert capsys.readouterr().err == ""
+    assert written(tmp_path) == ["transformers: You are not running the flash-attention implementation."]
+    assert (out.getvalue(), capsys.readouterr().err) == ("", "")
 
 
-def test_python_warnings_are_said_once_with_their_origin() -> None:
+def test_warnings_of_packages_are_written_down_and_those_of_the_users_code_are_shown(tmp_path: Path) -> None:
     out = io.StringIO()
-    with route(Console(stream=out)), warnings.catch_warnings():
+    with routed(tmp_path, out), warnings.catch_warnings():
         warnings.simplefilter("always")
         for _ in range(2):
             warnings.warn("Gradients will be None", UserWarning, stacklevel=1)
             warnings.warn_explicit("old", FutureWarning, "/x/site-packages/peft/tuners/lora.py", 3)
-    assert out.getvalue() == "test_libraries: UserWarning: Gradients will be None\npeft: FutureWarning: old\n"
+    assert out.getvalue() == "test_libraries: UserWarning: Gradients will be None\n"
+    assert written(tmp_path) == ["test_libraries: UserWarning: Gradients will be None", "peft: FutureWarning: old"]
 
 
 def test_our_own_warnings_are_warnings() -> None:
@@ -109,8 +138,7 @@ def test_chatter_reaches_log_txt_when_debugging(tmp_path: Path) -> None:
     assert "some_library: detail" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_broken_format_string_does_not_stop_a_run() -> None:
-    out = io.StringIO()
-    with library_with_its_own_handler() as library, route(Console(stream=out)):
+def test_a_broken_format_string_does_not_stop_a_run(tmp_path: Path) -> None:
+    with library_with_its_own_handler() as library, routed(tmp_path, io.StringIO()):
         library.warning("%d items", "many")
-    assert out.getvalue() == "some_library: %d items\n"
+    assert written(tmp_path) == ["some_library: %d items"]
