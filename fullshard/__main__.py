@@ -1,8 +1,24 @@
-"""`python -m fullshard` is the `fullshard` command. Must not do anything else."""
+"""`python -m fullshard` is the `fullshard` command. Listens for stop signals before anything else is imported.
+
+Must not do anything else.
+"""
 
 from __future__ import annotations
 
-from fullshard.cli import main
+import sys
+
+from fullshard import signals
+
+
+def main() -> None:
+    """The `fullshard` command."""
+    # What the other commands leave half done is removed on their way out; training alone has exit code 75.
+    if sys.argv[1:2] == ["train"]:
+        signals.listen()
+    from fullshard.cli import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

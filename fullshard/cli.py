@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import sys
-import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,6 +22,7 @@ from fullshard.checkpoint.command import verify
 from fullshard.errors import FullshardError, RecipeError, SetupError
 from fullshard.explain.command import explain
 from fullshard.export.command import export
+from fullshard.handover import hand_over
 from fullshard.mine.command import mine
 from fullshard.sample.command import sample
 
@@ -89,12 +89,8 @@ def _follow_launcher() -> None:
 
 def tell(error: FullshardError) -> None:
     """Prints a user's mistake, once: ranks beyond 0 hand theirs to the launcher, which prints it if it was first."""
-    rank, handover = os.environ.get("RANK", "0"), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if handover:
-        # The form that torchrun's agent reads.
-        note = {"message": str(error), "extraInfo": {"py_callstack": "", "timestamp": str(int(time.time()))}}
-        Path(handover).write_text(json.dumps({"message": note}), encoding="utf-8")
-    if rank == "0" or not handover:
+    rank, handed = os.environ.get("RANK", "0"), hand_over(str(error))
+    if rank == "0" or not handed:
         where = f"rank {rank}: " if rank != "0" else ""
         typer.echo("\n".join([f"Error: {where}{error}", *getattr(error, "__notes__", [])]), err=True)
 

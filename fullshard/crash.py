@@ -26,10 +26,8 @@ from typing import Any
 from fullshard.errors import FullshardError, NumericalError
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
+from fullshard.handover import TOLD_BY_LAUNCHER, hand_over
 
-TOLD_BY_LAUNCHER = "FULLSHARD_TOLD_BY_LAUNCHER"
-"""Set by a launcher that says the last words of the run itself, so that not every rank says them."""
-_HANDOVER = "TORCHELASTIC_ERROR_FILE"
 _START = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
 """What tells one start of a run from another, and is the same on all its ranks."""
 _ONE_CRASH_S = 3600.0
@@ -57,7 +55,8 @@ def report(error: BaseException, *, folder: Path, rank: int, world: int, step: i
             return
         crash = write(error, folder=folder, rank=rank, world=world, step=step)
         if TOLD_BY_LAUNCHER in os.environ and not isinstance(error, FullshardError):
-            _hand_over(error, crash)
+            trace = "".join(traceback.format_exception(error))
+            hand_over(f"{type(error).__name__}: {error}", traceback=trace, crash=str(crash) if crash else None)
         else:
             error.add_note(last_words(error, crash))
 
@@ -237,20 +236,6 @@ def _place(crash: Path | None) -> str:
     return f"Crash folder: {crash}" if crash else "A crash folder could not be written."
 
 
-def _hand_over(error: BaseException, crash: Path | None) -> None:
-    """Leaves the error for the launcher, in the form that torchrun's agent reads."""
-    told = {
-        "message": f"{type(error).__name__}: {error}",
-        "extraInfo": {
-            "py_callstack": "".join(traceback.format_exception(error)),
-            "timestamp": str(int(time.time())),
-            "crash": str(crash) if crash else None,
-        },
-    }
-    if file := os.environ.get(_HANDOVER):
-        Path(file).write_text(json.dumps({"message": told}), encoding="utf-8")
-
-
 def handed_over(data: Any) -> Words:
     """What a rank left for the launcher: the content of its error file."""
     try:
@@ -272,18 +257,19 @@ def left_behind(crash: Path) -> dict[int, Words]:
 def culprit(said: Mapping[int, Words], *, otherwise: int) -> int:
     """The rank whose words name the cause. A rank that only lost its peers, or waited for them in vain, is a victim;
     `otherwise` is taken if it is none, or if all are."""
-    guilty = [rank for rank, words in said.items() if words.text and not _is_victim(words.text)]
+    guilty = [rank for rank, words in said.items() if words.text and not is_victim(words.text)]
     return otherwise if otherwise in guilty or not guilty else guilty[0]
 
 
 def is_told_elsewhere(error: BaseException) -> bool:
     """Whether an error only follows from the end of another rank, of which the launcher will tell."""
     with contextlib.suppress(Exception):
-        return TOLD_BY_LAUNCHER in os.environ and _is_victim("".join(traceback.format_exception(error)))
+        return TOLD_BY_LAUNCHER in os.environ and is_victim("".join(traceback.format_exception(error)))
     return False
 
 
-def _is_victim(text: str) -> bool:
+def is_victim(text: str) -> bool:
+    """Whether the words of a rank only say that it lost another one."""
     matches = explain(text)
     return bool(matches) and matches[0].entry.role == "consequence"
 

@@ -10,13 +10,12 @@ import errno
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard import crash, on_ranks
+from fullshard import crash, on_ranks, signals
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import remote
 from fullshard.checkpoint.folder import write_json
@@ -44,9 +43,9 @@ def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) 
         if ranks.device_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
         return join(reading, resume=resume, anyway=anyway)
-    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+    with signals.temporary_folder() as folder:
         # The ranks read the recipe as it was merged here, so that all of them and we mean the same.
-        merged = Path(folder) / f"{reading.recipe.name}.yaml"
+        merged = folder / f"{reading.recipe.name}.yaml"
         hand_on(reading, merged)
         command = [sys.executable, "-m", "fullshard", "train", str(merged), "--resume", resume]
         command += ["--resume-anyway"] if anyway else []
@@ -60,9 +59,10 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = 
     reading = Reading(recipe, "", "a recipe in Python")
     under_launcher = env.detect(os.environ).world > 1
     ranks = on_ranks.ranks_of(recipe.topology)
-    if under_launcher or ranks.per_node * ranks.nodes == 1:
-        return execute(reading, resume=resume, anyway=resume_anyway)
-    code = train(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
+    with signals.in_library():
+        if under_launcher or ranks.per_node * ranks.nodes == 1:
+            return execute(reading, resume=resume, anyway=resume_anyway)
+        code = train(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
     if code not in (EXIT_DONE, EXIT_PREEMPTED):
         raise FullshardError(f"The run in {recipe.folder} failed with exit code {code}; its ranks said why above.")
     return read_result(recipe.folder)

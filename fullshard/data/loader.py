@@ -26,7 +26,8 @@ Batch = dict[str, Any]
 Turn = tuple[int, np.ndarray]
 """The stream of a micro-batch's randomness (its epoch, or FIXED) and the indices of its samples."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_OF_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (*_OF_THE_MAIN_PROCESS, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -245,11 +246,11 @@ def _deaf(worker: int) -> None:
 
     Only the main process may end it; who sent a signal is told by sigwaitinfo alone, which macOS does not have.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in _OF_THE_MAIN_PROCESS:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=_obey_parent, daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGUSR1))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_MAIN_PROCESS)
     else:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 

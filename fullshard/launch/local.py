@@ -12,27 +12,20 @@ import math
 import os
 import signal
 import sys
-import tempfile
-import threading
 import time
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
-from types import FrameType
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from fullshard import crash
+from fullshard import crash, signals
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
+from fullshard.handover import TOLD_BY_LAUNCHER
 from fullshard.launch.base import STARTED_BY, Launcher, Ranks
-from fullshard.signals import ECHO_S
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-_SAID_BY_THE_RANK = (EXIT_USER, EXIT_NUMERICAL, EXIT_PREEMPTED)
-"""Exit codes after which the rank itself has told what happened."""
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Local(Launcher):
@@ -45,11 +38,11 @@ class Local(Launcher):
         with (
             _environment(variables(ranks, os.environ)),
             _quiet(),
-            tempfile.TemporaryDirectory(prefix="fullshard-") as folder,
+            signals.temporary_folder() as folder,
             _signals_passed_on() as received,
         ):
             try:
-                elastic_launch(_config(ranks, folder), command[0])(*command[1:])
+                elastic_launch(_config(ranks, str(folder)), command[0])(*command[1:])
             except ChildFailedError as error:
                 return _ended(error.failures, received)
             except Exception as error:
@@ -61,7 +54,7 @@ def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     """What the ranks' environment needs beside the variables of the agent."""
     # The agent only handles the signal named here; all others stay with `_signals_passed_on`.
     changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid())}
-    changed[crash.TOLD_BY_LAUNCHER] = "1"
+    changed[TOLD_BY_LAUNCHER] = "1"
     if "OMP_NUM_THREADS" not in environ:
         changed["OMP_NUM_THREADS"] = str(max(1, _num_cores() // ranks.per_node))
     if ranks.device_ids is not None:
@@ -114,27 +107,39 @@ def _config(ranks: Ranks, folder: str) -> Any:
     return LaunchConfig(**{name: value for name, value in settings.items() if name in known})
 
 
-def _ended(failures: Mapping[int, ProcessFailure], received: list[int]) -> int:
+def _ended(failures: Mapping[int, ProcessFailure], received: _Received) -> int:
     """The exit code of a run in which ranks failed; says which one was first, unless the rank has said it itself."""
-    rank, failure = _first(failures)
-    code = failure.exitcode
-    if code in _SAID_BY_THE_RANK:
-        message = _message(failure)
+    said = {number: crash.handed_over(each.error_file_data) for number, each in failures.items()}
+    victims = {number for number, words in said.items() if crash.is_victim(words.text)}
+    rank, failure = _first(failures, victims)
+    code, message = failure.exitcode, _message(failure)
+    if code == EXIT_PREEMPTED:
+        if message:
+            _say(message)
+        return code
+    if code in (EXIT_USER, EXIT_NUMERICAL):
         if rank != 0 and message and message != _message(failures.get(0)):
             _say(f"Error: rank {rank}: {message}")
         return code
-    if received:
-        name = signal.Signals(received[0]).name
-        _say(f"Stopped by {'Ctrl-C' if name == 'SIGINT' else name}.")
-        return 128 + received[0]
-    said = {number: crash.handed_over(each.error_file_data) for number, each in failures.items()}
+    if received.first is not None and (code < 0 or rank in victims):
+        return _stopped(received.first, at_once=received.at_once)
     if code > 0:  # one that was killed says nothing, and is the cause
         rank = crash.culprit(said, otherwise=rank)
-    line = f"Rank {rank} (process {failures[rank].pid}) {_how(failures[rank].exitcode)}. The other ranks were stopped."
-    _say(line)
+    how = _how(failures[rank].exitcode, traced=bool(said[rank].text), victim=rank in victims)
+    line = f"Rank {rank} (process {failures[rank].pid}) {how}."
+    _say(f"{line} The other ranks were stopped." if len(failures) > 1 else line)
     if words := crash.closing(said, rank=rank, line=line):
         _say(words)
     return 1
+
+
+def _stopped(number: int, *, at_once: bool) -> int:
+    """Ranks that a signal ended before they could answer it: they were not listening yet, or were not waited for."""
+    if not signals.in_command() or number not in signals.STOP_SIGNALS:
+        _say(f"Stopped by {signals.name_of(number)}.")
+        return 128 + number
+    _say(f"{signals.AT_ONCE}." if at_once else signals.unsaved(number))
+    return EXIT_PREEMPTED
 
 
 def _message(failure: ProcessFailure | None) -> str | None:
@@ -143,26 +148,31 @@ def _message(failure: ProcessFailure | None) -> str | None:
     return note.get("message") if isinstance(note, dict) else None
 
 
-def _first(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+def _first(failures: Mapping[int, ProcessFailure], victims: Collection[int] = ()) -> tuple[int, ProcessFailure]:
     """The rank that failed first.
 
     The agent lists ranks in the order it saw them end, those it ended itself last. It looks ten times a second, and a
     rank that lost its peers can come before the one that they lost: so a rank that was killed, or that said why it
-    stopped, goes first among those that ended within two seconds. Later ones were ended by the agent."""
+    stopped, goes first among those that ended within two seconds, and the victims among them last. Later ones were
+    ended by the agent."""
     start = min(failure.timestamp for failure in failures.values())
     near = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= start + 2]
 
-    def order(code: int) -> int:
+    def order(rank: int, code: int) -> int:
         if code < 0 and code != -signal.SIGTERM:
             return 0
-        return 1 if code in (EXIT_USER, EXIT_NUMERICAL) else 2
+        if code in (EXIT_USER, EXIT_NUMERICAL):
+            return 1
+        return 3 if rank in victims else 2
 
-    return min(near, key=lambda item: order(item[1].exitcode))  # of equals the one seen first
+    return min(near, key=lambda item: order(item[0], item[1].exitcode))  # of equals the one seen first
 
 
-def _how(code: int) -> str:
+def _how(code: int, *, traced: bool = False, victim: bool = False) -> str:
+    if victim:
+        return "lost the connection to another rank, and no rank of this node ended before it"
     if code >= 0:
-        return f"ended with exit code {code}; its traceback is above"
+        return f"ended with exit code {code}{'; its traceback is above' if traced else ''}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
@@ -228,35 +238,37 @@ def _quiet() -> Iterator[None]:
             logger.disabled = disabled
 
 
+@dataclass
+class _Received:
+    """The signals that the launcher has passed on."""
+
+    first: int | None = None
+    at: float = math.inf
+    at_once: bool = False
+
+
 @contextlib.contextmanager
-def _signals_passed_on() -> Iterator[list[int]]:
+def _signals_passed_on() -> Iterator[_Received]:
     """Hands signals to the ranks instead of ending them from here; a second Ctrl-C, or another signal a while after the
     first, ends them at once."""
-    received: list[int] = []
-    first_at = math.inf
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    others = set(_children())
+    received, others = _Received(), set(_children())
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int) -> None:
         started = [pid for pid in _children() if pid not in others]
         if not started:
+            if signals.in_command():
+                signals.nothing_to_save(number)
             raise SystemExit(128 + number)
-        nonlocal first_at
-        impatient = (number == signal.SIGINT and number in received) or time.monotonic() - first_at > ECHO_S
-        first_at = min(first_at, time.monotonic())
-        received.append(number)
+        again = number == signal.SIGINT and received.first == number
+        received.at_once |= again or time.monotonic() - received.at > signals.ECHO_S
+        received.first, received.at = received.first or number, min(received.at, time.monotonic())
         for pid in started:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if impatient else number)
+                os.kill(pid, signal.SIGKILL if received.at_once else number)
 
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
-    try:
+    numbers = (*signals.STOP_SIGNALS, signal.SIGHUP)
+    with signals.heard_by(pass_on, numbers, in_thread=signals.in_command()):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _children() -> list[int]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from fullshard import signals
+from fullshard.handover import TOLD_BY_LAUNCHER
 
 
 def in_child(act: Callable[[], None]) -> int:
@@ -42,7 +48,9 @@ def test_the_echo_of_a_signal_is_no_second_one() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch, number: signal.Signals) -> None:
+def test_a_second_signal_ends_the_process_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
     monkeypatch.setattr(signals, "ECHO_S", 0.0)
 
     def act() -> None:
@@ -50,7 +58,8 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), number)
 
-    assert in_child(act) == -number
+    assert in_child(act) == 75
+    assert capfd.readouterr().err.endswith(f"{signals.AT_ONCE}.\n")
 
 
 def test_a_second_ctrl_c_never_waits() -> None:
@@ -59,4 +68,139 @@ def test_a_second_ctrl_c_never_waits() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert in_child(act) == -signal.SIGINT
+    assert in_child(act) == 75
+
+
+def test_handlers_go_back_to_those_who_had_them() -> None:
+    before = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
+    with signals.in_library(), signals.StopSignals():
+        assert signal.getsignal(signal.SIGINT) not in before
+    assert [signal.getsignal(number) for number in signals.STOP_SIGNALS] == before
+
+
+def test_in_a_program_of_the_users_its_own_handlers_and_ctrl_c_stay() -> None:
+    def act() -> None:
+        heard: list[int] = []
+        signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
+        with signals.in_library():
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert heard == [signal.SIGUSR2]
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGUSR1)  # nobody's: the default would end the process without a word
+
+    assert in_child(act) == 75
+
+
+# `ready` is said inside a native call that Python's own handlers would wait for, here for ever.
+NATIVE = """
+import ctypes, sys
+from fullshard import signals
+signals.listen()
+{then}
+sys.stdout.write("printed before\\n")  # into a pipe: not flushed yet
+libc = ctypes.CDLL(None)
+libc.write(1, b"ready\\n", 6)
+while True:
+    libc.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", signals.STOP_SIGNALS)
+def test_before_the_first_step_a_signal_ends_the_process_with_a_line_even_in_native_code(
+    number: signal.Signals,
+) -> None:
+    process = started(NATIVE.format(then=""))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert out == "printed before\n"
+    assert (
+        err
+        == f"Stopped by {signals.name_of(number)} before the first step: nothing to save. Run the same command again.\n"
+    )
+
+
+def test_children_and_temporary_folders_go_too(tmp_path: Path) -> None:
+    then = (
+        "import subprocess; child = subprocess.Popen(['sleep', '1000'])\n"
+        "folder = signals.temporary_folder(); folder.__enter__()"
+    )
+    process = started(NATIVE.format(then=then), TMPDIR=str(tmp_path))
+    [child] = psutil.Process(process.pid).children()
+    assert len(list(tmp_path.iterdir())) == 1
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert list(tmp_path.iterdir()) == []
+    child.wait(timeout=60)
+
+
+def test_what_follows_the_loop_is_let_to_its_end() -> None:
+    code = """
+import os, signal
+from fullshard import signals
+signals.listen()
+stop = signals.StopSignals()
+with stop:
+    pass
+os.kill(os.getpid(), signal.SIGUSR2)
+print(stop.heard)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "SIGUSR2\n",
+        "SIGUSR2: what is under way is finished and saved. A second one stops at once.\n",
+    )
+
+
+def test_a_forked_process_neither_wakes_its_parent_nor_inherits_its_ears() -> None:
+    code = """
+import os, signal
+from fullshard import signals
+signals.listen()
+child = os.fork()
+if child == 0:
+    signal.pause()
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{-signal.SIGTERM}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [({"RANK": "1"}, "rank 1: Stopped by SIGUSR1"), ({"RANK": "0", "TORCHELASTIC_ERROR_FILE": "{}"}, "Stopped by")],
+    ids=["alone", "torchrun"],
+)
+def test_ranks_say_it_once(variables: dict[str, str], line: str, tmp_path: Path) -> None:
+    environ = {name: value.format(tmp_path / "error.json") for name, value in variables.items()}
+    process = started(NATIVE.format(then=""), **environ)
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=60)[1].startswith(line)
+
+
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "FULLSHARD_TOLD_BY_LAUNCHER": "1"}])
+def test_a_launcher_is_told_instead(variables: dict[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    process = started(NATIVE.format(then=""), **variables, TORCHELASTIC_ERROR_FILE=str(file))
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=60)[1] == ""
+    assert "before the first step" in json.loads(file.read_text())["message"]["message"]
+
+
+def started(code: str, **variables: str) -> subprocess.Popen[str]:
+    """A process that has said `ready`."""
+    left_out = ("RANK", "TORCHELASTIC_ERROR_FILE", "PYTHONUNBUFFERED", TOLD_BY_LAUNCHER)
+    kept = {k: v for k, v in os.environ.items() if k not in left_out}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**kept, "PYTHONPATH": os.getcwd(), **variables},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process

@@ -236,7 +236,7 @@ import numpy as np
 from fullshard.data.encode.text import Text
 from fullshard.data.loader import Loader
 
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda *_: None)
 rows = [{"input_ids": np.arange(3), "labels": np.arange(3)} for _ in range(1000)]
 windows = Loader(rows, Text(), per_device=1, workers=2).windows()
@@ -261,7 +261,7 @@ def test_workers_outlive_signals_to_the_group_but_not_their_parent() -> None:
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.killpg(child.pid, number)
         rest, _ = child.communicate("go\n", timeout=60)
     assert rest == "steps 100\n"

@@ -1,0 +1,186 @@
+"""Stop signals in every phase of the real command, to one process, one rank or the whole group, under every launcher.
+
+No test waits for a time: each phase says that it is there, and then the signal comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from tests.small import model_folder, recipe, token_file
+
+ROOT = Path(__file__).parents[2]
+TOKENISE = "fullshard.ground:lay_data"
+MEET = "fullshard.dist.world:join"
+LOAD = "fullshard.build:build"
+EVALUATE = "fullshard.evaluate.loss/Loss:run"
+EXPORT = "fullshard.checkpoint.saver/Saver:export"
+UNSAVED = "before the first step: nothing to save. Run the same command again.\n"
+UNDER_WAY = ": what is under way is finished and saved. A second one stops at once."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stop")
+    model_folder(path / "model", num_hidden_layers=1)
+    token_file(path / "train.jsonl", records=64)
+    return path
+
+
+class Run:
+    """The command, waiting in a phase."""
+
+    def __init__(self, process: subprocess.Popen[str], place: Path, run: Path) -> None:
+        self.process, self.place, self.run = process, place, run
+
+    def ranks(self, number: int) -> list[int]:
+        """The process ids of the ranks, once so many have come to the phase."""
+        deadline = time.monotonic() + 150
+        while sum(1 for path in self.place.iterdir() if path.name.isdigit() and path.read_text()) < number:
+            assert self.process.poll() is None, self.end()
+            assert time.monotonic() < deadline, "the phase was not reached"
+            time.sleep(0.05)
+        return [int((self.place / str(rank)).read_text()) for rank in range(number)]
+
+    def go_on(self) -> None:
+        (self.place / "go").touch()
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start(folder: Path, tmp_path: Path) -> Callable[..., Any]:
+    @contextmanager
+    def started(
+        phase: str, *, launcher: tuple[str, ...] = (), environ: dict[str, str] | None = None, **sections: Any
+    ) -> Any:
+        settings = recipe(folder, name=tmp_path.name, objective={"kind": "tests.dist.phases.Paused"}, **sections)
+        (tmp_path / "recipe.yaml").write_text(json.dumps(settings))
+        place = tmp_path / "phase"
+        place.mkdir()
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+        clean = {name: value for name, value in os.environ.items() if name not in names}
+        process = subprocess.Popen(
+            [sys.executable, *launcher, "-m", "fullshard", "train", str(tmp_path / "recipe.yaml")],
+            cwd=ROOT,
+            env={**clean, "PYTHONPATH": str(ROOT), "PAUSE_IN": phase, "PAUSE_AT": str(place), **(environ or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield Run(process, place, folder / "runs" / tmp_path.name)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [(TOKENISE, signal.SIGUSR1), (LOAD, signal.SIGUSR2)],
+    ids=["tokenising", "loading the model"],
+)
+def test_one_process_ends_with_75_and_a_line(start: Any, phase: str, number: signal.Signals) -> None:
+    with start(phase) as run:
+        run.ranks(1)
+        run.process.send_signal(number)
+        code, _, err = run.end()
+        assert (code, err.splitlines(keepends=True)[-1]) == (75, f"Stopped by {number.name} {UNSAVED}")
+
+
+def to_launcher(run: Run, ranks: list[int]) -> None:
+    run.process.send_signal(signal.SIGTERM)
+
+
+def to_group(run: Run, ranks: list[int]) -> None:
+    os.killpg(run.process.pid, signal.SIGUSR1)
+
+
+def to_one_rank(run: Run, ranks: list[int]) -> None:
+    os.kill(ranks[1], signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("send", [to_launcher, to_group, to_one_rank])
+def test_the_launcher_ends_with_75_when_its_ranks_do(start: Any, send: Callable[[Run, list[int]], None]) -> None:
+    with start(MEET, topology={"devices": 2}) as run:
+        ranks = run.ranks(2)
+        send(run, ranks)
+        code, _, err = run.end()
+        assert code == 75
+        said = [line for line in err.splitlines(keepends=True) if "Stopped by" in line]
+        name = {to_launcher: "SIGTERM", to_group: "SIGUSR1", to_one_rank: "SIGUSR2"}[send]
+        assert said == [f"Stopped by {name} {UNSAVED}"]
+        assert "Traceback" not in err
+        assert not [pid for pid in ranks if psutil.pid_exists(pid)]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        ("-m", "accelerate.commands.launch", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
+        + ("--dynamo_backend=no", "--multi_gpu"),
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_ranks_of_another_launcher_say_it_once(start: Any, launcher: tuple[str, ...]) -> None:
+    """The exit code of the whole is the launcher's own: both of them know 0 and 1."""
+    with start(LOAD, launcher=launcher) as run:
+        run.ranks(2)
+        run.process.send_signal(signal.SIGTERM)
+        code, _, err = run.end()
+        assert code != 0
+        assert err.count(f"Stopped by SIGTERM {UNSAVED}") == 1
+
+
+def test_in_an_evaluation_the_run_saves(start: Any, folder: Path) -> None:
+    validated = {"data": {"validation": str(folder / "train.jsonl")}, "evaluate": {"parts": ["loss"], "every_steps": 2}}
+    with start(EVALUATE, **validated) as run:
+        [rank] = run.ranks(1)
+        os.kill(rank, signal.SIGINT)
+        os.killpg(run.process.pid, signal.SIGUSR2)
+        run.go_on()
+        code, out, err = run.end()
+        assert code == 75
+        assert err.endswith(f"{UNDER_WAY}\n")
+        assert "saved. Run the same command again" in out
+        assert [path.name for path in run.run.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_in_the_final_export_the_run_comes_to_its_end(start: Any) -> None:
+    with start(EXPORT) as run:
+        run.ranks(1)
+        run.process.send_signal(signal.SIGTERM)
+        run.go_on()
+        code, _, err = run.end()
+        assert (code, err) == (0, f"SIGTERM{UNDER_WAY}\n")
+        assert (run.run / "model" / "config.json").exists()
+
+
+def test_a_second_ctrl_c_ends_launcher_and_ranks_at_once(start: Any) -> None:
+    with start(EXPORT, topology={"devices": 2}) as run:
+        ranks = run.ranks(2)
+        run.process.send_signal(signal.SIGINT)
+        assert run.process.stderr.readline() == f"Ctrl-C{UNDER_WAY}\n"
+        run.process.send_signal(signal.SIGINT)
+        code, _, err = run.end()
+        assert (code, err) == (75, "Stopped at once by a second signal: steps after the last checkpoint are lost.\n")
+        assert not [pid for pid in ranks if psutil.pid_exists(pid)]
