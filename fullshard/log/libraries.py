@@ -80,8 +80,8 @@ def route(console: Console) -> Iterator[Libraries]:
     def showwarning(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
         libraries.once(_package(filename), f"{category.__name__}: {message}", shown=_is_users(filename))
 
-    def add_handler(logger: logging.Logger, handler: logging.Handler) -> None:
-        _add_handler(logger, handler)
+    def add_handler(self: logging.Logger, hdlr: logging.Handler) -> None:
+        _add_handler(self, hdlr)
         libraries.take()
 
     warnings.showwarning = showwarning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -46,6 +47,50 @@ def state_dict_keys__distributed_checkpoint(folder: Path) -> None:
 
     dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
     dcp.load({"model": {"b": torch.ones(2)}}, checkpoint_id=folder, no_dist=True)
+
+
+def optimizer_state_missing(folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    weights = {"a": torch.ones(2)}
+    dcp.save({"model": weights}, checkpoint_id=folder, no_dist=True)
+    moments = {"state": {"a": {"exp_avg": torch.ones(2)}}}
+    dcp.load({"model": weights, "optim": moments}, checkpoint_id=folder, no_dist=True)
+
+
+def no_loss_returned(folder: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Headless(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"logits": super().forward(x)}
+
+    trainer = Trainer(Headless(2, 2), TrainingArguments(output_dir=str(folder), use_cpu=True, report_to=[]))
+    trainer.compute_loss(trainer.model, {"x": torch.ones(1, 2)})
+
+
+def rope_scaling() -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    small: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 10}
+    AutoModelForCausalLM.from_config(LlamaConfig(**small, num_attention_heads=2, rope_scaling={"type": "linear"}))
+
+
+def cuda_library_missing() -> None:
+    ctypes.CDLL("libcudart.so.12")
+
+
+def cuda_library_missing__cublas() -> None:
+    ctypes.CDLL("libcublasLt.so.12")
+
+
+def bitsandbytes_missing(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from tests.small import model_folder
+
+    model_folder(folder)
+    AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
 
 
 def weights_only(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import warnings
@@ -115,6 +116,27 @@ def recompute_differs__other_count() -> None:
         return x.sin() if len(calls) > 1 else x.sin().sin()
 
     checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+
+
+def flash_attention_dtype() -> str:
+    """On a CPU the kernel takes float32 as well, and says the same of integers as a GPU's does of float32."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query = torch.ones(1, 1, 4, 8, dtype=torch.int32)
+    with warnings.catch_warnings(record=True) as said, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        warnings.simplefilter("always")
+        with contextlib.suppress(RuntimeError):
+            nn.functional.scaled_dot_product_attention(query, query, query)
+    return "\n".join(str(warning.message) for warning in said)
+
+
+def use_reentrant() -> str:
+    from torch.utils.checkpoint import checkpoint
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        checkpoint(torch.sin, torch.ones(1, requires_grad=True))
+    return "\n".join(str(warning.message) for warning in said)
 
 
 def nothing_requires_grad() -> str:

@@ -41,6 +41,75 @@ def mixed_with_dtensor() -> None:
         nn.functional.linear(torch.ones(1, 2), model[0].weight)
 
 
+def mixed_gradient_norm() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with alone():
+        torch.nn.utils.clip_grad_norm_(_half_sharded(fully_shard).parameters(), 1.0)
+
+
+def mixed_gradient_norm__in_an_optimizer() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with alone():
+        torch.optim.AdamW(_half_sharded(fully_shard).parameters(), foreach=True).step()
+
+
+def _half_sharded(fully_shard: Any) -> nn.Module:
+    """A model with gradients whose root was not sharded."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    model(torch.ones(1, 2)).sum().backward()
+    return model
+
+
+def fsdp1_storage_freed(ranks: RankPool) -> str:
+    return str(ranks.run(_use_a_freed_view, world=2)[0])
+
+
+def _use_a_freed_view() -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.weight)
+            return super().forward(x)
+
+    kept: list[torch.Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated
+        unit = FullyShardedDataParallel(Keeps(4, 4), device_id=CPU)
+        model = FullyShardedDataParallel(nn.Sequential(unit), device_id=CPU)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    # How autograd makes a view again, for the backward pass of a transposed weight.
+    return _error_of(lambda: kept[0].detach().as_strided((4, 4), (1, 4), 0))
+
+
+def ready_only_once() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return checkpoint(self.inner, x, use_reentrant=True)
+
+    with alone():
+        model = DistributedDataParallel(Checkpointed(), find_unused_parameters=True)
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
+
+
+def hang_up() -> None:
+    """What torch's launcher does when its terminal is closed."""
+    from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
+
+    _terminate_process_handler(signal.SIGHUP, None)
+
+
 def weight_must_be_2d(ranks: RankPool) -> str:
     return str(ranks.run(_use_a_part, world=2)[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import re
@@ -40,11 +41,44 @@ RECORDED = {
     "nccl_without_memory": "nccl-cuda-error",
 }
 """What record_on_gpu.py provoked on a GPU, where CUDA and NCCL are, and the entry of each."""
+QUOTED_PATTERNS = (
+    "ncclSystemError",
+    r"NCCL WARN socket\w+: Connect to",
+    r"NCCL WARN Call to (?:bind|connect|recv|socket) (?:failed|returned)",
+)
 NOT_PROVOKED = {
     "Found no NVIDIA driver on your system": "needs a CUDA build of torch on a machine without a driver",
     "The NVIDIA driver on your system is too old": "needs an old driver",
     "remote process exited or there was a network error": "needs NCCL between two GPUs",
+    r"FlashAttention only supports? fp16 and bf16 data type": "needs the package flash-attn and a GPU",
+    r"Flash Attention \S+ only supports torch\.float16 and torch\.bfloat16 dtypes": "needs the package flash-attn",
+    r"`rope_scaling` must be a dictionary with": "older Transformers",
+    r"Signals\.SIGHUP death signal": "torch's launcher logs it while it ends the ranks",
+    r"was ended by SIGHUP": "our launcher's words for a rank",
+    **dict.fromkeys(QUOTED_PATTERNS, "needs NCCL between two nodes"),
 }
+QUOTED = {
+    "nccl-system-error": (
+        "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1691, "
+        "unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.19.3\n"
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.",
+        "node7:12251:12400 [5] misc/socket.cc:483 NCCL WARN socketStartConnect: Connect to fe80::1%ib1<17943> failed : "
+        "Software caused connection abort",
+        "node1:275975:275975 [0] misc/socket.cc:379 NCCL WARN Call to bind failed : Cannot assign requested address",
+    ),
+    "flash-attention-dtype": ("RuntimeError: FlashAttention only support fp16 and bf16 data type",),
+    "rope-scaling": (
+        "ValueError: `rope_scaling` must be a dictionary with two fields, `type` and `factor`, got {'factor': 8.0, "
+        "'high_freq_factor': 4.0, 'rope_type': 'llama3'}",
+    ),
+    "hang-up": ("W0325 21:16:42.796000 578 api.py:741] Received Signals.SIGHUP death signal, shutting down workers",),
+}
+"""Messages of packages and networks that are not here, as they are reported in public issues."""
+IN_SOURCE = {
+    " only supports torch.float16 and torch.bfloat16 dtypes": "transformers.modeling_utils",
+    "Received %s death signal, shutting down workers": "torch.distributed.elastic.agent.server.api",
+}
+"""Messages that cannot be provoked here, and the installed module that still has them."""
 SEEDS = {
     "Found dtype Float but expected Half": "mixed-dtypes",
     "torch.cuda.OutOfMemoryError: CUDA out of memory.": "cuda-out-of-memory",
@@ -123,11 +157,24 @@ def test_the_errors_of_the_seeds_are_known(line: str) -> None:
     assert explain(line)[0].entry.name == SEEDS[line]
 
 
+@pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in QUOTED.items() for text in texts])
+def test_what_others_have_met_is_recognised_first(name: str, text: str) -> None:
+    assert names(explain(text))[:1] == [name]
+
+
+@pytest.mark.parametrize("message", IN_SOURCE)
+def test_the_installed_library_still_says_it(message: str) -> None:
+    module = importlib.util.find_spec(IN_SOURCE[message])
+    assert module
+    assert module.origin
+    assert message in Path(module.origin).read_text()
+
+
 def test_every_entry_is_provoked() -> None:
-    provoked = {entry_of(name) for name in PROVOCATIONS} | set(RECORDED.values())
+    provoked = {entry_of(name) for name in PROVOCATIONS} | set(RECORDED.values()) | set(QUOTED)
     assert provoked == {entry.name for entry in entries()}
     assert set(recorded()) == set(RECORDED)
-    assert len(entries()) >= 30
+    assert len(entries()) >= 79
 
 
 def test_every_pattern_is_needed(provoked: Callable[[str], tuple[str, list[str]]]) -> None:
@@ -137,6 +184,7 @@ def test_every_pattern_is_needed(provoked: Callable[[str], tuple[str, list[str]]
         texts.setdefault(entry_of(name), []).append(provoked(name)[0])
     for name, entry in RECORDED.items():
         texts.setdefault(entry, []).append(recorded()[name])
+    texts.setdefault("nccl-system-error", [])
     idle = [
         pattern
         for entry in entries()
