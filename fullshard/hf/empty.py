@@ -29,11 +29,15 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, 
         with init_empty_weights(include_buffers=False):
             auto = AutoModel if headless else AutoModelForCausalLM
             module = auto.from_config(config, trust_remote_code=trust_remote_code, **chosen)
-    except (ImportError, ValueError, RuntimeError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    except Exception as error:
+        # Whatever it is, it comes of the config: a key that is missing, of the wrong type, or at odds with another.
+        reason = (str(error).strip().splitlines() or [""])[0].removesuffix("You can install it with pip:")
+        reason = reason.strip().rstrip(".")
+        if not isinstance(error, (ImportError, ValueError, RuntimeError)):
+            reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        remedy = "Install it" if isinstance(error, ImportError) else "Check model.attention and model.overrides"
         raise RecipeError(
-            f"model: Transformers cannot build {config.model_type} as asked for ({reason}). "
-            "Check model.attention and model.overrides."
+            f"model: Transformers cannot build {config.model_type} as asked for ({reason}). {remedy}."
         ) from error
     module.tie_weights()
     module.architecture_name = type(module).__name__

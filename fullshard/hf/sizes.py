@@ -165,16 +165,28 @@ TINY: dict[str, Any] = {
     "encoder_layers": 2,
     "encoder_attention_heads": 4,
     "encoder_ffn_dim": 256,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
     "decoder_ffn_dim": 256,
 }
 """What `tiny` changes, wherever the architecture has such a key."""
 
 
+UNFIT: dict[str, str] = {
+    "blt": "it reads bytes in patches that a second model cuts",
+    "gemma4_assistant": "it drafts tokens from the states of a Gemma 4 beside it",
+    "gemma4_unified_assistant": "it drafts tokens from the states of a Gemma 4 beside it",
+    "musicgen": "it writes the codes of an audio codec",
+    "musicgen_melody": "it writes the codes of an audio codec",
+}
+"""Model types that Transformers lists as causal language models, and why they cannot be trained on tokens alone."""
+
+
 def architectures() -> list[str]:
-    """The model types that Transformers can build as a causal language model."""
+    """The model types that Transformers can build as a causal language model of text; each has a size tiny."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - UNFIT.keys())
 
 
 def size_names(architecture: str) -> list[str]:
@@ -186,7 +198,12 @@ def check_architecture(architecture: str, *, where: str = "model.architecture") 
     """The model type as Transformers spells it, or an error with the nearest one."""
     known = architectures()
     spelled = {name.replace("-", "_").lower(): name for name in known}
-    found = spelled.get(architecture.replace("-", "_").lower())
+    found = spelled.get(plain := architecture.replace("-", "_").lower())
+    if plain in UNFIT:
+        raise RecipeError(
+            f"{where} = {architecture!r} cannot be trained as a language model: {UNFIT[plain]}. Choose another one; "
+            f"with named sizes: {', '.join(SIZES)}."
+        )
     if found is None:
         raise RecipeError(
             f"{where} = {architecture!r} is not a causal language model that Transformers knows"
@@ -215,11 +232,13 @@ def make_config(architecture: str, size: str | None, overrides: Mapping[str, Any
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[architecture]
-    default = config_class()
-    check_overrides(overrides, default, what=f"the config of {architecture}")
-    keys = tiny_keys(default) if size == "tiny" else SIZES[architecture][size] if size else {}
     try:
+        default = config_class()
+        check_overrides(overrides, default, what=f"the config of {architecture}")
+        keys = tiny_keys(default) if size == "tiny" else SIZES[architecture][size] if size else {}
         config = config_with(config_class, {**keys, **overrides})
+    except RecipeError:
+        raise
     except Exception as error:
         raise RecipeError(
             f"model.architecture = {architecture!r}, size = {size!r}, overrides = {dict(overrides)!r}: Transformers "
@@ -236,16 +255,59 @@ def tiny_keys(config: Any) -> dict[str, Any]:
     if "qk_rope_head_dim" in keys:
         # Low-rank attention derives its own; a head_dim would set the rotary width instead.
         keys.pop("head_dim", None)
-    keys.update(_TINY_EXTRA.get(config.model_type, {}))
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
-    return {**keys, **{name: tiny_keys(part) for name, part in parts.items() if hasattr(part, "sub_configs")}}
+    keys |= {name: tiny_keys(part) for name, part in parts.items() if hasattr(part, "sub_configs")}
+    for name, value in _TINY_EXTRA.get(config.model_type, {}).items():
+        keys[name] = {**keys[name], **value} if name in parts and name in keys else value
+    return keys
 
 
 _TINY_EXTRA: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {
+        "d_model": 128,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "vocab_size_per_layer_input": 1024,
+        "hidden_size_per_layer_input": 32,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
     "gemma4_text": {"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {
+        "num_layers": 1,
+        "ffn_hidden_size": 256,
+        "expert_ffn_hidden_size": 64,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+        "head_dim": 16,
+    },
     "mamba2": {"num_heads": 8, "n_groups": 1},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "local"],
+        "attention_head_size": 32,
+        "local_attn_chunk_length": 16,
+        "axial_pos_embds": False,
+    },
     "xlnet": {"d_head": 32},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX", "is_decoder": True},
+    # Hybrid layers share their weights, so there must be two of them.
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 4,
+        "attention_hidden_size": 256,
+        "attention_head_dim": 64,
+        "mamba_dt_rank": 8,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_key_value_heads": 4, "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
 """What a model type needs beyond TINY, because one of its keys follows from another."""
@@ -265,7 +327,10 @@ def config_with(config_class: Any, keys: Mapping[str, Any]) -> Any:
     text = config.get_text_config(decoder=True)
     for name in names:
         if isinstance(value := getattr(text, name, None), int) and value >= text.vocab_size:
-            setattr(text, name, None)
+            try:
+                setattr(text, name, None)
+            except Exception:
+                setattr(text, name, 0)
     return config
 
 

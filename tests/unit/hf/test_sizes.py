@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fullshard.errors import RecipeError
-from fullshard.hf.sizes import SIZES, architectures, check_architecture, check_size, make_config
+from fullshard.hf.sizes import SIZES, UNFIT, architectures, check_architecture, check_size, make_config
+from fullshard.models.hf import Hf
 
 NAMED = [(architecture, size) for architecture, sizes in SIZES.items() for size in sizes]
 
@@ -40,7 +41,15 @@ def test_parameter_count_is_near_the_name(architecture: str, size: str) -> None:
     assert abs(count / promised(architecture, size) - 1) < slack, f"{count:,}"
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3", "mixtral", "falcon", "gptj", "gemma3", "bloom"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *("qwen3_moe", "deepseek_v3", "mixtral", "falcon", "gptj", "gemma3", "bloom"),
+        # Those whose keys follow from one another.
+        *("dbrx", "dots1", "zamba", "zamba2", "gemma3n_text", "lfm2_moe", "cohere_compass_text", "longcat_flash"),
+        *("emu3", "mllama", "plbart", "reformer", "whisper", "xmod"),
+    ],
+)
 def test_tiny_trains(architecture: str) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -55,6 +64,27 @@ def test_tiny_trains(architecture: str) -> None:
     )
     output.loss.backward()
     assert torch.isfinite(output.loss)
+
+
+def test_every_architecture_has_a_config_of_size_tiny() -> None:
+    for architecture in architectures():
+        config = make_config(architecture, "tiny", {})
+        text = config.get_text_config(decoder=True)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            one = getattr(text, name, None)
+            assert not isinstance(one, int) or one < text.vocab_size, (architecture, name)
+
+
+@pytest.mark.parametrize("architecture", UNFIT)
+def test_what_cannot_be_trained_on_tokens_is_refused_with_the_reason(architecture: str) -> None:
+    assert architecture not in architectures()
+    with pytest.raises(RecipeError, match=f"'{architecture}' cannot be trained as a language model: it "):
+        check_architecture(architecture)
+
+
+def test_a_config_that_transformers_cannot_build_is_refused_in_words() -> None:
+    with pytest.raises(RecipeError, match="Transformers cannot build dots1 as asked for .TypeError: .*model.overrides"):
+        Hf(architecture="dots1", size="tiny", overrides={"n_shared_experts": None}).build(processor=None)
 
 
 def test_overrides_win_over_the_size() -> None:
