@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -183,7 +183,8 @@ def train(
     Exit codes: 0 done; 2 a mistake in the recipe, the data or the set-up; 3 stopped by a numerical guard; 75 preempted
     after a save, run the same command again to go on.
     """
-    reading = _read("train", recipe, settings, devices=devices, gpus=gpus, nodes=nodes, output=output, preset=preset)
+    given = {"--devices": devices, "--gpus": gpus, "--nodes": nodes, "--output": output, "--preset": preset}
+    reading = _read("train", recipe, settings, given | {"--node-rank": node_rank, "--master": master})
     launch = _launch(node_rank=node_rank, master=master)
     from fullshard import run
 
@@ -224,12 +225,13 @@ def check(
     """
     from fullshard.check import command
 
-    wish = command.Wish(quick, units, as_json, _as_training(sys.argv))
+    wish = command.Wish(quick, units, as_json)
+    given = {"--devices": devices, "--gpus": gpus, "--nodes": nodes, "--output": output, "--preset": preset}
+    given |= {"--node-rank": node_rank, "--master": master}
     try:
         with command.aside(wish):
-            reading = _read(
-                "check", recipe, settings, devices=devices, gpus=gpus, nodes=nodes, output=output, preset=preset
-            )
+            reading = _read("check", recipe, settings, given)
+            wish = replace(wish, command=reading.typed.again() if reading.typed else "")
         launch = _launch(node_rank=node_rank, master=master)
         if trial_in is not None:
             raise typer.Exit(command.trial_rank(reading, trial_in))
@@ -276,62 +278,64 @@ def prove(
 
         raise typer.Exit(run_one(Path(recipe)))
     with command.aside(as_json):
-        reading = _read("prove", recipe, settings, devices=devices, gpus=gpus, nodes=None, output=output, preset=preset)
+        given = {"--devices": devices, "--gpus": gpus, "--output": output, "--preset": preset}
+        reading = _read("prove", recipe, settings, given)
     command.refuse_launcher(_launch(node_rank=None, master=None).launcher)
     wish = command.Wish(cases, keep, as_json)
     raise typer.Exit(command.prove(reading, command.own_ranks(reading.recipe.topology), wish))
 
 
-def _as_training(words: list[str]) -> str:
-    """The command line of a check as that of the training it is about."""
-    own = ("--quick", "--units", "--json")
-    return shlex.join(["fullshard", "train", *(word for word in words[words.index("check") + 1 :] if word not in own)])
-
-
-def _read(
-    command: str,
-    recipe: str,
-    settings: list[str] | None,
-    *,
-    devices: str | None,
-    gpus: str | None,
-    nodes: int | None,
-    output: str | None,
-    preset: str | None,
-) -> Reading:
+def _read(command: str, recipe: str, words: list[str] | None, options: dict[str, Any]) -> Reading:
+    """The recipe with the settings in `words` and the options that were given."""
     from fullshard.read import read
-
-    chosen = {
-        "--devices": ("topology.devices", devices),
-        "--gpus": ("topology.devices", _ids(gpus)),
-        "--nodes": ("topology.nodes", nodes),
-        "--output": ("output", output),
-    }
-    return read(recipe, *_overrides(command, recipe, settings or [], chosen), preset=preset)
-
-
-def _ids(gpus: str | None) -> str | None:
-    return None if gpus is None else f"[{gpus.strip('[]')}]"
-
-
-def _overrides(command: str, recipe: str, words: list[str], chosen: dict[str, tuple[str, Any]]) -> list[str]:
-    """The options and the settings of the command line as one list; the same key twice is an error."""
     from fullshard.recipe import Recipe
-    from fullshard.words import key_of, to_overrides
+    from fullshard.words import Typed, to_overrides
 
     if recipe.startswith("-"):
         raise RecipeError(
             f"{recipe} stands where the recipe is expected. Write: fullshard {command} RECIPE {recipe} ..."
         )
-    given = {option: (key, value) for option, (key, value) in chosen.items() if value is not None}
-    settings = to_overrides(words, sections=list(Recipe.model_fields), options=OPTIONS[command])
+    given = {option: str(value) for option, value in options.items() if value is not None}
+    settings = to_overrides(words or [], sections=list(Recipe.model_fields), options=OPTIONS[command])
+    own = [word for option, value in given.items() for word in (option, value)]
+    typed = Typed((*_starter(), "train", recipe, *own), tuple(settings))
+    return read(recipe, *_overrides(settings, given), preset=given.get("--preset"), typed=typed)
+
+
+def _starter() -> tuple[str, ...]:
+    """What starts as many ranks as there are now. The nodes of a launcher are its own matter."""
+    from fullshard.dist.env import detect
+
+    launch = detect(os.environ)
+    if launch.launcher == "none":
+        return ("fullshard",)
+    if launch.launcher == "slurm" or launch.num_nodes > 1:
+        return ("srun", "fullshard") if launch.launcher == "slurm" else ("torchrun", "...", "-m", "fullshard")
+    return ("torchrun", "--nproc-per-node", str(launch.local_world), "-m", "fullshard")
+
+
+_KEYS = {
+    "--devices": "topology.devices",
+    "--gpus": "topology.devices",
+    "--nodes": "topology.nodes",
+    "--output": "output",
+}
+
+
+def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:
+    """The options and the settings of the command line as one list; the same key twice is an error."""
+    from fullshard.words import key_of
+
+    given = {option: (_KEYS[option], value) for option, value in options.items() if option in _KEYS}
+    if "--gpus" in given:
+        given["--gpus"] = (_KEYS["--gpus"], f"[{options['--gpus'].strip('[]')}]")
     said: dict[str, str] = {}
     for key, text in [(k, f"{option} {v}") for option, (k, v) in given.items()] + [(key_of(s), s) for s in settings]:
         if said.setdefault(key, text) != text:
             raise RecipeError(f"{said[key]} and {text} on the command line both set {key}. Give one of them.")
     # Quoted, so that a folder called 1e3 stays a name; the recipe decides what devices mean.
-    options = [f"{key}={json.dumps(str(value)) if key == 'output' else value}" for key, value in given.values()]
-    return [*options, *settings]
+    own = [f"{key}={json.dumps(value) if key == 'output' else value}" for key, value in given.values()]
+    return [*own, *settings]
 
 
 def _launch(*, node_rank: int | None, master: str | None) -> Launch:

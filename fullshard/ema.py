@@ -49,10 +49,11 @@ class Ema(Section):
         averaged = {f"{PREFIX}{name}": mode for name, mode in numbers.items()}
         return {**numbers, **averaged} if self.evaluate == "both" else numbers
 
-    def describe(self) -> str:
+    def describe(self, *, evaluated: bool) -> str:
+        """How the average is kept, and whose weights are validated, if any are."""
         held = f"decay {self.decay:g}" + (", warmed up" if self.warmup else "")
-        seen = {"ema": "the average is validated", "model": "the trained weights are validated", "both": "both are"}
-        return f"{held}; {seen[self.evaluate]}, the average is exported"
+        seen = {"ema": "the average is", "model": "the trained weights are", "both": "the average and the weights are"}
+        return f"{held}; {seen[self.evaluate]} validated" if evaluated else held
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
+from fullshard.arithmetic import StepPlan
 from fullshard.build import Built
 from fullshard.dist.recompute import of_block
 from fullshard.dist.world import World
+from fullshard.evaluate.base import Evaluation
 from fullshard.ground import Ground
 from fullshard.plural import counted
 from fullshard.recipe import Recipe
+from fullshard.rules import Due
+
+NO_BLOCKS = "it works block by block, and the model is one unit"
+NO_DATA = "there is no validation data"
+NO_WORKERS = "none: each rank reads its data between steps"
 
 
 def header_rows(
@@ -24,18 +32,20 @@ def header_rows(
         ("precision", built.precision.describe()),
         *_kept_in_fp32(built),
         ("attention", built.model.kernels),
-        ("compile", "each block" if built.model.plan.compile else "off"),
+        ("compile", _compile(built)),
         ("recompute", _recompute(built)),
     ]
     for line in [*ground.data.report, *ground.plan.describe()]:
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
-    rows.append(("optimizer", _optimizer(recipe)))
+    rows += [("workers", _workers(built)), ("optimizer", _optimizer(recipe, ground))]
     if recipe.ema:
-        rows.append(("ema", recipe.ema.describe()))
-    rows.append(("checkpoints", _checkpoints(recipe, built)))
-    if built.parts.best and (warning := built.parts.best.warning()):
-        rows.append(("warning", " ".join(warning)))
+        rows.append(("ema", recipe.ema.describe(evaluated=bool(_running(recipe, ground)))))
+    rows += [
+        ("evaluate", _evaluated(recipe, ground, built)),
+        ("checkpoints", _checkpoints(recipe, ground, built)),
+        ("export", _exported(recipe, built)),
+    ]
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:
         rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))
@@ -52,9 +62,18 @@ def _units(built: Built) -> str:
     )
 
 
+def _compile(built: Built) -> str:
+    plan = built.model.plan
+    if plan.compile and not plan.wrap.blocks:
+        return f"off: {NO_BLOCKS}"
+    return "each block" if plan.compile else "off"
+
+
 def _recompute(built: Built) -> str:
     plan = built.model.plan
     asked = plan.activation_checkpointing
+    if asked == "none" or not plan.wrap.blocks:
+        return "off" if asked == "none" else f"off: {NO_BLOCKS}"
     whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)
     rest = f", full in {counted(whole, 'block')} that hold units of their own" if whole else ""
     return f"activation checkpointing {asked}{rest}"
@@ -76,24 +95,71 @@ def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
     return [("in fp32", line) for line in lines]
 
 
-def _optimizer(recipe: Recipe) -> str:
+def _optimizer(recipe: Recipe, ground: Ground) -> str:
     optimizer, schedule = recipe.optimizer, recipe.schedule
     clip = f"clipped at norm {optimizer.clip:g}" if optimizer.clip else "not clipped"
-    warmup = f", warm-up {schedule.warmup:g}" if schedule.warmup else ""
+    steps = schedule.warmup_steps(ground.plan.total_steps)
+    warmup = f" after {counted(steps, 'step')} of warm-up" if steps else ""
     return f"{optimizer.kind()}, lr {optimizer.lr:g}, {schedule.kind()} schedule{warmup}, gradients {clip}"
 
 
-def _checkpoints(recipe: Recipe, built: Built) -> str:
-    policy = recipe.checkpoint
-    every = [f"every {policy.every_steps} steps"] if policy.every_steps else []
-    every += (
-        [f"every {'epoch' if policy.every_epochs == 1 else f'{policy.every_epochs} epochs'}"]
-        if policy.every_epochs
-        else []
-    )
-    every += [f"every {policy.every_minutes:g} minutes"] if policy.every_minutes else []
-    keep = f"keep {policy.keep}" if policy.keep else "keep all"
-    best = f", best by {built.parts.best.describe()}" if built.parts.best else ""
+def _workers(built: Built) -> str:
+    workers = built.parts.workers
+    return f"{workers} loader {'process' if workers == 1 else 'processes'} per rank" if workers else NO_WORKERS
+
+
+def _evaluated(recipe: Recipe, ground: Ground, built: Built) -> str:
+    """What is found out, and when; the end of the run is always validated."""
+    parts, due, done = _running(recipe, ground), built.parts.evaluate_due, built.parts.progress.step
+    if not parts:
+        return f"never: {'evaluate.parts is empty' if not recipe.evaluate.parts else NO_DATA}"
+    often = [part.kind() for part in parts if not part.only_at_end]
+    late = [part.kind() for part in parts if part.only_at_end]
+    when = ["before the first step"] if due.at_start and not done else []
+    when += [*intervals(due, ground.plan, done), "at the end"]
+    lines = [f"{', '.join(often)} {', '.join(when)}"] if often else []
+    return "; ".join([*lines, *([f"{', '.join(late)} at the end"] if late else [])])
+
+
+def _running(recipe: Recipe, ground: Ground) -> list[Evaluation]:
+    """The evaluations that have what they need."""
+    held_out = ground.data.validation is not None
+    return [part for part in recipe.evaluate.parts if held_out or not part.needs_held_out]
+
+
+def intervals(due: Due, plan: StepPlan, done: int) -> list[str]:
+    """The intervals that come to pass in the steps that are left. A run that ends within an epoch ends that epoch."""
+    found = []
+    if due.every_steps and plan.total_steps // due.every_steps > done // due.every_steps:
+        found.append("every step" if due.every_steps == 1 else f"every {due.every_steps:,} steps")
+    last, before = math.ceil(plan.total_steps / plan.steps_per_epoch), done // plan.steps_per_epoch
+    if due.every_epochs and last // due.every_epochs > before // due.every_epochs:
+        found.append("every epoch" if due.every_epochs == 1 else f"every {due.every_epochs} epochs")
+    if due.every_minutes:
+        found.append(f"every {due.every_minutes:g} minutes")
+    return found
+
+
+def _checkpoints(recipe: Recipe, ground: Ground, built: Built) -> str:
+    """What will be saved, when, and how."""
+    policy, parts = recipe.checkpoint, built.parts
+    when = intervals(parts.save_due, ground.plan, parts.progress.step)
+    when += [f"at each best ({parts.best.describe()})"] if parts.best else []
+    when += ["at the end"] if policy.at_end else []
+    why = NO_DATA if ground.data.validation is None else "no evaluation finds a number"
+    unjudged = f"; no best checkpoint: {why}" if policy.best and parts.best is None else ""
+    if not when:
+        return f"none: nothing will be saved, unless a signal stops the run{unjudged}"
+    best = ", and the best" if parts.best else ""
+    kept = f"the last {policy.keep if policy.keep > 1 else 'one'} kept{best}" if policy.keep else "all kept"
     how = f"{policy.format}, {'in the background' if built.saver.background else 'training waits for each'}"
     where = f", in {built.saver.target.run}" if policy.store else ""
-    return f"{' and '.join(every) or 'at the end'}, {how}, {keep}{best}{where}"
+    return f"{', '.join(when)}; {how}; {kept}{where}{unjudged}"
+
+
+def _exported(recipe: Recipe, built: Built) -> str:
+    if not recipe.checkpoint.at_end:
+        return "none (checkpoint.at_end = false)"
+    best = recipe.checkpoint.export == "best" and built.parts.best is not None
+    weights = "averaged weights" if recipe.ema else "weights"
+    return f"model/, the {weights} of {'the best checkpoint' if best else 'the last step'}"

@@ -23,6 +23,7 @@ from fullshard.layers import Settings, parse_override
 from fullshard.part import decode, did_you_mean, plain
 from fullshard.recipe import Recipe
 from fullshard.schema import schema
+from fullshard.words import Typed
 from fullshard.yaml_text import Document, parse, render
 
 COMMAND_LINE = "command line"
@@ -45,6 +46,8 @@ class Reading:
     preset: str | None = None
     command: tuple[str, ...] = ()
     """The command line that asked for it."""
+    typed: Typed | None = None
+    """The same in parts, to be typed again with other settings; None for a recipe made in Python."""
 
 
 def load(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None) -> Recipe:
@@ -52,7 +55,9 @@ def load(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | 
     return read(source, *overrides, preset=preset).recipe
 
 
-def read(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None) -> Reading:
+def read(
+    source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None, typed: Typed | None = None
+) -> Reading:
     """Reads a recipe as `load` does, and keeps where its values came from."""
     name, document = _open(source)
     run = document.values.get(RUN_KEY)
@@ -68,11 +73,14 @@ def read(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | 
         placed = (_placed(problem, settings.origins, name, document.lines) for problem in str(error).splitlines())
         raise RecipeError("\n".join(placed)) from None
     if isinstance(run, Mapping) and run.get("handed_on"):
+        typed = Typed(*map(tuple, run["typed"])) if run["typed"] else None
         return Reading(
-            recipe, run["name"], run["source"], tuple(run["overridden"]), run["preset"], tuple(run["command"])
+            recipe, run["name"], run["source"], tuple(run["overridden"]), run["preset"], tuple(run["command"]), typed
         )
-    typed = "" if isinstance(source, Mapping) else str(source)
-    return Reading(recipe, typed, name, tuple(settings.replaced), preset, tuple(sys.argv))
+    asked = "" if isinstance(source, Mapping) else str(source)
+    if asked and typed is None:
+        typed = Typed(("fullshard", "train", asked, *(("--preset", preset) if preset else ())), overrides)
+    return Reading(recipe, asked, name, tuple(settings.replaced), preset, tuple(sys.argv), typed)
 
 
 def hand_on(reading: Reading, path: Path) -> None:
@@ -83,7 +91,8 @@ def hand_on(reading: Reading, path: Path) -> None:
                 f"{where}.kind = {kind!r}: this class lives in this session only, and other ranks cannot import it. "
                 "Put it at the top level of a file, say my_parts.py, and import it from there; or train on one device."
             )
-    save_resolved(reading.recipe, path, facts={**run_facts(reading), "handed_on": True})
+    typed = [list(reading.typed.command), list(reading.typed.settings)] if reading.typed else None
+    save_resolved(reading.recipe, path, facts={**run_facts(reading), "handed_on": True, "typed": typed})
 
 
 def _kinds(value: Any, where: str) -> Iterator[tuple[str, str]]:

@@ -128,7 +128,7 @@ class Sharding(Section):
     forward_prefetch: bool = False
     """Ask for the next block's parameters before this one has run."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: every second block, or every block."""
+    """Recompute in the backward pass: all but attention and every second matrix product, or each block as a whole."""
     compile: bool | None = None
     """Compile each block; null: on CUDA yes, on a CPU no."""
     sync_batchnorm: bool = False

@@ -9,13 +9,14 @@ import contextlib
 import errno
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard import crash, on_ranks, signals
+from fullshard import again, crash, on_ranks, signals
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import remote
 from fullshard.checkpoint.folder import write_json
@@ -234,55 +235,35 @@ def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Pat
         files.recover(place)
         among = candidates(place, resume)
         if resume == "auto" and not among and files.published(recipe.folder):
+            here = shlex.quote(str(recipe.folder))
             raise CheckpointError(
                 f"{recipe.folder} holds checkpoints of an earlier run, and checkpoint.store = "
-                f"{recipe.checkpoint.store} none of it. Go on from them with --resume {recipe.folder}, or start over "
-                "with --resume never, which moves them aside."
+                f"{recipe.checkpoint.store} none of it. Go on from them with --resume {here}, or start over with "
+                "--resume never, which moves them aside."
             )
         return among, remote.is_exported(place)
 
 
 def _say_finished(reading: Reading, progress: Progress, console: Console, *, out_of_patience: bool) -> Result:
     recipe = reading.recipe
-    unit, amount = ("epochs", recipe.duration.epochs) if recipe.duration.epochs else ("steps", recipe.duration.steps)
-    more = "evaluate.patience=null" if out_of_patience else f"duration.{unit}={2 * (amount or 1):g}"
     why = "it stopped early, out of patience" if out_of_patience else "the recipe asks for no more"
-    over = (
-        f"fullshard train {reading.name} --resume never" if reading.name else "fullshard.train(recipe, resume='never')"
-    )
     console.say(f"{recipe.folder} is finished: {counted(progress.step, 'step')} are done, and {why}.")
-    console.say(f"  start over   {over}   (the finished run is moved aside, not deleted)")
-    console.say(f"  go on        {_again(reading, more)}")
+    console.whole("  Start over (the finished run is moved aside, not deleted):")
+    console.whole(f"    {again.command(reading, resume='never')}")
+    console.whole("  Go on:")
+    console.whole(f"    {again.go_on(reading, out_of_patience=out_of_patience)}")
     with contextlib.suppress(CheckpointError, OSError):
         return read_result(recipe.folder)
     return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
 
 
 def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bool) -> None:
-    """The three things to try next."""
+    """What to try next, or how to go on."""
     if result.stopped == "signal":
-        console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on.")
-        return
-    recipe = reading.recipe
-    # From any working directory, and in the words of Python.
-    line = recipe.model.load_with(str(Path(result.folder).resolve() / "model"), adapter=adapted)
-    use = f"Use the model:     {line or f'fullshard export {result.folder} OUT --as merged'}"
-    keep = f"Keep the model:    {_again(reading, 'checkpoint.at_end=true')}"
-    changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
-    console.next_steps(
-        [
-            use if recipe.checkpoint.at_end else keep,
-            f"See the curves:    tensorboard --logdir {result.folder}/logs",
-            f"Change a setting:  {_again(reading, *changes)}",
-        ]
-    )
-
-
-def _again(reading: Reading, *settings: str) -> str:
-    """How to run the recipe again with other settings, in the way it was run."""
-    if reading.name:
-        return " ".join(["fullshard train", reading.name, *settings])
-    return f"fullshard.load(..., {', '.join(map(repr, settings))})"
+        console.say(f"Stopped by a signal at step {result.step}, saved. The same command goes on:")
+        console.whole(f"  {again.command(reading)}")
+    else:
+        console.next_steps(again.next_steps(reading, result, adapted=adapted))
 
 
 def read_result(folder: Path) -> Result:

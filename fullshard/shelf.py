@@ -6,6 +6,7 @@ Must not know what a recipe means, nor import torch.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,7 @@ def copy_recipe(
         raise RecipeError(f"{target} exists and is not written over. Name another file.") from None
     except OSError as error:
         raise RecipeError(f"{target} cannot be written: {error.strerror}. Name another file.") from None
-    typer.echo(f"Copied to {target}. Train it with: fullshard train {target}")
+    typer.echo(f"Copied to {target}. Train it with: fullshard train {shlex.quote(str(target))}")
 
 
 @recipes.command("schema")

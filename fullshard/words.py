@@ -6,7 +6,9 @@ Hyphens and underscores are the same. Must not know what any key means, beyond t
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 from fullshard import foreign
@@ -16,6 +18,21 @@ from fullshard.yaml_text import parse_value
 _SETTING = re.compile(r"^[A-Za-z_][\w.\-\[\]]*=")
 _KEY = re.compile(r"^--[A-Za-z_][\w.\-\[\]]*$")
 _FALSE = ("false", "no", "off", "0")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command line: the command with the recipe and the options of its ranks, and the settings as `key=value`."""
+
+    command: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+
+    def again(self, *changes: str, resume: str | None = None) -> str:
+        """The same with some settings changed, quoted for a shell."""
+        left = {key_of(change): change for change in changes}
+        kept = [left.pop(key_of(setting), setting) for setting in self.settings]
+        options = ["--resume", resume] if resume else []
+        return shlex.join([*self.command, *options, *kept, *left.values()])
 
 
 def to_overrides(words: Sequence[str], *, sections: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -74,4 +91,4 @@ def _flag(name: str, value: str | None, sections: Sequence[str], options: Sequen
     return f"{key}={'true' if value is None else value}"
 
 
-__all__ = ["key_of", "to_overrides"]
+__all__ = ["Typed", "key_of", "to_overrides"]

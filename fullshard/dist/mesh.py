@@ -43,7 +43,7 @@ def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
     if strategy == "none":
         return Layout("none", world.size, 1, "every rank holds the whole model, as in data-parallel replication")
     reason = "parameters stay gathered from forward to backward" if strategy == "grad_op" else "everything is sharded"
-    return Layout(strategy, 1, world.size, reason)
+    return Layout(strategy, 1, world.size, reason if world.size > 1 else "one rank, so nothing is divided")
 
 
 def _auto_layout(world: World, state_bytes: int) -> Layout:

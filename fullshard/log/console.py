@@ -84,6 +84,10 @@ class Console:
     def say(self, text: str = "") -> None:
         self._emit(text)
 
+    def whole(self, text: str) -> None:
+        """A line that is never folded, so that it can be copied as one."""
+        self._emit(text, whole=True)
+
     def note(self, text: str) -> None:
         """Something secondary."""
         self._emit(text, style="dim")

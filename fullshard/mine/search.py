@@ -6,6 +6,7 @@ sentence-transformers does the work. Must not know records, options or which hit
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,8 @@ def locate(name: str) -> str:
         return str(folder)
     if (folder / MANIFEST).is_file():
         raise SetupError(
-            f"MODEL = {name} is a checkpoint. Write it as a model first (fullshard export {name} OUT), and give OUT."
+            f"MODEL = {name} is a checkpoint. Write it as a model first (fullshard export {shlex.quote(name)} OUT), "
+            "and give OUT."
         )
     if any((folder / "model" / file).is_file() for file in _MODEL):
         return str(folder / "model")

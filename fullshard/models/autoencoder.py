@@ -20,7 +20,7 @@ WHERE = "objective.vae.path"
 class Autoencoder(Family):
     """An AutoencoderKL."""
 
-    loader: ClassVar[str] = "diffusers.AutoencoderKL.from_pretrained"
+    loader: ClassVar[str | None] = "diffusers.AutoencoderKL.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("encode_images", "decode_latents")
 
     path: str

@@ -34,8 +34,8 @@ class Family(Part):
     folder: ClassVar[str] = "fullshard.models"
     default_kind: ClassVar[str | None] = "hf"
     required: ClassVar[tuple[str, ...]] = ("build",)
-    loader: ClassVar[str] = "transformers.AutoModelForCausalLM.from_pretrained"
-    """What reads an exported folder, as one would type it."""
+    loader: ClassVar[str | None] = None
+    """What reads an exported folder, as one would type it: `package.Class.from_pretrained`."""
     adapter_loader: ClassVar[str | None] = None
     """The same for exported adapters, where it is another."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
@@ -79,8 +79,10 @@ class Family(Part):
         raise NotImplementedError
 
     def load_with(self, folder: str, *, adapter: bool) -> str | None:
-        """The line of Python that reads what was exported; None for adapters on a base that only fullshard has."""
-        return f"{(self.adapter_loader if adapter else None) or self.loader}({folder!r})"
+        """The line of Python that reads what was exported; None for adapters on a base that only fullshard has, and
+        where the family does not say what reads it."""
+        loader = (self.adapter_loader if adapter else None) or self.loader
+        return f"{loader}({folder!r})" if loader else None
 
     def longest(self, module: nn.Module) -> int | None:
         """The longest sequence that the model has positions for; None: any."""

@@ -29,7 +29,7 @@ REHEARSED = 2
 class Diffusers(Family):
     """A denoiser of diffusers."""
 
-    loader: ClassVar[str] = "diffusers.AutoModel.from_pretrained"
+    loader: ClassVar[str | None] = "diffusers.AutoModel.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("denoise",)
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("path", "architecture"), ("path", "size"))
 

@@ -43,6 +43,7 @@ ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "va
 class Hf(Family):
     """A causal language model of Transformers."""
 
+    loader: ClassVar[str | None] = "transformers.AutoModelForCausalLM.from_pretrained"
     adapter_loader: ClassVar[str | None] = "peft.AutoPeftModelForCausalLM.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
     headless: ClassVar[bool] = False

@@ -34,7 +34,7 @@ class SentenceTransformer(Hf):
 
     forward_methods: ClassVar[tuple[str, ...]] = ("embed",)
     headless: ClassVar[bool] = True
-    loader: ClassVar[str] = "sentence_transformers.SentenceTransformer"
+    loader: ClassVar[str | None] = "sentence_transformers.SentenceTransformer"
     adapter_loader: ClassVar[str | None] = None
 
     pooling: Literal["mean", "cls", "last"] | None = None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class TextEncoder(Family):
     """A text encoder."""
 
-    loader: ClassVar[str] = "transformers.AutoModel.from_pretrained"
+    loader: ClassVar[str | None] = "transformers.AutoModel.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("encode_texts",)
 
     encoder: Texts

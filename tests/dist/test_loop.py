@@ -137,7 +137,7 @@ def test_the_best_model_by_the_highest_accuracy(ranks: RankPool, folder: Path) -
     progress = files.read_state(run_folder(settings) / "last")["progress"]
     assert (progress["best"], progress["best_step"]) == (max(accuracies), best)
     log = (run_folder(settings) / "log.txt").read_text()
-    assert "best by highest accuracy" in log
+    assert "at each best (highest accuracy)" in log
     assert log.count("First Val Accuracy") == 1
     assert yaml.safe_load((run_folder(settings) / "recipe.resolved.yaml").read_text())["checkpoint"]["best"] == {
         "metric": "accuracy",
@@ -177,7 +177,7 @@ def test_a_direction_that_contradicts_is_in_the_header(ranks: RankPool, folder: 
     ranks.run(train, settings, world=1)
     log = (run_folder(settings) / "log.txt").read_text()
     header = " ".join(word for line in log.splitlines() for word in line[28:].split())
-    assert "warning checkpoint.best.mode = min keeps the model with the lowest accuracy, the worst one" in header
+    assert "warning best: checkpoint.best.mode = min keeps the model with the lowest accuracy, the worst one" in header
 
 
 def test_only_a_whole_epoch_is_called_completed(ranks: RankPool, folder: Path) -> None:

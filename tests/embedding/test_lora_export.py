@@ -31,8 +31,9 @@ def command(*words: str, capfd: pytest.CaptureFixture[str]) -> str:
 
 def loaded(line: str) -> Any:
     """What a printed line of Python gives."""
-    package = line.partition(".")[0]
-    return eval(line, {package: __import__(package)})
+    names: dict[str, Any] = {}
+    exec(line, names)
+    return names["model"]
 
 
 def printed(said: str) -> str:

@@ -217,6 +217,20 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
         {"file": "without", "evaluate": {"parts": ["retrieval"]}, "checkpoint": {"best": {"metric": "recall@100"}}},
         ["checkpoint.best.metric = 'recall@100'", "did you mean 'recall@10'?"],
     ),
+    "the loss as best with Matryoshka's retrieval alone": (
+        RecipeError,
+        {
+            "file": "without",
+            "objective": {"matryoshka": [4]},
+            "evaluate": {"parts": [{"kind": "retrieval", "at": [1, 10]}]},
+            "checkpoint": {"best": "loss"},
+        },
+        [
+            "checkpoint.best.metric = 'loss' is not among the validation numbers",
+            "recall@10/4",
+            "Write checkpoint.best: recall@1, or checkpoint.best: null",
+        ],
+    ),
     "a package that is not installed": (
         SetupError,
         {"model": {"path": "package:no_such_models/model"}},

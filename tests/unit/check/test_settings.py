@@ -107,6 +107,15 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "error",
         "checkpoint.export = best, and nothing is validated",
     ),
+    "best the wrong way": (
+        {
+            "checkpoint": {"best": {"metric": "accuracy", "mode": "min"}},
+            "evaluate": {"parts": ["loss"]},
+            "data": {"holdout": 0.1},
+        },
+        "warning",
+        "checkpoint.best.mode = min keeps the model with the lowest accuracy, the worst one: a higher",
+    ),
     "batch beyond the data": ({"batch": {"global": 128}}, "warning", "128 samples per step are asked for"),
     "lr without its minus sign": ({"optimizer": {"lr": 2e5}}, "warning", "optimizer.lr = 200000: adamw would move"),
     "lr too large": ({"optimizer": {"lr": 0.5, "weight_decay": 0}}, "warning", "up to 0.1 is usual"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.log.console import Console
+from fullshard.objectives.causal_lm import CausalLM
 
 
 class Clock:
@@ -67,6 +68,14 @@ def test_the_lines_of_an_epoch_are_exact(console: Console, out: File) -> None:
 def test_an_epoch_without_validation_claims_no_validation_loss(console: Console, out: File) -> None:
     console.epoch_end(2, seconds=1, train_loss=0.5)
     assert "Val" not in out.getvalue()
+
+
+def test_a_perplexity_that_was_cut_off_is_not_printed_as_a_number(console: Console, out: File) -> None:
+    objective = CausalLM()
+    for loss in (80.0, 456_809.0):
+        console.validated({"loss": loss, **objective.derived({"loss": loss})})
+    console.validated({"loss": 2.0, **objective.derived({"loss": 2.0})})
+    assert lines(out) == ["Validation: perplexity > 5e34"] * 2 + ["Validation: perplexity 7.3891"]
 
 
 def test_a_best_by_another_metric_names_it(console: Console, out: File) -> None:
@@ -226,7 +235,7 @@ def use_everything(console: Console) -> None:
     console.say("[bold]no markup[/bold] is read :smile:")
     console.note("a note")
     console.warn("take care")
-    console.library("transformers", "something")
+    console.library("transformers", "something", shown=True)
     console.saved(Path("runs/a/checkpoint-4"), seconds=0.84, size_bytes=1288490189)
     console.finished(8.0, [("model", "runs/a/model")])
     console.next_steps(["fullshard train " + "x" * 120])

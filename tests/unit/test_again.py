@@ -1,0 +1,185 @@
+"""What a run prints to be pasted works when it is pasted: settings, options and names with spaces included."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fullshard import again
+from fullshard.cli import app
+from fullshard.log.metrics import read as read_metrics
+from fullshard.read import Reading, hand_on, load, read
+from fullshard.run import execute
+from fullshard.words import Typed
+from tests import small
+
+Say = Callable[..., str]
+NAME = "my recipe.yaml"
+GIVEN = ("--output", "my runs", "--preset", "single_node_fsdp", "--devices", "1", "optimizer.lr=4e-3", "--seed", "7")
+"""The recipe has another lr, no seed, and a folder for runs of its own."""
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Say:
+    """Runs a command line in the folder of a recipe, and gives what it says."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    small.model_folder(tmp_path / "model")
+    small.token_file(tmp_path / "train.jsonl", records=32)
+    settings = small.recipe(tmp_path, name="mine", duration={"steps": 1}, log={"sinks": ["tensorboard"]})
+    (tmp_path / NAME).write_text(yaml.safe_dump(settings))
+    monkeypatch.chdir(tmp_path)
+    capfd.readouterr()
+
+    def run(line: str, code: int = 0) -> str:
+        words = shlex.split(line)
+        assert words[0] == "fullshard"
+        result = CliRunner().invoke(app, words[1:], catch_exceptions=False)
+        said = result.output + "".join(capfd.readouterr())
+        assert result.exit_code == code, said
+        return said
+
+    return run
+
+
+def after(label: str, said: str) -> str:
+    """The rest of the line after a label, or the line after it."""
+    found = re.search(rf"{re.escape(label)}\s+(.+)", said)
+    assert found, said
+    return found[1].strip()
+
+
+def test_the_commands_that_a_run_prints(say: Say, tmp_path: Path) -> None:
+    first = say(shlex.join(["fullshard", "train", NAME, *GIVEN]))
+    run = tmp_path / "my runs" / "mine"
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"] == [1]
+
+    # Another run, with everything that was given and two settings changed; in a real shell.
+    line = after("Change a setting:", first)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    shown = subprocess.run(["bash", "-c", f"{line} --dry-run"], env=environment, capture_output=True, check=True).stdout
+    there = yaml.safe_load(shown)
+    assert (there["name"], there["optimizer"]["lr"], there["seed"]) == ("mine-2", 2e-3, 7)
+    assert (there["output"], there["topology"]["devices"]) == ("my runs", 1)
+    assert (
+        there["sharding"]["activation_checkpointing"] == load(NAME, preset=GIVEN[3]).sharding.activation_checkpointing
+    )
+
+    logs = shlex.split(after("See the curves:", first))
+    assert logs == ["tensorboard", "--logdir", "my runs/mine/logs"]
+    assert list((tmp_path / logs[-1]).rglob("events.out.tfevents.*"))
+    used: dict[str, Any] = {}
+    exec(after("Use the model:", first), used)
+    assert used["model"].config.vocab_size == small.VOCABULARY
+
+    # The same command again: what it offers goes on with this very run, and starts it over.
+    second = say(shlex.join(["fullshard", "train", NAME, *GIVEN]))
+    assert "my runs/mine is finished" in " ".join(second.split())
+    say(after("Go on:\n", second))
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2]
+    say(after("not deleted):\n", second))
+    assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"] == [1]
+    assert (tmp_path / "my runs" / "mine.old-1").is_dir()
+
+
+def test_the_model_that_was_not_kept_is_kept_by_the_line_for_it(say: Say, tmp_path: Path) -> None:
+    said = say(shlex.join(["fullshard", "train", NAME, "checkpoint.at_end=false", "log.sinks=[]"]))
+    assert not (tmp_path / "runs" / "mine" / "model").exists()
+    assert after("See the numbers:", said) == f"{tmp_path}/runs/mine/metrics.jsonl"
+    assert "tensorboard" not in said.split("Next:")[1]
+    say(after("Keep the model:", said))
+    assert (tmp_path / "runs" / "mine" / "model" / "config.json").exists()
+
+
+def test_the_command_that_a_check_prints(say: Say) -> None:
+    said = say(shlex.join(["fullshard", "check", NAME, "--quick", *GIVEN, "--units"]))
+    line = said.splitlines()[-1].strip()
+    assert shlex.split(line)[:3] == ["fullshard", "train", NAME]
+    assert "--quick" not in line
+    assert "seed: 7" in say(f"{line} --dry-run")
+
+
+def test_a_recipe_of_python_is_run_again_in_python(say: Say, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    execute(Reading(load(NAME), "", "a recipe in Python"), resume="auto")
+    line = after("Change a setting:", capfd.readouterr().out)
+    names: dict[str, Any] = {}
+    exec(line.replace("fullshard.train(", "recipe = (", 1), names)
+    assert (names["recipe"].name, names["recipe"].optimizer.lr) == ("mine-2", 5e-3)
+    assert line.startswith("import fullshard; fullshard.train(fullshard.load('")
+
+
+def test_settings_keep_their_place_and_are_replaced_once() -> None:
+    typed = Typed(("fullshard", "train", "my recipe.yaml"), ("name=a", "data.train={kind: files}", "log.every-steps=2"))
+    assert typed.again() == "fullshard train 'my recipe.yaml' name=a 'data.train={kind: files}' log.every-steps=2"
+    changed = typed.again("name=b", "log.every_steps=5", "seed=1", resume="never")
+    assert shlex.split(changed)[3:] == [
+        "--resume",
+        "never",
+        "name=b",
+        "data.train={kind: files}",
+        "log.every_steps=5",
+        "seed=1",
+    ]
+
+
+def test_the_ranks_of_a_run_know_what_was_typed(say: Say, tmp_path: Path) -> None:
+    typed = Typed(("fullshard", "train", NAME, "--devices", "2"), ("seed=3",))
+    hand_on(read(NAME, "seed=3", typed=typed), tmp_path / "handed.yaml")
+    assert read(tmp_path / "handed.yaml").typed == typed
+    hand_on(Reading(load(NAME), "", "a recipe in Python"), tmp_path / "handed.yaml")
+    assert read(tmp_path / "handed.yaml").typed is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "starter"),
+    [
+        ({}, "fullshard train"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "torchrun --nproc-per-node 2 -m fullshard train",
+        ),
+    ],
+)
+def test_a_launcher_of_one_node_is_named_with_its_ranks(
+    say: Say, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], starter: str
+) -> None:
+    from fullshard.cli import _read
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert again.command(_read("train", NAME, ["seed=1"], {"--devices": None})) == f"{starter} 'my recipe.yaml' seed=1"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("transformers.AutoModel.from_pretrained('a.b/c')", "import transformers; model = "),
+        (
+            "peft.PeftModel.from_pretrained(diffusers.AutoModel.from_pretrained('b'), 'c')",
+            "import peft, diffusers; model = ",
+        ),
+        (
+            "pipeline = diffusers.DiffusionPipeline.from_pretrained('.'); pipeline.load_lora_weights('x')",
+            "import diffusers; ",
+        ),
+    ],
+)
+def test_lines_of_python_bring_their_imports(line: str, expected: str) -> None:
+    assert again.importing(line) == expected + line
+
+
+def test_a_family_that_does_not_say_what_reads_it_promises_nothing(say: Say) -> None:
+    from fullshard.models.base import Family
+
+    assert Family.load_with(load(NAME).model, "out", adapter=False) is not None, "Transformers' own"
+    assert Family.loader is None
