@@ -33,6 +33,8 @@ class Stored:
     records: Records
     store: Store
     chosen: np.ndarray
+    encoder: Encoder
+    """What made them."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def prepare(
         other_store = encoded(other, encoder, processor, length=stored, cache=cache, say=say)
         report += _account("validation data", other, other_store)
         _check_any("data.validation", other_store)
-        held_from = Stored(other, other_store, np.arange(len(other_store)))
+        held_from = Stored(other, other_store, np.arange(len(other_store)), encoder)
         held = _samples("validation", other_store, held_from.chosen, encoder, length, pack, report)
     elif holdout > 0:
         kept, chosen = _split(records, store, share=holdout, seed=seed)
@@ -118,7 +120,7 @@ def prepare(
                 f"{counted(store.counts.samples, 'sample')}; {reasons(store.counts)}. Give more data, or "
                 "data.validation, or set data.holdout to 0 to train without validation."
             )
-        held_from = Stored(records, store, kept)
+        held_from = Stored(records, store, kept, encoder)
         held = _samples("validation", store, kept, encoder, length, pack, report)
     trained = _samples("train", store, chosen, encoder, length, pack, report)
     encoder.close()
@@ -127,7 +129,7 @@ def prepare(
         validation=held,
         encoder=encoder,
         report=report,
-        train_from=Stored(records, store, chosen),
+        train_from=Stored(records, store, chosen, encoder),
         validation_from=held_from,
     )
 

@@ -14,19 +14,17 @@ from torch import nn
 from fullshard.diffusion.condition import CALLS, Text, prepare, text_for, text_widths
 from fullshard.diffusion.shapes import FLUX, PACKED
 
-GUIDANCE = 3.5
-"""What a model that is told its guidance is told, as in diffusers' pipelines."""
 
-
-def bind(module: nn.Module, *, classes: int | None, guidance: float = GUIDANCE) -> None:
-    """The method, and what it takes: labels and the one that means none, how wide texts are, channels of an image."""
+def bind(module: nn.Module, *, classes: int | None, guidance: float = 3.5, fresh: bool = False) -> None:
+    """The method, and what it takes: labels and the one that means none, how wide texts are, channels of an image.
+    `fresh`: nothing is stored that it starts from."""
     bound: Any = module
     # Sharding renames the class.
     bound.class_name = type(module).__name__
     bound.num_classes, bound.null_label = classes, classes
     bound.text_width, bound.pooled_width = text_widths(bound.class_name, bound.config)
     bound.image_channels = bound.config.in_channels // (PACKED**2 if bound.class_name == FLUX else 1)
-    bound.told_guidance = guidance
+    bound.told_guidance, bound.is_fresh = guidance, fresh
     prepare(bound)
     bound.denoise = types.MethodType(denoise, module)
 

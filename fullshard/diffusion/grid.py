@@ -28,7 +28,8 @@ class Way:
 
     steps: int
     method: Method
-    guidance: float
+    guidance: float | None
+    """How much a label or a text counts; None: not settled yet."""
     seed: int
 
 
@@ -99,7 +100,7 @@ def make_batch(
             shape=image_shape(model) if shape is None else tuple(shape),
             seed=way.seed,
             steps=way.steps,
-            guidance=way.guidance,
+            guidance=1.0 if way.guidance is None else way.guidance,
             method=way.method,
             text=text,
         )

@@ -28,6 +28,30 @@ def takes_texts(model: Any) -> bool:
     return getattr(model, "text_width", None) is not None
 
 
+def is_conditioned(model: Any) -> bool:
+    return takes_texts(model) or getattr(model, "num_classes", None) is not None
+
+
+def guidance_of(model: Any, objective: Any, asked: float | None, *, usual: float, where: str) -> float:
+    """How much a label or a text counts: what was asked for, or what is usual; 1 where the model has nothing to compare
+    with. Refuses a number that could have no effect, or a wrong one."""
+    if not is_conditioned(model):
+        if asked in (None, 1):
+            return 1.0
+        raise RecipeError(
+            f"{where} = {asked:g}: guidance is how much a label or a text counts, and the model takes neither. Leave "
+            "it out, or train with labels (model.classes) or texts (data.encode.text)."
+        )
+    if getattr(model, "is_fresh", False) and getattr(objective, "label_drop", None) == 0:
+        if asked in (None, 1):
+            return 1.0
+        raise RecipeError(
+            f"{where} = {asked:g} compares with the model's answer to no label and no text, which it has never "
+            "learned: objective.label_drop = 0. Set it to 1, or train with objective.label_drop above 0, such as 0.1."
+        )
+    return usual if asked is None else asked
+
+
 def require_images(kind: str, objective: Any, model: Any, encoder: Any) -> Shape | None:
     """The shape of the images that are made; None where a VAE or the data decides it. RecipeError for latents that stay
     so."""
@@ -77,4 +101,14 @@ def trial(judge: Callable[..., Any], shape: Shape, where: str, *, as_bytes: bool
         ) from error
 
 
-__all__ = ["as_given", "kept_open", "require_denoiser", "require_images", "shape_of", "takes_texts", "trial"]
+__all__ = [
+    "as_given",
+    "guidance_of",
+    "is_conditioned",
+    "kept_open",
+    "require_denoiser",
+    "require_images",
+    "shape_of",
+    "takes_texts",
+    "trial",
+]

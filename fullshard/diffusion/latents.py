@@ -55,6 +55,12 @@ class Latents(Section):
 
         return read_settings(self.folder(), where=WHERE)
 
+    def factor(self) -> int:
+        """So many pixels a side become one of a latent."""
+        from fullshard.diffusion.vae import factor
+
+        return factor(self.settings())
+
     def open(self, device: torch.device | None = None) -> Any:
         """The VAE itself, on a device of its own choice."""
         from fullshard.diffusion import parts, vae

@@ -126,6 +126,15 @@ def _following(class_name: str, of: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def implied(class_name: str, stored: dict[str, Any]) -> dict[str, Any]:
+    """What a stored model has by its size without saying so, and keeps at another size."""
+    if class_name != PIXART or stored.get("use_additional_conditions") is not None:
+        return {}
+    # PixArt is told the size of the picture where its latents are 128 a side: layers that it has, or has not.
+    size = stored.get("sample_size", settings_of(PIXART)["sample_size"])
+    return {"use_additional_conditions": size == 128}
+
+
 def _rows(class_name: str, settings: dict[str, Any], classes: int | None) -> dict[str, Any]:
     """The settings that say how many labels there are."""
     if classes is not None and class_name not in LABELLED:

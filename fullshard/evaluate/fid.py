@@ -17,6 +17,7 @@ from torch import nn
 from fullshard.diffusion.grid import FILLER, Shape, Way, make_batch, make_images
 from fullshard.diffusion.judge import (
     as_given,
+    guidance_of,
     kept_open,
     require_denoiser,
     require_images,
@@ -67,6 +68,7 @@ class Fid(Evaluation):
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         _metric_class()
         require_denoiser("fid", objective, model)
+        guidance_of(model, objective, self.guidance, usual=1.0, where="evaluate.parts: fid.guidance")
         if held_out is None or len(held_out.chosen) < 2:
             raise RecipeError(
                 "evaluate.parts: kind fid compares with held-out images, at least 2. Give data.validation, or "

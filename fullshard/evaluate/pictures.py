@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import nn
 
 from fullshard.diffusion.grid import Way, collected, make_images
-from fullshard.diffusion.judge import require_denoiser, require_images, shape_of, takes_texts
+from fullshard.diffusion.judge import guidance_of, require_denoiser, require_images, shape_of, takes_texts
 from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
@@ -39,8 +39,9 @@ class Pictures(Evaluation):
     """From noise to an image."""
     method: Method = "heun"
     """euler asks the model once a step, heun twice, and needs fewer steps for the same."""
-    guidance: float = Field(2.0, ge=0)
-    """How much a label or a text counts: 1 is what the model learned, more is clearer and less varied."""
+    guidance: float | None = Field(None, ge=0)
+    """How much a label or a text counts: 1 is what the model learned, more is clearer and less varied; null: 2, and 1
+    for a model without labels and texts or one that saw all of them (objective.label_drop = 0)."""
     seed: int = 0
     """Decides the noise."""
 
@@ -52,12 +53,17 @@ class Pictures(Evaluation):
                 f"evaluate.parts: kind pictures makes images of the first {self.texts} texts of the validation data, "
                 "and there is none. Give data.validation or data.holdout."
             )
+        self._guidance(objective, model)
         wrong = [label for label in self.classes or () if not 0 <= label < (denoiser.num_classes or 0)]
         if wrong:
             raise RecipeError(
                 f"evaluate.parts: kind pictures asks for the class {wrong[0]}, and the model has "
                 f"{denoiser.num_classes or 'no'} classes. Allowed: 0 to one less than there are."
             )
+
+    def _guidance(self, objective: Objective, model: Any) -> float:
+        where = "evaluate.parts: pictures.guidance"
+        return guidance_of(model, objective, self.guidance, usual=2.0, where=where)
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
         require_images("pictures", objective, model, encoder)
@@ -73,7 +79,7 @@ class Pictures(Evaluation):
             inputs.objective,
             model,
             torch.tensor(rows).repeat_interleave(self.per_class),
-            Way(self.steps, self.method, self.guidance, self.seed),
+            Way(self.steps, self.method, self._guidance(inputs.objective, model), self.seed),
             batch=_AT_ONCE,
             place=(ranks, rank),
             device=inputs.device,

@@ -13,7 +13,15 @@ from pydantic import Field, PrivateAttr
 from torch import nn
 
 from fullshard.diffusion.grid import FILLER, Way, make_images
-from fullshard.diffusion.judge import as_given, kept_open, require_denoiser, require_images, takes_texts, trial
+from fullshard.diffusion.judge import (
+    as_given,
+    guidance_of,
+    kept_open,
+    require_denoiser,
+    require_images,
+    takes_texts,
+    trial,
+)
 from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
@@ -44,8 +52,9 @@ class Recognition(Evaluation):
     """From noise to an image."""
     method: Method = "heun"
     """euler asks the model once a step, heun twice, and needs fewer steps for the same."""
-    guidance: float = Field(2.0, ge=0)
-    """How much a label counts: 1 is what the model learned, more is clearer and less varied."""
+    guidance: float | None = Field(None, ge=0)
+    """How much a label counts: 1 is what the model learned, more is clearer and less varied; null: 2, and 1 for a model
+    that saw all labels (objective.label_drop = 0)."""
     seed: int = 0
     """Decides the noise."""
 
@@ -66,11 +75,16 @@ class Recognition(Evaluation):
                 "evaluate.parts: kind recognition asks for images of a class, and the model has none. Set "
                 "model.classes, or leave it out."
             )
+        self._guidance(objective, model)
         if wrong := [label for label in self.classes or () if not 0 <= label < denoiser.num_classes]:
             raise RecipeError(
                 f"evaluate.parts: kind recognition asks for the class {wrong[0]}, and the model has "
                 f"{denoiser.num_classes} classes. Allowed: 0 to {denoiser.num_classes - 1}."
             )
+
+    def _guidance(self, objective: Objective, model: Any) -> float:
+        where = "evaluate.parts: recognition.guidance"
+        return guidance_of(model, objective, self.guidance, usual=2.0, where=where)
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
         self._encoder = encoder
@@ -93,7 +107,7 @@ class Recognition(Evaluation):
                 inputs.objective,
                 model,
                 wanted,
-                Way(self.steps, self.method, self.guidance, self.seed),
+                Way(self.steps, self.method, self._guidance(inputs.objective, model), self.seed),
                 batch=self.batch_size,
                 place=reduce.place(),
                 device=inputs.device,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from fullshard.diffusion.shapes import class_of, completed, named_size
+from fullshard.diffusion.shapes import FLUX, class_of, completed, implied, named_size
+from fullshard.errors import RecipeError
 from fullshard.hf.lora import Lora
 from fullshard.models.base import Family, Weights
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+GUIDANCE = 3.5
+"""What a model that is told its guidance is told, as in diffusers' pipelines."""
 REHEARSED = 2
 """Images in a forward pass without values."""
 
@@ -40,10 +43,11 @@ class Diffusers(Family):
     size: str | None = None
     """The named size: tiny of every architecture; of dit also S, B, L or XL with a patch of 2, 4 or 8 (XL/2)."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the class that differ: sample_size, in_channels, num_layers, ..."""
+    """Settings of the class that differ: sample_size, in_channels, num_layers, ... sample_size, of latents where a VAE
+    makes them, is the one size that the model is trained, sampled and exported at: that of the data."""
     classes: int | None = Field(None, ge=1)
     """Labels from 0 to one less; one more row stands for none. null: as stored, and without labels from scratch."""
-    guidance: float = Field(3.5, ge=0)
+    guidance: float = Field(GUIDANCE, ge=0)
     """What a model that takes its guidance as an input (Flux with guidance_embeds) is told, always."""
     lora: Lora | None = None
     """Train adapters instead of the model: true, a rank, or settings."""
@@ -77,7 +81,15 @@ class Diffusers(Family):
         name, settings = self._settings()
         with init_empty_weights(include_buffers=False):
             module: nn.Module = class_of(name).from_config(settings)
-        bind(module, classes=self._classes(name, settings), guidance=self.guidance)
+        told = name == FLUX and settings.get("guidance_embeds")
+        if not told and self.guidance != GUIDANCE:
+            raise RecipeError(
+                f"model.guidance = {self.guidance:g} is told to models that take their guidance as an input (Flux with "
+                f"guidance_embeds), and {name} takes none. Leave it out; images are guided by evaluate.parts and "
+                "fullshard sample --guidance."
+            )
+        classes = self._classes(name, settings)
+        bind(module, classes=classes, guidance=self.guidance, fresh=self.path is None)
         if self.lora is not None:
             self._adapt(module, self.lora)
         freeze(module, self.freeze)
@@ -234,6 +246,8 @@ class Diffusers(Family):
             assert self.architecture is not None
             name = class_of(self.architecture).__name__
             settings = named_size(name, self.size) if self.size is not None else {}
+        if folder is not None:
+            settings |= implied(name, settings)
         settings, stored = {**settings, **self.overrides}, folder is not None
         return name, completed(name, settings, classes=self.classes, stored=stored, where="model.overrides")
 

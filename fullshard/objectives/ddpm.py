@@ -16,20 +16,23 @@ from torch import nn
 
 from fullshard.models.base import Family
 from fullshard.objectives.base import Batch, Numbers, Objective, Terms
+from fullshard.ops.denoiser_checks import (
+    check_denoiser,
+    check_samples,
+    last_times,
+    require_denoiser,
+    require_share,
+    require_vae,
+)
 from fullshard.ops.denoising import (
     Betas,
     Prediction,
     Text,
     alphas_cumprod,
-    check_denoiser,
-    check_labels,
     denoised,
     given,
-    last_times,
     min_snr_weights,
     noised,
-    require_denoiser,
-    require_vae,
     sum_of_means,
     velocity,
 )
@@ -51,14 +54,15 @@ class DDPM(Objective):
     """Amounts of noise; the model is told their number, from 0."""
     min_snr: float | None = Field(None, gt=0)
     """Weigh timesteps down whose ratio of signal to noise is above this, so that easy ones do not lead; 5 is usual."""
-    label_drop: float | None = Field(None, ge=0, le=1)
+    label_drop: float | None = None
     """The share of labels, or texts, replaced by what means none, for guidance without a classifier; null: 0.1 where
     the model takes texts, or has a label that means none."""
     vae: Family | None = None
     """A frozen VAE (kind: autoencoder): images become latents in every step; null: the data is taken as it is."""
 
     @model_validator(mode="after")
-    def _vae_is_one(self) -> DDPM:
+    def _parts_fit(self) -> DDPM:
+        require_share(self.label_drop)
         require_vae(self.vae)
         return self
 
@@ -69,7 +73,7 @@ class DDPM(Objective):
         return {"vae": self.vae} if self.vae is not None else {}
 
     def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
-        check_labels(module, stored)
+        check_samples(module, stored, vae=self.vae)
 
     def count(self, batch: Batch) -> int:
         return int((batch["sample_ids"] >= 0).sum())

@@ -15,15 +15,18 @@ from torch import nn
 
 from fullshard.models.base import Family
 from fullshard.objectives.base import Batch, Numbers, Objective, Terms
-from fullshard.ops.denoising import (
-    Text,
+from fullshard.ops.denoiser_checks import (
     check_denoiser,
-    check_labels,
-    denoised,
-    given,
+    check_samples,
     last_times,
     require_denoiser,
+    require_share,
     require_vae,
+)
+from fullshard.ops.denoising import (
+    Text,
+    denoised,
+    given,
     sum_of_means,
 )
 from fullshard.ops.keyed_noise import NOISE, TIME, normal, uniform
@@ -47,7 +50,7 @@ class FlowMatching(Objective):
     """Its standard deviation."""
     compare: Literal["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"] = Field("mse_loss", alias="loss")
     """How prediction and target are compared: a loss of torch.nn.functional, by its name."""
-    label_drop: float | None = Field(None, ge=0, le=1)
+    label_drop: float | None = None
     """The share of labels, or texts, replaced by what means none, for guidance without a classifier; null: 0.1 where
     the model takes texts, or has a label that means none."""
     vae: Family | None = None
@@ -72,7 +75,8 @@ class FlowMatching(Objective):
         return self
 
     @model_validator(mode="after")
-    def _vae_is_one(self) -> FlowMatching:
+    def _parts_fit(self) -> FlowMatching:
+        require_share(self.label_drop)
         require_vae(self.vae)
         return self
 
@@ -83,7 +87,7 @@ class FlowMatching(Objective):
         return {"vae": self.vae} if self.vae is not None else {}
 
     def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
-        check_labels(module, stored)
+        check_samples(module, stored, vae=self.vae)
 
     def count(self, batch: Batch) -> int:
         return int((batch["sample_ids"] >= 0).sum())

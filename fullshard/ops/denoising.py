@@ -1,4 +1,4 @@
-"""What objectives of denoising share: the betas of DDPM, what a denoiser is given of a batch, and proofs about it.
+"""What objectives of denoising share: the betas of DDPM, and what a denoiser is given of a batch.
 
 A denoiser has the method `denoise(noisy, timesteps, labels, text=...)`; `num_classes` is None where it takes no labels,
 and `null_label`, where it has one, is the label that means none; `text_width` and `pooled_width` are None where it
@@ -16,10 +16,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from fullshard.diffusion.text_model import encoded
-from fullshard.errors import DataError, RecipeError, SetupError
+from fullshard.errors import RecipeError
 from fullshard.ops.keyed_noise import LABEL_DROP, uniform
 
 Betas = Literal["linear", "cosine"]
@@ -29,9 +28,6 @@ Text = dict[str, torch.Tensor]
 
 LABELS_DROPPED = 0.1
 """The share of labels and texts that is dropped where the recipe names none and the model knows what means none."""
-NEIGHBOURS = 10
-"""Timesteps that a model is tried with before the first step: the last ones, where floating formats are coarsest. With
-the first timestep that makes eleven, a number that is rarely a dimension of anything else."""
 
 
 @functools.cache
@@ -134,87 +130,17 @@ def _drop_rate(model: Any, label_drop: float | None) -> float:
     """The share of labels and texts that is dropped, as the recipe says or by what the model knows."""
     if label_drop is not None:
         return label_drop
-    return LABELS_DROPPED if _knows_none(model) else 0.0
+    return LABELS_DROPPED if knows_none(model) else 0.0
 
 
-def _knows_none(model: Any) -> bool:
+def knows_none(model: Any) -> bool:
     """Whether there is something to say in place of a label or a text: for texts there always is."""
     return getattr(model, "null_label", None) is not None or getattr(model, "text_width", None) is not None
-
-
-def check_labels(module: Any, stored: Any) -> None:
-    """Every sample has a label that the model has a row for; the record of the first that has none is named."""
-    classes = getattr(module, "num_classes", None)
-    if classes is None:
-        return
-    labels = stored.store.flat("label")[stored.chosen]
-    wrong = stored.chosen[(labels < 0) | (labels >= classes)]
-    if wrong.size:
-        label = int(stored.store.flat("label")[wrong[0]])
-        found = "no label" if label < 0 else f"the label {label}"
-        raise DataError(
-            f"{stored.records.where(int(stored.store.records[wrong[0]]))}: {found}, and the model has the classes 0 to "
-            f"{classes - 1} ({wrong.size:,} of {len(labels):,} samples). Set model.classes to their number, or "
-            "give the record another label."
-        )
 
 
 def sum_of_means(apart: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     """The sum over samples, fillers left out, of the mean over a sample's elements."""
     return torch.where(batch["sample_ids"] >= 0, apart.flatten(1).mean(1), 0.0).sum()
-
-
-def require_denoiser(module: Any, *, kind: str, label_drop: float | None) -> None:
-    """Refuses a module that cannot denoise, or that knows no label for what shall be dropped."""
-    if not hasattr(module, "denoise"):
-        raise RecipeError(
-            f"objective.kind = {kind} needs a model that denoises images, and {type(module).__name__} has no method "
-            "denoise. Use model.kind: diffusers."
-        )
-    if label_drop and not _knows_none(module):
-        raise RecipeError(
-            f"objective.label_drop = {label_drop:g}, and {type(module).__name__} has no label that means none: only 0 "
-            "is allowed. Leave objective.label_drop out, or give the model its classes (model.classes)."
-        )
-
-
-def require_vae(family: Any) -> None:
-    """Refuses a frozen model that makes no latents, in words for a check of settings."""
-    if family is not None and not hasattr(family, "latent_shape"):
-        raise ValueError(
-            f"objective.vae.kind = {family.kind()} makes no latents of images. Use objective.vae: {{kind: autoencoder, "
-            "path: FOLDER}"
-        )
-
-
-def last_times(num: int, device: torch.device) -> torch.Tensor:
-    """The middle of the first and of the last few of `num` equal parts of the time from 0 to 1; fp32."""
-    steps = torch.tensor([0, *range(max(num - NEIGHBOURS, 1), num)], dtype=torch.float32, device=device)
-    return (steps + 0.5) / num
-
-
-def require_data(model: Any, batch: dict[str, Any], *, channels: int) -> None:
-    """Refuses a first batch whose images or texts are not those that the model takes."""
-    wanted = getattr(model, "image_channels", getattr(getattr(model, "config", None), "in_channels", None))
-    if wanted is not None and channels != wanted:
-        raise RecipeError(
-            f"The images or latents of data.train have {channels} channels, and {_name(model)} takes {wanted}. Choose "
-            f"other data, or give the model as many: model.overrides.in_channels={channels}."
-        )
-    takes = getattr(model, "text_width", None)
-    has = "text_states" in batch or "text_tokens" in batch
-    if takes is None and has:
-        raise RecipeError(
-            f"data.encode.text gives texts, and {_name(model)} takes none. Leave data.encode.text out, or choose a "
-            "model that is conditioned on texts."
-        )
-    if takes is not None and not has:
-        raise RecipeError(
-            f"{_name(model)} is conditioned on texts (states of {takes}), and the data has none. Name the text encoder "
-            "in data.encode.text, with records that have a text."
-        )
-    if "text_states" in batch:
-        require_texts(model, batch)
 
 
 def require_texts(model: Any, batch: dict[str, Any]) -> None:
@@ -223,90 +149,19 @@ def require_texts(model: Any, batch: dict[str, Any]) -> None:
     takes, takes_pooled = model.text_width, getattr(model, "pooled_width", None)
     if takes != states:
         raise RecipeError(
-            f"data.encode.text gives states of {states}, and {_name(model)} takes {takes}. Choose the text encoder "
+            f"data.encode.text gives states of {states}, and {name_of(model)} takes {takes}. Choose the text encoder "
             "that the model was made for."
         )
     if takes_pooled is not None and takes_pooled != pooled:
         raise RecipeError(
-            f"{_name(model)} takes a vector of {takes_pooled} for a whole text, and data.encode.text gives "
+            f"{name_of(model)} takes a vector of {takes_pooled} for a whole text, and data.encode.text gives "
             f"{'none' if pooled is None else pooled}. Name an encoder that gives it, such as CLIP, before that of the "
             "states: data.encode.text: [{path: CLIP}, {path: T5}]."
         )
 
 
-def _name(model: Any) -> str:
+def name_of(model: Any) -> str:
     return type(model).__name__.removeprefix("FSDP")
-
-
-@torch.no_grad()
-def check_denoiser(
-    model: Any, batch: dict[str, Any], timesteps: torch.Tensor, *, compute: torch.dtype, vae: Any = None
-) -> list[str]:
-    """One image, at timesteps that lie side by side: the prediction has its shape, and no part of the model is given
-    two of the timesteps as one. Returns the line that says so, or none where no part takes timesteps. `vae` says what
-    shape the images take on, and is not asked for more."""
-    images = batch["images"] if vae is None else _latents_of(batch["images"], vae)
-    require_data(model, batch, channels=images.shape[1])
-    image = images[:1].float().expand(len(timesteps), *images.shape[1:]).contiguous()
-    classes = getattr(model, "num_classes", None)
-    labels = None if classes is None else torch.zeros(len(timesteps), dtype=torch.int64, device=images.device)
-    text = None
-    if "text_states" in batch:  # tokens are not encoded here: the model takes what means no text
-        text = {name: part[:1].expand(len(timesteps), *part.shape[1:]) for name, part in texts_of(model, batch).items()}
-    told: dict[str, bool] = {}
-    parts: list[tuple[str, nn.Module]] = list(model.named_modules())
-    hooks = [part.register_forward_hook(_watch(name, told, timesteps), with_kwargs=True) for name, part in parts]
-    model.eval()
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            found = denoised(model, image, timesteps, labels, text)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if found.shape != image.shape:
-        raise SetupError(
-            f"model.denoise gives {tuple(found.shape)} for images of {tuple(image.shape)}: a prediction has the shape "
-            "of the images. Use a model whose output has as many channels and the same size."
-        )
-    dtype = str(compute).removeprefix("torch.")
-    if merged := [name for name, apart in told.items() if not apart]:
-        first, last = timesteps[1].item(), timesteps[-1].item()
-        raise SetupError(
-            f"Computing in {dtype}, {merged[0] or 'the model'} is given some of the timesteps {first:g} to {last:g} as "
-            "one, so the model cannot tell them apart: its times are cast to half precision, or lie too close. Keep "
-            "them whole numbers or fp32 up to the embedding, raise objective.timestep_scale where the objective has "
-            "it, or use precision: fp32."
-        )
-    return [f"neighbouring timesteps reach the model apart ({dtype})"] if told else []
-
-
-def _latents_of(images: torch.Tensor, vae: Any) -> torch.Tensor:
-    """Zeros in the shape of the latents of images."""
-    most = float(images.abs().max())
-    if most > 1:
-        raise RecipeError(
-            f"objective.vae takes images with values from -1 to 1, and those of data.train go up to {most:g}. Leave "
-            "data.encode.mean and data.encode.scale out, and give images, not latents."
-        )
-    try:
-        return images.new_zeros(len(images), *vae.latent_shape(images.shape[1:]))
-    except ValueError as error:
-        raise RecipeError(f"objective.vae: an image of data.train {error}.") from None
-
-
-def _watch(name: str, told: dict[str, bool], timesteps: torch.Tensor) -> Any:
-    """Notes whether a part that is given something that follows from the timestep is given as many values as there are
-    timesteps. Only vectors are looked at, one a sample: in images a small change may be lost, and rightly so."""
-
-    def look(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        seen = [*args, *kwargs.values()] + ([output] if next(part.children(), None) is None else [])
-        for value in seen:
-            if isinstance(value, torch.Tensor) and value.dim() <= 2 and value.shape[:1] == timesteps.shape:
-                differ = (value[1:] != value[:-1]).reshape(len(value) - 1, -1).any(1)
-                if bool(differ.any()):
-                    told[name] = told.get(name, True) and bool(differ.all())
-
-    return look
 
 
 def _wide(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -319,15 +174,13 @@ __all__ = [
     "Prediction",
     "Text",
     "alphas_cumprod",
-    "check_denoiser",
     "denoised",
     "given",
-    "last_times",
+    "knows_none",
+    "name_of",
     "min_snr_weights",
     "noised",
-    "require_denoiser",
     "require_texts",
-    "require_vae",
     "sum_of_means",
     "texts_of",
     "velocity",

@@ -35,8 +35,11 @@ def sample(
     ] = None,
     per_class: Annotated[int, typer.Option(min=1, metavar="N", help="Images in a row.")] = 8,
     guidance: Annotated[
-        float, typer.Option(min=0, metavar="X", help="How much a class or a text counts; 1 is what the model learned.")
-    ] = 2.0,
+        float | None,
+        typer.Option(
+            min=0, metavar="X", help="How much a class or a text counts; 1 is what the model learned; else 2."
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps from noise to an image.")] = 32,
     method: Annotated[
         str, typer.Option(metavar="heun|euler", help="heun asks the model twice a step, and needs fewer steps.")
@@ -232,18 +235,20 @@ def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
 
 
 def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, world: World, target: _Target) -> None:
+    from fullshard.diffusion.judge import is_conditioned
     from fullshard.plural import counted
     from fullshard.sample.images import classes_of
 
-    rows, way = classes_of(loaded.module, wish), wish.way
+    rows, way = classes_of(loaded.module, wish), loaded.way
     each = counted(wish.per_class, "image")
     what = f"{each} of each class: {', '.join(map(str, rows))}" if rows else each
     if wish.texts:
         what = f"{each} of each text: {'; '.join(wish.texts[:3])}{'; ...' if len(wish.texts) > 3 else ''}"
+    guided = f", guidance {way.guidance:g}" if is_conditioned(loaded.module) else ", without labels or texts"
     lines = [
         ("weights", f"{chosen.weights}{f', --weights {wish.weights}' if wish.weights else ''}"),
         ("images", what),
-        ("way", f"{counted(way.steps, 'step')} of {way.method}, guidance {way.guidance:g}, seed {way.seed}"),
+        ("way", f"{counted(way.steps, 'step')} of {way.method}{guided}, seed {way.seed}"),
         ("world", world.describe()),
         ("grid", str(target.grid)),
     ]

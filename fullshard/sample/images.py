@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.data.base import Encoder
 from fullshard.data.prepare import prepare
 from fullshard.diffusion.grid import Way, collected, make_images
-from fullshard.diffusion.judge import kept_open, takes_texts
+from fullshard.diffusion.judge import guidance_of, kept_open, takes_texts
 from fullshard.dist import reduce
 from fullshard.dist.mesh import make_mesh
 from fullshard.dist.shard import shard
@@ -65,6 +65,8 @@ class Loaded:
     """How its data was made and scaled."""
     shape: tuple[int, ...] | None
     """Of what the model makes; None: its configuration says it."""
+    way: Way
+    """How images are made, with the guidance in force."""
 
 
 def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
@@ -80,11 +82,16 @@ def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
     encoder = encoder_of(recipe)
     assert encoder is not None, "an objective that makes images names its encoder"
     _check(module, recipe.objective, encoder, wish, chosen)
+    # An exported model lies in a folder, whatever it was trained from.
+    cast(Any, module).is_fresh = getattr(recipe.model, "path", None) is None
+    way = replace(
+        wish.way, guidance=guidance_of(module, recipe.objective, wish.way.guidance, usual=2.0, where="--guidance")
+    )
     shape = _shape(module, recipe.objective, encoder)
     if getattr(encoder, "is_measured", False) or shape == ():
         _measure(chosen, encoder, console)
         shape = shape or _shape(module, recipe.objective, encoder)
-    return Loaded(module, family, weights, encoder, shape)
+    return Loaded(module, family, weights, encoder, shape, way)
 
 
 def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
@@ -236,7 +243,7 @@ def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callab
             recipe.objective,
             module,
             labels,
-            wish.way,
+            loaded.way,
             batch=wish.batch_size,
             place=(world.size, world.rank),
             device=world.device,

@@ -213,7 +213,7 @@ def test_noise_follows_from_the_draw_alone(objective: Objective) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("asked", "share"), [(None, 0.1), (0.3, 0.3), (0.0, 0.0), (1.0, 1.0)])
+@pytest.mark.parametrize(("asked", "share"), [(None, 0.1), (0.3, 0.3), (0.0, 0.0), (0.9, 0.9)])
 def test_labels_are_dropped_at_the_rate_asked_for(objective: Any, asked: float | None, share: float) -> None:
     model = Plain()
     model.num_classes = model.null_label = CLASSES
@@ -268,7 +268,9 @@ def test_a_model_that_cannot_denoise_is_refused(objective: Any) -> None:
         ({"loss": "l2_loss"}, "did you mean 'l1_loss'"),
         ({"time": "normal"}, "objective.time = 'normal': it must be one of uniform, logit_normal"),
         ({"logit_mean": 1.0}, "Set time: logit_normal"),
-        ({"label_drop": 1.5}, "objective.label_drop"),
+        ({"label_drop": 1.5}, "objective.label_drop = 1.5 is no share. Give at least 0 and less than 1"),
+        ({"label_drop": -0.1}, "objective.label_drop = -0.1 is no share"),
+        ({"label_drop": 1.0}, "objective.label_drop = 1 drops every label and text, so the model would learn none"),
         ({"integer_time": True, "timestep_scale": 1}, "whole number of at least 2"),
         ({"integer_time": True, "timestep_scale": 99.5}, "whole number of at least 2"),
         ({"timesteps": 5}, "objective.timesteps is not a known key"),

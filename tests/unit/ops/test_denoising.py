@@ -13,7 +13,8 @@ from fullshard.errors import RecipeError
 from fullshard.objectives.base import Objective
 from fullshard.objectives.ddpm import DDPM
 from fullshard.objectives.flow_matching import FlowMatching
-from fullshard.ops.denoising import check_denoiser, given, require_denoiser, without
+from fullshard.ops.denoiser_checks import check_denoiser, require_denoiser
+from fullshard.ops.denoising import given, without
 from fullshard.ops.keyed_noise import LABEL_DROP, uniform
 from fullshard.part import decode
 from tests.diffusion.parts import vae_folder
@@ -119,7 +120,11 @@ def test_the_loss_of_a_sample_does_not_depend_on_others() -> None:
             "takes a vector of 5 for a whole text, and data.encode.text gives none",
         ),
         ((WIDTH, POOLED + 1), {}, "takes a vector of 6 for a whole text, and data.encode.text gives 5"),
-        ((WIDTH, POOLED), {"images": torch.zeros(6, 3, 8, 8)}, "have 3 channels, and Reader takes 1"),
+        (
+            (WIDTH, POOLED),
+            {"images": torch.zeros(6, 3, 8, 8)},
+            "of 3 x 8 x 8 (channels x height x width), and Reader takes 1 channel.",
+        ),
     ],
 )
 def test_data_of_another_model_is_refused(takes: Any, changes: dict[str, Any], says: str) -> None:
