@@ -74,10 +74,13 @@ def build_module(recipe: Recipe, processor: Any) -> nn.Module:
 
 def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: int, console: Console) -> Ground:
     """Encoded data and the arithmetic of its steps, on top of the model."""
+    encode = encoder_of(recipe)
+    if encode is not None:
+        encode.check_model(module)
     data = prepare(
         train=recipe.data.train,
         validation=recipe.data.validation,
-        encode=encoder_of(recipe),
+        encode=encode,
         processor=processor,
         length=recipe.data.sequence_length,
         pack=recipe.data.pack,

@@ -115,6 +115,14 @@ class Encoder(Part):
         """A fingerprint of what records name but do not hold, such as files; empty where there is nothing."""
         return ""
 
+    def check_model(self, module: Any) -> None:
+        """Refuses a model that does not take what this encoder makes; called with the empty model, before any record
+        is encoded."""
+
+    def common(self) -> Features:
+        """What all samples share, kept once with them as `store.common`; asked for when the last record is encoded."""
+        return {}
+
     def settle(self, store: Store) -> None:
         """Takes from the encoded training data what no single record tells; on every rank, before the first batch."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from fullshard.data.base import Features, Record
 from fullshard.data.columns import MAPPING, is_empty
 from fullshard.data.records import keys_found
-from fullshard.errors import DataError
+from fullshard.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
     from fullshard.diffusion.texts import TextStack
@@ -46,6 +46,34 @@ def caption(record: Record, mapped: str | None) -> str:
     )
 
 
+def check_model(stack: TextStack | None, module: Any) -> None:
+    """Refuses a model that takes no texts where there are encoders for them, or the other way round, and one that
+    would take the filling of short texts for text."""
+    takes, name = getattr(module, "text_width", None), getattr(module, "class_name", type(module).__name__)
+    if stack is None and takes is not None:
+        raise RecipeError(
+            f"{name} is conditioned on texts (states of {takes}), and the data has none. Name the text encoder in "
+            "data.encode.text, with records that have a text."
+        )
+    if stack is None:
+        return
+    if takes is None:
+        raise RecipeError(
+            f"data.encode.text gives texts, and {name} takes none. Leave data.encode.text out, or choose a model that "
+            "is conditioned on texts: model.architecture sd3, flux, pixart or unet_text."
+        )
+    if getattr(module, "takes_mask", True):
+        return
+    for number, text in enumerate(stack.texts):
+        if not text.is_padded:
+            key = "data.encode.text" + (f"[{number}]" if len(stack.texts) > 1 else "")
+            how = "padded = false" if text.padded is False else "padded = false, the usual for one encoder but CLIP"
+            raise RecipeError(
+                f"{key}: {how}, leaves the filling of short texts out, and {name} is not told where a text ends, as in "
+                f"its pipeline. Set {key}.padded = true."
+            )
+
+
 def features_of(written: Sequence[str], stack: TextStack) -> list[Features]:
     """What a sample keeps of its text: tokens where encoders are live, else states."""
     if stack.is_live:
@@ -57,6 +85,26 @@ def features_of(written: Sequence[str], stack: TextStack) -> list[Features]:
         pooled = {} if state.pooled is None else {"text_pooled": state.pooled[None]}
         features.append({"text_states": state.states, "cut": np.array([state.is_cut]), **pooled})
     return features
+
+
+def empty_features(stack: TextStack) -> Features:
+    """What means no text, once for all samples: tokens where encoders are live, and nothing where it is zeros; else
+    states."""
+    if stack.is_live:
+        tokens = stack.empty_tokens()
+        return {} if tokens is None else {"empty_tokens": tokens}
+    state = stack.empty_state()
+    return {"empty_states": state.states, **({} if state.pooled is None else {"empty_pooled": state.pooled[None]})}
+
+
+def collate_empty(empty: Features, *, length: int) -> dict[str, Any]:
+    """`empty_tokens`; or `empty_states`, `empty_mask` and `empty_pooled`: as texts have them, with one row."""
+    import torch
+
+    if "empty_states" not in empty:
+        return {name: torch.from_numpy(part) for name, part in empty.items()}
+    found = collate([{name.replace("empty", "text"): part for name, part in empty.items()}], length=length)
+    return {name.replace("text", "empty"): part for name, part in found.items()}
 
 
 def collate(samples: Sequence[Features], *, length: int) -> dict[str, Any]:
@@ -80,4 +128,13 @@ def collate(samples: Sequence[Features], *, length: int) -> dict[str, Any]:
     return found
 
 
-__all__ = ["COLUMNS", "caption", "collate", "column_of", "features_of"]
+__all__ = [
+    "COLUMNS",
+    "caption",
+    "check_model",
+    "collate",
+    "collate_empty",
+    "column_of",
+    "empty_features",
+    "features_of",
+]

@@ -145,7 +145,7 @@ def quiet() -> Iterator[None]:
 
 
 def _complaint(image: Given, error: Exception, root: Path | None) -> str:
-    mend = "Mend or replace it, or set data.encode.unreadable = skip to leave such records out."
+    mend = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
     if not isinstance(image.value, str):
         what = "bytes" if isinstance(image.value, bytes) else "image"
         return f"the {what} of {image.column!r} cannot be read as an image: {reason(error)}. {mend}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fullshard.data.images import place, reason
+from fullshard.data.images import Unreadable, place, reason
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _NPY = b"\x93NUMPY"
 _GREY = ("1", "L", "LA")
 _DEEP = ("I", "F")
 """How the modes of images begin that have more than 8 bits a channel."""
-_MEND = "Mend or replace it, or take the record out."
+_MEND = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ def floats(values: np.ndarray) -> np.ndarray:
 
 
 def read(value: Any, column: str, *, root: Path | None, size: int | None, channels: Literal[1, 3] | None) -> Picture:
-    """Reads a path, the bytes of a file, an image or an array; raises DataError in words about it."""
+    """Reads a path, the bytes of a file, an image or an array; raises DataError in words about it, which is Unreadable
+    where the content is missing or damaged."""
     from PIL import Image
 
     name = _name(value, column, root)
@@ -63,7 +64,7 @@ def read(value: Any, column: str, *, root: Path | None, size: int | None, channe
         hint = ""
         if isinstance(error, FileNotFoundError) and not Path(value).is_absolute():
             hint = f" Relative paths are taken from {root or Path.cwd()}: see data.encode.root."
-        raise DataError(f"{name} cannot be read: {reason(error)}.{hint} {_MEND}") from error
+        raise Unreadable(f"{name} cannot be read: {reason(error)}.{hint} {_MEND}") from error
     if not isinstance(found, Image.Image) and found.dtype.kind == "f":
         for setting, wanted in (("size", size), ("channels", channels)):
             if wanted is not None:
@@ -112,7 +113,7 @@ def _latent(values: np.ndarray, name: str) -> np.ndarray:
         latent = values.astype(np.float32)
     wrong = int(latent.size - np.isfinite(latent).sum())
     if wrong:
-        raise DataError(
+        raise Unreadable(
             f"{name} is a latent of {latent.size:,} values, and {wrong:,} of them {'is' if wrong == 1 else 'are'} NaN "
             f"or infinite in float32. {_MEND}"
         )

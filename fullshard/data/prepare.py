@@ -231,8 +231,8 @@ def _check_any(key: str, store: Store) -> None:
         (counts.beyond, "raise data.sequence_length"),
         (
             counts.unreadable,
-            "give images that are there and whole; relative paths begin at data.encode.image_root, and "
-            "data.encode.unreadable = error names the first that cannot be read",
+            "give images that are there and whole; relative paths begin at data.encode.root (of pairs: "
+            "data.encode.image_root), and data.encode.unreadable = error names the first that cannot be read",
         ),
     ]
     remedy = "; ".join(words for number, words in remedies if number)

@@ -31,6 +31,7 @@ from fullshard.plural import counted
 _VERSION = 4
 _HELPERS = "fullshard.data."
 """Where the code lies that encoders share."""
+_COMMON = "common.npz"
 _BATCH = 256
 _EVERY_S = 2.0
 
@@ -93,6 +94,15 @@ class Store:
             name: np.array(column[self._starts[name][index] : self._starts[name][index + 1]])
             for name, column in self._columns.items()
         }
+
+    @property
+    def common(self) -> Features:
+        """What all samples share; empty where they share nothing."""
+        file = self.folder / _COMMON
+        if not file.is_file():
+            return {}
+        with np.load(file) as found:
+            return {name: found[name] for name in found.files}
 
     def sizes(self, name: str) -> np.ndarray:
         """How many entries of a feature each sample has."""
@@ -211,6 +221,8 @@ def _build(
                 left = (now - begun) / done * (len(records) - done)
                 share = done / len(records)
                 say(f"Encoding: {done:,} of {counted(len(records), 'record')} ({share:.0%}), about {left:.0f} s left.")
+        if common := encoder.common():
+            np.savez(temporary / _COMMON, **common)  # type: ignore[arg-type, unused-ignore]
         writer.close()
         os.rename(temporary, folder)
     finally:

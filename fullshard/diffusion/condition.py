@@ -55,7 +55,7 @@ def _unet_widths(config: Any) -> tuple[int, int | None]:
 
 
 def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None:
-    """The texts as the model gets them; without any, the one that means none: a token of zeros."""
+    """The texts as the model gets them; without any, a stand-in, for a pass whose result is not looked at."""
     if module.text_width is None:
         if text is not None:
             raise DataError(
@@ -64,7 +64,7 @@ def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None
             )
         return None
     if text is None:
-        return no_text(module, len(noisy), device=noisy.device)
+        return stand_in(module, len(noisy), device=noisy.device)
     for key, width in (("states", module.text_width), ("pooled", module.pooled_width)):
         found = text[key].shape[-1] if key in text else None
         if width is not None and found != width:
@@ -76,8 +76,8 @@ def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None
     return text
 
 
-def no_text(module: Any, num: int, *, device: torch.device) -> Text:
-    """So many times the text that means none."""
+def stand_in(module: Any, num: int, *, device: torch.device) -> Text:
+    """So many times one token of zeros. What means no text to a model follows from its text encoders, not from it."""
     found = {
         "states": torch.zeros(num, 1, module.text_width, device=device),
         "mask": torch.ones(num, 1, dtype=torch.bool, device=device),
@@ -195,4 +195,4 @@ CALLS: dict[str, Call] = {DIT: _dit, UNET: _unet, UNET_TEXT: _unet_text, SD3: _s
 """By the name of the class: (module, noisy, times, labels, text) gives (B, C, H, W), a variance behind if there is one.
 The mask of a text reaches PixArt alone: the pipelines of the others look at every token of a padded text."""
 
-__all__ = ["CALLS", "Call", "Text", "no_text", "prepare", "text_for", "text_widths"]
+__all__ = ["CALLS", "Call", "Text", "prepare", "stand_in", "text_for", "text_widths"]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.diffusion.condition import CALLS, Text, prepare, text_for, text_widths
-from fullshard.diffusion.shapes import FLUX, PACKED
+from fullshard.diffusion.shapes import FLUX, PACKED, PIXART
 
 
 def bind(module: nn.Module, *, classes: int | None, guidance: float = 3.5, fresh: bool = False) -> None:
@@ -23,6 +23,8 @@ def bind(module: nn.Module, *, classes: int | None, guidance: float = 3.5, fresh
     bound.class_name = type(module).__name__
     bound.num_classes, bound.null_label = classes, classes
     bound.text_width, bound.pooled_width = text_widths(bound.class_name, bound.config)
+    # The pipelines of the others have no mask: their models look at every token of a padded text.
+    bound.takes_mask = bound.class_name == PIXART
     bound.image_channels = bound.config.in_channels // (PACKED**2 if bound.class_name == FLUX else 1)
     bound.told_guidance, bound.is_fresh = guidance, fresh
     prepare(bound)
@@ -36,7 +38,7 @@ def denoise(
     labels: torch.Tensor | None = None,
     text: Text | None = None,
 ) -> torch.Tensor:
-    """fp32 (B, C, H, W). Without labels or texts a conditional model gets those that mean none."""
+    """fp32 (B, C, H, W). Without labels a conditional model gets the one that means none, without texts a stand-in."""
     found = CALLS[module.class_name](module, noisy, timesteps, labels, text_for(module, text, noisy))
     # Models that also predict a variance have it behind. A copy: FSDP watches what it gives out, and views get lost.
     predicted: torch.Tensor = found[:, : noisy.shape[1]].float().clone()

@@ -58,20 +58,32 @@ def make_images(
     place: tuple[int, int],
     device: torch.device,
     text: Text | None = None,
+    none: Text | None = None,
     shape: Sequence[int] | None = None,
     vae: Any = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's share of the images, one for each of `rows`, which are labels, or with `text` the numbers of texts:
-    the images' numbers (FILLER for one to be left out), and the images, scaled as the data that the model, or the VAE
-    before it, was given. `place` is how many ranks there are, and which this is."""
+    """This rank's share of the images, one for each of `rows`, which are labels, or with `text` the numbers of texts
+    (`none` is the one that means none): the images' numbers (FILLER for one to be left out), and the images, scaled as
+    the data that the model, or the VAE before it, was given. `place` is how many ranks there are, and which this is."""
     ranks, rank = place
     for numbers in shares(len(rows), batch=batch, ranks=ranks, rank=rank):
         chosen = rows[torch.where(numbers == FILLER, len(rows) - 1, numbers)].to(device)
         given = None if text is None else {name: part[chosen] for name, part in text.items()}
         yield (
             numbers,
-            make_batch(objective, model, chosen, numbers.to(device), way, text=given, shape=shape, vae=vae, tick=tick),
+            make_batch(
+                objective,
+                model,
+                chosen,
+                numbers.to(device),
+                way,
+                text=given,
+                none=none,
+                shape=shape,
+                vae=vae,
+                tick=tick,
+            ),
         )
 
 
@@ -83,6 +95,7 @@ def make_batch(
     way: Way,
     *,
     text: Text | None = None,
+    none: Text | None = None,
     shape: Sequence[int] | None = None,
     vae: Any = None,
     tick: Callable[[], None] = lambda: None,
@@ -103,6 +116,7 @@ def make_batch(
             guidance=1.0 if way.guidance is None else way.guidance,
             method=way.method,
             text=text,
+            none=none,
         )
         return _decoded(images, vae)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from fullshard.data.order import FIXED, draws
-from fullshard.ops.denoising import Text, without
+from fullshard.ops.denoising import Text
 from fullshard.ops.keyed_noise import NOISE, normal
 
 Method = Literal["euler", "heun"]
@@ -30,13 +30,14 @@ def sample(
     guidance: float,
     method: Method,
     text: Text | None = None,
+    none: Text | None = None,
 ) -> torch.Tensor:
     """(images, *shape) fp32, one for each number. `guidance` 1 asks the model once; more, what the label and the text
-    change counts so many times."""
+    change counts so many times. `none` is the text that means none, with one row."""
     keys = torch.from_numpy(draws(numbers.cpu().numpy(), seed=seed, stream=FIXED)).to(numbers.device)
     state: torch.Tensor = objective.start(normal(keys, shape, NOISE))
     levels = objective.levels(steps)
-    given = labels, text
+    given = labels, text, none
     for level, following in zip(levels, levels[1:], strict=False):
         width = objective.coordinate(following) - objective.coordinate(level)
         slope = _slope(objective, model, state, level, given, guidance)
@@ -53,17 +54,17 @@ def _slope(
     model: Any,
     state: torch.Tensor,
     level: float,
-    given: tuple[torch.Tensor | None, Text | None],
+    given: tuple[torch.Tensor | None, Text | None, Text | None],
     guidance: float,
 ) -> torch.Tensor:
-    labels, text = given
+    labels, text, none = given
     if guidance == 1 or (labels is None and text is None):
         return _asked(objective, model, state, level, labels, text)
     if labels is not None:
         labels = torch.cat([labels, torch.full_like(labels, model.null_label)])
     if text is not None:
-        none = without(text)
-        text = {name: torch.cat([part, none[name]]) for name, part in text.items()}
+        assert none is not None, "guidance compares with the text that means none"
+        text = {name: torch.cat([part, none[name].expand_as(part)]) for name, part in text.items()}
     both = _asked(objective, model, torch.cat([state, state]), level, labels, text)
     conditioned, free = torch.chunk(both, 2)
     return free + guidance * (conditioned - free)

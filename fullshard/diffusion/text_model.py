@@ -62,8 +62,9 @@ def load(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Any:
     return module.requires_grad_(False).eval().to(device)
 
 
-def is_clip(module: Any) -> bool:
-    return "clip" in str(module.config.model_type)
+def is_clip_folder(folder: Path) -> bool:
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return "clip" in str(config.get("model_type", ""))
 
 
 def bind(module: Any, *, tokens: int, fill: int, padded: bool, early: bool, join: Join) -> Any:
@@ -168,4 +169,4 @@ class TextWeights(StoredWeights):
         return True
 
 
-__all__ = ["Encoded", "TextWeights", "bind", "empty", "encoded", "is_clip", "joined", "load"]
+__all__ = ["Encoded", "TextWeights", "bind", "empty", "encoded", "is_clip_folder", "joined", "load"]

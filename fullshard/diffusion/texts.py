@@ -5,6 +5,7 @@ Any text encoder of Transformers. Must not know records, stores, losses or ranks
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Join = Literal["flux", "sdxl", "sd3"]
+NoText = Literal["encoded", "zeros"]
 NO_TOKEN = -1
 """What the tokens of a text are filled up with where it ends."""
 WHERE = "data.encode.text.path"
@@ -61,8 +63,12 @@ class Texts(Section):
     max_tokens: int = Field(77, ge=1)
     """Longer texts are cut."""
     padded: bool | None = None
-    """Whether every text is filled up to max_tokens and the filling counts as text, as Stable Diffusion and Flux have
-    it; false: the model is told where the text ends, as PixArt has it. null: true for CLIP, false for others."""
+    """Whether every text is filled up to max_tokens and the filling counts as text, as Stable Diffusion, SD3 and Flux
+    have it; false: the model is told where the text ends, as PixArt has it. null: true for CLIP and for each of several
+    encoders, false for another one alone."""
+    lowercase: bool | None = None
+    """Whether texts are read in lower case and without blanks around them; null: as PixArt's pipeline does, where
+    padded is false."""
     live: bool = False
     """false: states are made once, and kept in data.cache. true: only tokens are, and the encoder, sharded like any
     model, makes states of them in every step."""
@@ -91,6 +97,15 @@ class Texts(Section):
             f"{WHERE}: there is no tokenizer in {own}, and none in {beside}. Save the tokenizer beside the encoder."
         )
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the filling counts as text."""
+        if self.padded is not None:
+            return self.padded
+        from fullshard.diffusion.text_model import is_clip_folder
+
+        return is_clip_folder(self.folder())
+
     def files(self) -> list[Path]:
         """What the states follow from, beside the texts."""
         from fullshard.diffusion.parts import content
@@ -108,7 +123,7 @@ class Texts(Section):
 
     def bound(self, module: Any, *, early: bool, join: Join) -> Any:
         """A module of this encoder with its method `encode_texts`."""
-        from fullshard.diffusion.text_model import bind, is_clip
+        from fullshard.diffusion.text_model import bind
 
         longest = getattr(module.config, "max_position_embeddings", None)
         if longest is not None and self.max_tokens > longest:
@@ -116,7 +131,6 @@ class Texts(Section):
                 f"data.encode.text.max_tokens = {self.max_tokens}, and {type(module).__name__} has positions for "
                 f"{longest} tokens. Lower it to at most {longest}."
             )
-        padded = self.padded if self.padded is not None else early or is_clip(module)
         tokenizer = self.tokenizer()
         rows = getattr(module.get_input_embeddings(), "num_embeddings", None)
         if rows is not None and len(tokenizer) > rows:
@@ -126,7 +140,7 @@ class Texts(Section):
                 "tokenizer beside it."
             )
         fill = tokenizer.pad_token_id
-        return bind(module, tokens=self.max_tokens, fill=fill, padded=padded, early=early, join=join)
+        return bind(module, tokens=self.max_tokens, fill=fill, padded=self.is_padded, early=early, join=join)
 
     def open(self, *, early: bool, join: Join) -> Any:
         """The encoder itself, whole, on a device of its own choice."""
@@ -142,8 +156,11 @@ class Texts(Section):
 class TextStack:
     """All text encoders of a recipe, at least one, and how they go together."""
 
-    def __init__(self, texts: Sequence[Texts], join: Join) -> None:
-        self.texts, self.join = list(texts), join
+    def __init__(self, texts: Sequence[Texts], join: Join, *, no_text: NoText | None = None) -> None:
+        # Pipelines with several encoders tell the denoiser of none of them where a text ends.
+        several = {"padded": True} if len(texts) > 1 else {}
+        self.texts = [text.model_copy(update=several) if text.padded is None else text for text in texts]
+        self.join, self._no_text = join, no_text
 
     def check(self) -> None:
         """Raises ValueError for settings that do not go together."""
@@ -168,6 +185,30 @@ class TextStack:
         """Tokens of the states of a text."""
         before = self.texts[0].max_tokens if self.join == "sd3" else 0
         return before + self.texts[-1].max_tokens
+
+    @cached_property
+    def no_text(self) -> NoText:
+        """What stands for a text that is not there: as the recipe says, or as the encoders' own pipeline does it."""
+        if self._no_text is not None:
+            return self._no_text
+        if self.join != "sdxl":
+            return "encoded"
+        # Zeros unless the pipeline says otherwise: as StableDiffusionXLPipeline, whose setting it is.
+        index = self.texts[0].folder().parent / "model_index.json"
+        settings = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
+        return "zeros" if settings.get("force_zeros_for_empty_prompt", True) else "encoded"
+
+    def empty_tokens(self) -> np.ndarray | None:
+        """(1, tokens of all encoders): what encoders make the text that means none from; None: it is zeros."""
+        return None if self.no_text == "zeros" else self.tokens([""]).ids
+
+    def empty_state(self) -> TextState:
+        """What means no text."""
+        [found] = self.states([""])
+        if self.no_text == "encoded":
+            return found
+        states = np.zeros((self.length, found.states.shape[1]), dtype=np.float32)
+        return TextState(states, None if found.pooled is None else np.zeros_like(found.pooled), is_cut=False)
 
     def families(self) -> dict[str, dict[str, Any]]:
         """The settings of each encoder as a model that is spread over ranks."""
@@ -199,6 +240,8 @@ class TextStack:
 
     def _of_one(self, text: Texts, tokenizer: Any, written: Sequence[str]) -> Tokens:
         ids = np.full((len(written), text.max_tokens), NO_TOKEN, dtype=np.int64)
+        if text.lowercase if text.lowercase is not None else not text.is_padded:
+            written = [one.lower().strip() for one in written]
         # One token more than there may be shows which texts are too long.
         whole = tokenizer(list(written), truncation=True, max_length=text.max_tokens + 1)["input_ids"]
         cut = tokenizer(list(written), truncation=True, max_length=text.max_tokens)["input_ids"]
@@ -226,4 +269,4 @@ class TextStack:
                 yield TextState(states, pooled, bool(tokens.is_cut[row]))
 
 
-__all__ = ["NO_TOKEN", "Join", "TextStack", "TextState", "Texts", "Tokens"]
+__all__ = ["NO_TOKEN", "Join", "NoText", "TextStack", "TextState", "Texts", "Tokens"]

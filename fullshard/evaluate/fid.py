@@ -146,7 +146,7 @@ class Fid(Evaluation):
                     bar.advance()
 
     def _look_at_batch(self, metric: Any, inputs: EvaluationInputs, batch: Batch, numbers: torch.Tensor) -> None:
-        text, labels = texts_of(inputs.model, batch, inputs.aux), batch["label"]
+        (text, none), labels = texts_of(inputs.model, batch, inputs.aux), batch["label"]
         for rows in torch.arange(len(numbers)).split(self.batch_size):
             images = make_batch(
                 inputs.objective,
@@ -155,6 +155,7 @@ class Fid(Evaluation):
                 numbers[rows].to(inputs.device),
                 self._way,
                 text={name: part[rows] for name, part in text.items()},
+                none=none,
                 shape=shape_of(batch["images"], inputs.objective),
                 vae=inputs.aux.get("vae"),
             )

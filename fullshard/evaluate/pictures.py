@@ -70,7 +70,7 @@ class Pictures(Evaluation):
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         model: Any = inputs.model
-        text, shape = self._texts(inputs) if takes_texts(model) else (None, None)
+        text, none, shape = self._texts(inputs) if takes_texts(model) else (None, None, None)
         rows = list(self.classes if self.classes is not None else range(model.num_classes or 1))
         if text is not None:
             rows = list(range(len(text["mask"])))
@@ -84,6 +84,7 @@ class Pictures(Evaluation):
             place=(ranks, rank),
             device=inputs.device,
             text=text,
+            none=none,
             shape=shape,
             vae=inputs.aux.get("vae"),
         )
@@ -93,13 +94,16 @@ class Pictures(Evaluation):
         # Told on rank 0, which is where texts are printed.
         return Findings(texts=[f"Pictures: {inputs.show('samples', images, columns=self.per_class)}"])
 
-    def _texts(self, inputs: EvaluationInputs) -> tuple[Text, tuple[int, ...]]:
-        """The first texts of the validation data, on every rank, and the shape of what the model makes there."""
+    def _texts(self, inputs: EvaluationInputs) -> tuple[Text, Text, tuple[int, ...]]:
+        """The first texts of the validation data, on every rank, the one that means none, and the shape of what the
+        model makes there."""
         found: dict[int, dict[str, torch.Tensor]] = {}
         shape: tuple[int, ...] = ()
+        empty: dict[str, torch.Tensor] = {}
         seen = 0
         for batch in inputs.batches():
             shape = shape_of(batch["images"], inputs.objective)
+            empty = {name: part.to(inputs.device) for name, part in batch.items() if name.startswith("empty_")}
             for row, number in enumerate(batch["sample_ids"].tolist()):
                 if 0 <= number < self.texts:
                     found[number] = {name: part[row] for name, part in batch.items() if name.startswith("text_")}
@@ -110,7 +114,7 @@ class Pictures(Evaluation):
             found |= share
         rows = [found[number] for number in sorted(found)]
         together = {name: torch.stack([row[name] for row in rows]).to(inputs.device) for name in rows[0]}
-        return texts_of(inputs.model, together, inputs.aux), shape
+        return *texts_of(inputs.model, {**together, **empty}, inputs.aux), shape
 
 
 __all__ = ["Pictures"]

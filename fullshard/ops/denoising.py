@@ -2,15 +2,16 @@
 
 A denoiser has the method `denoise(noisy, timesteps, labels, text=...)`; `num_classes` is None where it takes no labels,
 and `null_label`, where it has one, is the label that means none; `text_width` and `pooled_width` are None where it
-takes no texts. Frozen models beside it come by name: `vae`, and `text[0]`, `text[1]`, ... for text encoders. Must not
-know a model's class, optimizers or ranks.
+takes no texts. What means no text comes in a batch as `empty_states`, `empty_mask` and `empty_pooled`, or as
+`empty_tokens`, with one row; without them it is zeros. Frozen models beside the denoiser come by name: `vae`, and
+`text[0]`, `text[1]`, ... for text encoders. Must not know a model's class, optimizers or ranks.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -91,31 +92,38 @@ def given(
             labels = torch.where(dropped, model.null_label, labels)
     text = None
     if getattr(model, "text_width", None) is not None:
-        text = without(texts_of(model, batch, aux), dropped | ~real)
+        text = without(*texts_of(model, batch, aux), dropped | ~real)
     return Given(images, labels, text)
 
 
-def texts_of(model: Any, batch: dict[str, Any], aux: Mapping[str, Any] = MappingProxyType({})) -> Text:
-    """The texts of a batch, in the parts that the model takes; tokens become states by the text encoders in `aux`, on
-    all ranks together."""
+def texts_of(model: Any, batch: dict[str, Any], aux: Mapping[str, Any] = MappingProxyType({})) -> tuple[Text, Text]:
+    """The texts of a batch, in the parts that the model takes, and the one that means none, with one row. Tokens become
+    states by the text encoders in `aux`, on all ranks together."""
     if "text_tokens" in batch:
-        encoders = [part for name, part in aux.items() if name.startswith("text[")]
-        batch = {f"text_{name}": part for name, part in encoded(encoders, batch["text_tokens"]).items()}
+        batch = _encoded(batch, [part for name, part in aux.items() if name.startswith("text[")])
         require_texts(model, batch)
-    parts = {"states": "text_states", "mask": "text_mask"}
+    parts = ["states", "mask"]
     if getattr(model, "pooled_width", None) is not None:
-        parts["pooled"] = "text_pooled"
-    return {name: batch[key] for name, key in parts.items()}
+        parts.append("pooled")
+    text = {name: batch[f"text_{name}"] for name in parts}
+    if "empty_states" in batch:
+        return text, {name: batch[f"empty_{name}"] for name in parts}
+    # Zeros, every one of them a token that the model looks at: as SDXL's pipeline has it.
+    zeros = {name: torch.zeros_like(part[:1]) for name, part in text.items()}
+    return text, {**zeros, "mask": torch.ones_like(text["mask"][:1])}
 
 
-def without(text: Text, dropped: torch.Tensor | None = None) -> Text:
-    """Texts replaced by none, which is one token of zeros and a pooled vector of zeros: those that `dropped` (B,) says,
-    or all."""
-    if dropped is None:
-        dropped = torch.ones_like(text["mask"][:, 0])
-    found = {name: torch.where(_wide(dropped, part), 0.0, part) for name, part in text.items() if name != "mask"}
-    first = torch.arange(text["mask"].shape[1], device=dropped.device) == 0
-    return {**found, "mask": torch.where(dropped[:, None], first, text["mask"])}
+def _encoded(batch: dict[str, Any], encoders: Sequence[Any]) -> dict[str, Any]:
+    """States of the tokens of a batch, and of the empty text where it is not zeros, in one pass."""
+    tokens = [batch[name] for name in ("text_tokens", "empty_tokens") if name in batch]
+    found, rows = encoded(encoders, torch.cat(tokens)), len(tokens[0])
+    states = {f"text_{name}": part[:rows] for name, part in found.items()}
+    return states | ({f"empty_{name}": part[rows:] for name, part in found.items()} if len(tokens) > 1 else {})
+
+
+def without(text: Text, none: Text, dropped: torch.Tensor) -> Text:
+    """Texts of which those that `dropped` (B,) says are replaced by the one that means none."""
+    return {name: torch.where(_wide(dropped, part), none[name], part) for name, part in text.items()}
 
 
 def denoised(

@@ -231,7 +231,7 @@ def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callab
     recipe = chosen.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
     # Before the model is there: the text encoders are freed again.
-    text = _texts(loaded, chosen, wish, world, precision) if wish.texts else None
+    text, none = _texts(loaded, chosen, wish, world, precision) if wish.texts else (None, None)
     module, aux = _spread(loaded, chosen, world), {}
     if recipe.objective.frozen():
         aux = frozen_models(recipe, _NO_TOKENIZER, world, precision, texts=False)
@@ -248,6 +248,7 @@ def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callab
             place=(world.size, world.rank),
             device=world.device,
             text=text,
+            none=none,
             shape=loaded.shape,
             vae=aux.get("vae"),
             tick=bar.advance,
@@ -261,12 +262,14 @@ def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callab
     return _finite(found, chosen) if found is not None else None
 
 
-def _texts(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, precision: ResolvedPrecision) -> Text:
-    """What the run's text encoders, spread over the ranks, make of the texts."""
+def _texts(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, precision: ResolvedPrecision) -> tuple[Text, Text]:
+    """What the run's text encoders, spread over the ranks, make of the texts, and what means none to the run."""
     encoders = text_encoders(chosen.reading.recipe, _NO_TOKENIZER, world, precision)
-    tokens = torch.from_numpy(loaded.encoder.stack.tokens(wish.texts).ids).to(world.device)
-    parts = [texts_of(loaded.module, {"text_tokens": some}, encoders) for some in tokens.split(_TEXTS_AT_ONCE)]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    stack = loaded.encoder.stack
+    tokens, empty = torch.from_numpy(stack.tokens(wish.texts).ids).to(world.device), stack.empty_tokens()
+    more = {} if empty is None else {"empty_tokens": torch.from_numpy(empty).to(world.device)}
+    parts = [texts_of(loaded.module, {"text_tokens": some, **more}, encoders) for some in tokens.split(_TEXTS_AT_ONCE)]
+    return {name: torch.cat([text[name] for text, _ in parts]) for name in parts[0][0]}, parts[0][1]
 
 
 def _spread(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:

@@ -1,4 +1,5 @@
-"""Guidance on a model without labels and texts is refused wherever it can be set, and is not told where it cannot act."""
+"""Guidance on a model without labels and texts is refused wherever it can be set, and not printed where it cannot
+act."""
 
 from __future__ import annotations
 

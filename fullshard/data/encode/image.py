@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -23,21 +22,19 @@ from fullshard.data.base import Encoder, Features, Record, Records
 from fullshard.data.columns import MAPPING, is_empty
 from fullshard.data.forms import RESIZE, by, in_words, remedy
 from fullshard.data.frozen import CODE, Frozen, fingerprints
-from fullshard.data.images import given, place, quiet
+from fullshard.data.images import Unreadable, given, place, quiet
+from fullshard.data.labels import label_of
 from fullshard.data.pictures import Picture, floats, read
 from fullshard.data.records import digest, keys_found
 from fullshard.diffusion.latents import Latents
 from fullshard.diffusion.parts import give_back
-from fullshard.diffusion.texts import Join, Texts, TextStack
+from fullshard.diffusion.texts import Join, NoText, Texts, TextStack
 from fullshard.errors import DataError
 from fullshard.part import did_you_mean
 from fullshard.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.data.store import Store
-
-NO_LABEL = -1
-"""The label of a sample without one."""
 
 _COLUMNS = ("latent_vector_path", "path", "image")
 """Where an image or a latent is looked for: the first column that holds something."""
@@ -69,6 +66,9 @@ class Images(Encoder):
     """What every value is multiplied with then; measure: 1 over the standard deviation of all values of data.train."""
     flip: bool = False
     """Whether about half of the images, drawn anew in each epoch, are learned with left and right exchanged."""
+    unreadable: Literal["error", "skip"] = "error"
+    """What an image that is not there or is damaged does: stop, or leave its record out and be counted. Found when the
+    data is encoded, and kept with it in data.cache."""
     classes: int | None = Field(None, ge=1)
     """How many classes there are: each record needs a label from 0 to one less; null: any label from 0 on, or none."""
     vae: Latents | None = None
@@ -79,6 +79,11 @@ class Images(Encoder):
     """How several go together. flux: states of the last, and the one vector of a whole text from the first that gives
     one. sdxl: states of CLIP encoders side by side. sd3: the same, and behind them the tokens of the last, T5."""
 
+    no_text: NoText | None = None
+    """What stands for a text that objective.label_drop drops, and for what guidance compares with. encoded: what the
+    encoders make of an empty text; zeros; null: as their pipeline does, which is zeros for sdxl, unless its
+    force_zeros_for_empty_prompt is false, and encoded for all others."""
+
     _form: tuple[tuple[int, ...], bool] | None = PrivateAttr(None)
     """The shape that all samples must have, and whether they are latents: as data.train, or the first encoded here."""
     _scaling: tuple[float, float] | None = PrivateAttr(None)
@@ -86,6 +91,8 @@ class Images(Encoder):
     _told: list[str] = PrivateAttr(default_factory=list)
     _opened: Frozen | None = PrivateAttr(None)
     """The VAE, as long as data is encoded."""
+    _empty: Features = PrivateAttr(default_factory=dict)
+    """What means no text, by the data that was encoded."""
     _reading: TextStack | None = PrivateAttr(None)
     """The text encoders and their tokenizers, as long."""
 
@@ -115,8 +122,9 @@ class Images(Encoder):
             raise ValueError("data.encode.text = [] names no text encoder. Name one, or leave it out")
         if self.stack is not None:
             self.stack.check()
-        elif self.join != "flux":
-            raise ValueError(f"data.encode.join = {self.join} is for text encoders: name them in data.encode.text")
+        elif self.join != "flux" or self.no_text is not None:
+            key = f"join = {self.join}" if self.join != "flux" else f"no_text = {self.no_text}"
+            raise ValueError(f"data.encode.{key} is for text encoders: name them in data.encode.text")
         return self
 
     @property
@@ -124,7 +132,8 @@ class Images(Encoder):
         """The text encoders; None where texts are not read."""
         if self.text is None:
             return None
-        return TextStack(self.text if isinstance(self.text, list) else [self.text], self.join)
+        texts = self.text if isinstance(self.text, list) else [self.text]
+        return TextStack(texts, self.join, no_text=self.no_text)
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -156,8 +165,14 @@ class Images(Encoder):
         if not records:
             return []
         with quiet(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(records))) as pool:
-            pictures = list(pool.map(self._read, records))
-        labels = [self._label(record) for record in records]
+            looked = list(pool.map(self._look, records))
+        made = iter(self._samples([pair for pair in zip(records, looked, strict=True) if pair[1] is not None]))
+        return [[{"unreadable": np.array([True])}] if picture is None else [next(made)] for picture in looked]
+
+    def _samples(self, found: Sequence[tuple[Record, Any]]) -> list[Features]:
+        """What becomes of records and their pictures."""
+        records, pictures = [record for record, _ in found], [picture for _, picture in found]
+        labels = [label_of(record, mapped=self.column_mapping.get("label"), classes=self.classes) for record in records]
         sources = [picture.fingerprint() for picture in pictures]
         written = [captions.caption(record, self.column_mapping.get("text")) for record in records if self.text]
         # Last, and all together: a mistake in a record is found before anything heavy runs.
@@ -167,12 +182,27 @@ class Images(Encoder):
         self._reading = self._reading or self.stack
         texts = captions.features_of(written, self._reading) if self._reading else [{}] * len(records)
         samples = zip(pictures, labels, sources, texts, strict=True)
-        return [[{**self._features(picture, label, source), **text}] for picture, label, source, text in samples]
+        return [{**self._features(picture, label, source), **text} for picture, label, source, text in samples]
+
+    def check_model(self, module: Any) -> None:
+        captions.check_model(self.stack, module)
+
+    def common(self) -> Features:
+        return captions.empty_features(self._reading) if self._reading is not None else {}
 
     def close(self) -> None:
         if self._opened is not None or self._reading is not None:
             self._opened = self._reading = None
             give_back()
+
+    def _look(self, record: Record) -> Picture | None:
+        """None where the image cannot be read, and the record is to be left out."""
+        try:
+            return self._read(record)
+        except Unreadable:
+            if self.unreadable == "error":
+                raise
+            return None
 
     def _read(self, record: Record) -> Picture:
         column = self._column(record)
@@ -220,35 +250,6 @@ class Images(Encoder):
             )
         return columns[0]
 
-    def _label(self, record: Record) -> int:
-        column = self.column_mapping.get("label", "label")
-        value = record.get(column)
-        if "label" in self.column_mapping and column not in record:
-            raise DataError(
-                f"no {column!r} in the record, which {MAPPING} takes for 'label'. {keys_found(record)} Name one of "
-                "these, or give the record a null there."
-            )
-        allowed = "from 0 on" if self.classes is None else f"from 0 to {self.classes - 1}"
-        if is_empty(value):
-            if self.classes is None:
-                return NO_LABEL
-            raise DataError(
-                f"no {column!r} in the record, but data.encode.classes = {self.classes} asks for one {allowed}. "
-                f"{keys_found(record)} Give it one, or take the record out."
-            )
-        label = _whole_number(value)
-        if label is None:
-            raise DataError(
-                f"{column!r} must be the number of a class, {allowed}, found {type(value).__name__}: "
-                f"{str(value)[:40]}. Number the classes, or take another column with {MAPPING} = {{label: COLUMN}}."
-            )
-        if not 0 <= label < (2**63 if self.classes is None else self.classes):
-            many = f", as data.encode.classes = {self.classes} has it" if self.classes is not None else ""
-            raise DataError(
-                f"{column!r} is {label}, but classes go {allowed}{many}. Give the record another label, or take it out."
-            )
-        return label
-
     def settle(self, store: Store) -> None:
         """Takes from the encoded training data what no single record tells: its shape, and the measured numbers.
 
@@ -263,6 +264,9 @@ class Images(Encoder):
         if (stack := self.stack) is not None:
             how = "encoded in every step" if stack.is_live else f"states of {store.flat('text_states').shape[1]}"
             self._told.append(f"texts: at most {counted(stack.length, 'token')}, {how}")
+            meant = "what the encoders make of an empty one" if stack.no_text == "encoded" else "zeros"
+            self._told.append(f"no text: {meant}")
+            self._empty = store.common
         if self.is_measured:
             means, variances = store.flat("moments").T
             # All samples are equally large.
@@ -349,7 +353,10 @@ class Images(Encoder):
         if (mean, scale) != (0.0, 1.0):
             images = (images - np.float32(mean)) * np.float32(scale)
         labels = np.concatenate([sample["label"] for sample in samples])
-        texts = captions.collate(samples, length=self.stack.length) if self.stack else {}
+        texts: dict[str, Any] = {}
+        if (stack := self.stack) is not None:
+            texts = captions.collate(samples, length=stack.length)
+            texts |= captions.collate_empty(self._empty, length=stack.length)
         return {"images": torch.from_numpy(images), "label": torch.from_numpy(labels), **texts}
 
 
@@ -368,18 +375,6 @@ def _stamp(path: str) -> bytes:
     except (OSError, ValueError):  # no such file, or no path that could be one
         stamp = "missing"
     return f"{path} {stamp}\n".encode(errors="surrogatepass")
-
-
-def _whole_number(value: Any) -> int | None:
-    """A class as a table or a JSON file may write it; True is none."""
-    if isinstance(value, str):
-        try:
-            value = int(value) if value.strip().lstrip("+-").isdecimal() else float(value)
-        except ValueError:
-            return None
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return int(value) if isinstance(value, (float, np.floating)) and float(value).is_integer() else None
 
 
 def _rounded(number: float) -> float:

@@ -263,8 +263,8 @@ def test_a_file_that_is_not_there_names_the_record(tmp_path: Path) -> None:
         run(train, tmp_path / "cache", Images(root=tmp_path))
     assert str(caught.value) == (
         f"{tmp_path}/t.csv:4: the file {tmp_path}/2.npy of 'latent_vector_path' cannot be read: No such file or "
-        f"directory. Relative paths are taken from {tmp_path}: see data.encode.root. Mend or replace it, or take the "
-        "record out."
+        f"directory. Relative paths are taken from {tmp_path}: see data.encode.root. Fix or replace it, or set "
+        "data.encode.unreadable = skip to leave such records out."
     )
     assert not list((tmp_path / "cache").glob("*.tmp-*"))
     assert f"Relative paths are taken from {Path.cwd()}" in fault({"path": "2.npy"})
@@ -287,14 +287,42 @@ def test_damaged_files(tmp_path: Path, name: str, content: bytes | None, words: 
     said = fault({"path": str(path)})
     assert said.startswith(f"the file {path} of 'path' cannot be read: ")
     assert words in said
-    assert said.endswith("Mend or replace it, or take the record out.")
+    assert said.endswith("Fix or replace it, or set data.encode.unreadable = skip to leave such records out.")
+
+
+def test_broken_files_of_a_folder_are_left_out_and_counted(tmp_path: Path) -> None:
+    """The file that is broken is named, or the samples are those of a folder without it."""
+    for name, broken in (("cats", 1), ("dogs", 0)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(3):
+            data = file_of(Image.fromarray(COLOUR[:, :, :] // (number + 1)))
+            (tmp_path / "images" / name / f"{number}.png").write_bytes(data[:300] if number == broken else data)
+    from fullshard.data.sources.image_folder import ImageFolder
+
+    source = ImageFolder(path=tmp_path / "images")
+    with pytest.raises(DataError) as caught:
+        run(source, tmp_path / "cache", Images())
+    first = tmp_path / "images" / "cats" / "1.png"
+    assert str(caught.value).startswith(f"{first}: the file {first} of 'path' cannot be read: ")
+    prepared = run(source, tmp_path / "cache", Images(unreadable="skip"))
+    counts = prepared.train_from.store.counts
+    assert (counts.records, counts.samples, counts.unreadable) == (6, 4, 2)
+    assert "data: 2 samples were dropped; 2 with an image that cannot be read" in prepared.report
+    assert [int(sample["label"][0]) for sample in prepared.train] == [0, 0, 1, 1]  # type: ignore[attr-defined]
+    for path in (tmp_path / "images").rglob("*.png"):
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"no sample is left of 6 records.* relative paths begin at data.encode.root"):
+        run(source, tmp_path / "cache", Images(unreadable="skip"))
+    # A mistake in the record itself is none of the image's.
+    with pytest.raises(DataError, match="must be the number of a class"):
+        Images(unreadable="skip").encode({"image": COLOUR, "label": "cat"}, None, length=1)
 
 
 def test_damaged_latents_and_bytes(tmp_path: Path) -> None:
     latents(tmp_path, 1)
     path = tmp_path / "0.npy"
     path.write_bytes(path.read_bytes()[:-8])
-    assert "cannot be read: EOF: reading array data, expected 96 bytes got 88. Mend" in fault({"path": str(path)})
+    assert "cannot be read: EOF: reading array data, expected 96 bytes got 88. Fix" in fault({"path": str(path)})
     np.save(path, np.array([{}]), allow_pickle=True)
     assert "cannot be read: Object arrays cannot be loaded" in fault({"path": str(path)})
     assert fault({"image": b"no image"}).startswith("the bytes of 'image' cannot be read: it has no image format")
@@ -311,7 +339,7 @@ def test_latents_that_are_not_finite(tmp_path: Path) -> None:
         np.save(tmp_path / "0.npy", broken)
         assert fault({"path": str(tmp_path / "0.npy")}) == (
             f"the file {tmp_path}/0.npy of 'path' is a latent of 24 values, and {words} NaN or infinite in float32. "
-            "Mend or replace it, or take the record out."
+            "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
         )
 
 

@@ -414,7 +414,7 @@ def test_an_image_that_cannot_be_read_is_named_with_the_reason(vision: Vision, s
     def reason(value: Any, **settings: Any) -> str:
         return fault({"query": "a", "positive_image": value}, vision, **settings)
 
-    mend = "Mend or replace it, or set data.encode.unreadable = skip to leave such records out."
+    mend = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
     for name, why in (
         ("cut.png", "image file is truncated"),
         ("cut.jpg", "image file is truncated"),

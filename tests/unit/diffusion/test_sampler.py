@@ -126,11 +126,12 @@ def test_guidance_counts_what_the_text_changes(method: str) -> None:
     generator = torch.Generator().manual_seed(0)
     states, pooled = torch.randn(2, 4, 3, generator=generator), torch.randn(2, 5, generator=generator)
     text = {"states": states, "mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool(), "pooled": pooled}
+    none = {"states": torch.full((1, 4, 3), 0.5), "mask": torch.ones(1, 4).bool(), "pooled": torch.ones(1, 5)}
     chosen, model = objective(kind="flow_matching"), Listener()
     start = normal(torch.from_numpy(draws(np.arange(2), seed=0, stream=FIXED)), SHAPE, NOISE)
     told = torch.stack([states[0, :2].sum() / 2, states[1].sum() / 4]) + pooled.sum(1)
     for guidance in (0.0, 1.0, 3.0):
-        found = made(chosen, model, None, torch.arange(2), text=text, guidance=guidance, method=method)
-        # Without a text there is one token of zeros: 0.25 alone.
-        expected = start - (guidance * told + 0.25)[:, None, None, None]
+        found = made(chosen, model, None, torch.arange(2), text=text, none=none, guidance=guidance, method=method)
+        # What means no text: four tokens of 0.5 in three dimensions, and five ones.
+        expected = start - (6.5 + guidance * (told - 6.5) + 0.25)[:, None, None, None]
         assert_near(found, expected, within=1e-4)

@@ -4,6 +4,7 @@ go together."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,14 @@ from fullshard.diffusion.texts import NO_TOKEN, Texts, TextStack
 from fullshard.errors import RecipeError
 from fullshard.models.text_encoder import TextEncoder
 from fullshard.part import decode
+from tests.diffusion.denoisers import family
 from tests.diffusion.parts import clip_folder, t5_folder, tokenizer_folder, vae_folder
 from tests.near import assert_near
 
 TEXTS = ["a small zero", "nine eight seven six five four three"]
+"""The second one is cut."""
+PROMPTS = [" A small Zero", TEXTS[1]]
+"""PixArt reads them in lower case."""
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +94,132 @@ def test_sdxl_joins_as_its_pipeline_does(folder: Path) -> None:
     assert_near(found[1], expected[2])
 
 
+def prompted(kind: str, folder: Path, **settings: Any) -> Any:
+    """A pipeline of diffusers with the tiny encoders, and nothing else."""
+    import diffusers
+    import transformers as hf
+
+    loaders = {"clip": hf.CLIPTextModelWithProjection, "clip_2": hf.CLIPTextModelWithProjection}
+    names = {
+        "StableDiffusion3Pipeline": ("clip", "clip_2", "t5"),
+        "StableDiffusionXLPipeline": ("plain", "clip_2"),
+        "StableDiffusionPipeline": ("plain",),
+        "FluxPipeline": ("plain", "t5"),
+        "PixArtAlphaPipeline": ("t5",),
+    }[kind]
+    given: dict[str, Any] = {"scheduler": None, "vae": None, **settings}
+    for name, behind in zip(names, ("", "_2", "_3"), strict=False):
+        loader = loaders.get(name, hf.T5EncoderModel if name == "t5" else hf.CLIPTextModel)
+        given[f"text_encoder{behind}"] = loader.from_pretrained(folder / name).eval()
+        given[f"tokenizer{behind}"] = tokenizer(folder / name)
+    denoiser = "unet" if kind in ("StableDiffusionPipeline", "StableDiffusionXLPipeline") else "transformer"
+    if kind == "StableDiffusionPipeline":
+        given |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return getattr(diffusers, kind)(**given, **{denoiser: None})
+
+
+def spoken(pipeline: Any, *, negative: str | None, most: int) -> dict[str, torch.Tensor | None]:
+    """What its own encode_prompt makes of PROMPTS, and of no text."""
+    kind, guided = type(pipeline).__name__, {"do_classifier_free_guidance": True, "negative_prompt": negative}
+    with torch.no_grad():
+        if kind == "FluxPipeline":
+            told, no_text = (pipeline.encode_prompt(texts, max_sequence_length=most) for texts in (PROMPTS, [""] * 2))
+            found = (told[0], no_text[0], told[1], no_text[1])
+        elif kind == "PixArtAlphaPipeline":
+            guided["negative_prompt"] = ""
+            states, mask, none, none_mask = pipeline.encode_prompt(PROMPTS, **guided, max_sequence_length=most)
+            found = (states * mask[..., None], none * none_mask[..., None], None, None)
+        elif kind == "StableDiffusionPipeline":
+            found = (*pipeline.encode_prompt(PROMPTS, "cpu", 1, **guided), None, None)
+        elif kind == "StableDiffusionXLPipeline":
+            found = pipeline.encode_prompt(PROMPTS, **guided)
+        else:
+            found = pipeline.encode_prompt(PROMPTS, None, None, **guided, max_sequence_length=most)
+    return dict(zip(("states", "none", "pooled", "none_pooled"), found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "join", "no_text"),
+    [
+        ("StableDiffusion3Pipeline", ("clip", "clip_2", "t5"), "sd3", None),
+        ("FluxPipeline", ("plain", "t5"), "flux", None),
+        ("PixArtAlphaPipeline", ("t5",), "flux", None),
+        ("StableDiffusionPipeline", ("plain",), "flux", None),
+        ("StableDiffusionXLPipeline", ("plain", "clip_2"), "sdxl", None),
+        ("StableDiffusionXLPipeline", ("plain", "clip_2"), "sdxl", "encoded"),
+    ],
+)
+@pytest.mark.parametrize("live", [False, True])
+def test_texts_and_no_text_are_those_of_the_pipeline(
+    folder: Path, kind: str, names: tuple[str, ...], join: Any, no_text: Any, live: bool
+) -> None:
+    """In the batch that training, pictures and samples are made from; `padded` and `no_text` by their defaults."""
+    from fullshard.data.captions import collate, collate_empty, empty_features, features_of
+    from fullshard.ops.denoising import texts_of
+
+    pipeline = prompted(kind, folder, **({"force_zeros_for_empty_prompt": no_text is None} if join == "sdxl" else {}))
+    wanted = spoken(pipeline, negative=None, most=8)
+    texts = [Texts(path=str(folder / name), max_tokens=8, live=live) for name in names]
+    stack = TextStack(texts, join, no_text=no_text)
+    batch = collate(features_of(PROMPTS, stack), length=stack.length)
+    batch |= collate_empty(empty_features(stack), length=stack.length)
+    aux = {f"text[{number}]": encoder for number, encoder in enumerate(stack._encoders)} if live else {}
+    pooled = wanted["pooled"]
+    width = wanted["states"].shape[-1]  # type: ignore[union-attr]
+    model = SimpleNamespace(text_width=width, pooled_width=None if pooled is None else pooled.shape[-1])
+    text, none = texts_of(model, batch, aux)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(text["states"], wanted["states"], **close)
+    torch.testing.assert_close(none["states"].expand_as(text["states"]), wanted["none"], **close)
+    if pooled is not None:
+        torch.testing.assert_close(text["pooled"], pooled, **close)
+        torch.testing.assert_close(none["pooled"].expand_as(pooled), wanted["none_pooled"], **close)
+    assert bool(none["states"].any()) == (join != "sdxl" or no_text == "encoded")
+    # PixArt alone is told where a text ends: two tokens of an empty one.
+    assert int(none["mask"].sum()) == (2 if kind == "PixArtAlphaPipeline" else none["mask"].numel())
+
+
+def test_sdxl_takes_no_text_from_the_pipeline_that_its_encoders_lie_in(tmp_path: Path) -> None:
+    for part in ("text_encoder", "text_encoder_2"):
+        clip_folder(tmp_path / part, projected=6)
+    texts = [Texts(path=str(tmp_path), part=part, max_tokens=8) for part in ("text_encoder", "text_encoder_2")]
+    assert TextStack(texts, "sdxl").no_text == "zeros"
+    (tmp_path / "model_index.json").write_text('{"force_zeros_for_empty_prompt": false}')
+    assert TextStack(texts, "sdxl").no_text == "encoded"
+    assert TextStack(texts, "sdxl", no_text="zeros").no_text == "zeros"
+    assert TextStack(texts, "flux").no_text == "encoded"
+
+
+def test_a_model_that_is_not_told_where_a_text_ends_gets_padded_texts(folder: Path) -> None:
+    t5 = {"path": str(folder / "t5"), "max_tokens": 8}
+
+    def refused(text: Any, name: str) -> str:
+        encoder = decode(Encoder, {"kind": "image", "text": text}, where="data.encode")
+        with pytest.raises(RecipeError) as caught:
+            encoder.check_model(family(name).build(processor=None))
+        return str(caught.value)
+
+    alone = refused(t5, "unet_text")
+    assert "data.encode.text: padded = false, the usual for one encoder but CLIP, leaves the filling of short" in alone
+    assert "UNet2DConditionModel is not told where a text ends, as in its pipeline." in alone
+    assert alone.endswith("Set data.encode.text.padded = true.")
+    plain = {"path": str(folder / "plain"), "max_tokens": 8}
+    assert "Set data.encode.text[1].padded = true." in refused([plain, {**t5, "padded": False}], "flux")
+    assert "gives texts, and DiTTransformer2DModel takes none" in refused(plain, "dit")
+    for text, name in (
+        ([plain, t5], "flux"),
+        (plain, "unet_text"),
+        (t5, "pixart"),
+        ({**t5, "padded": True}, "unet_text"),
+    ):
+        encoder = decode(Encoder, {"kind": "image", "text": text}, where="data.encode")
+        encoder.check_model(family(name).build(processor=None))
+    with pytest.raises(
+        RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of 24\), and the"
+    ):
+        Images().check_model(family("pixart").build(processor=None))
+
+
 def test_a_model_that_also_looks_at_images_or_writes_is_read_without_that(tmp_path: Path) -> None:
     from transformers import CLIPConfig, CLIPModel, T5Config, T5ForConditionalGeneration
 
@@ -131,6 +262,7 @@ def test_filling_counts_as_text_or_not(folder: Path) -> None:
         ({"text": [{"path": "a", "padded": False}, "b"], "join": "sd3"}, "side by side: give them one max_tokens"),
         ({"text": [{"path": "a", "max_tokens": 8}, "b"], "join": "sdxl"}, "side by side: give them one max_tokens"),
         ({"join": "sdxl"}, "join = sdxl is for text encoders: name them in data.encode.text"),
+        ({"no_text": "zeros"}, "no_text = zeros is for text encoders: name them in data.encode.text"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) -> None:

@@ -14,7 +14,7 @@ from fullshard.objectives.base import Objective
 from fullshard.objectives.ddpm import DDPM
 from fullshard.objectives.flow_matching import FlowMatching
 from fullshard.ops.denoiser_checks import check_denoiser, require_denoiser
-from fullshard.ops.denoising import given, without
+from fullshard.ops.denoising import given, texts_of
 from fullshard.ops.keyed_noise import LABEL_DROP, uniform
 from fullshard.part import decode
 from tests.diffusion.parts import vae_folder
@@ -60,22 +60,32 @@ def batch(samples: int = 6, *, fillers: int = 0, channels: int = 1, **changes: A
         "text_states": torch.randn(rows, TOKENS, WIDTH, generator=generator),
         "text_mask": torch.arange(TOKENS) < torch.arange(1, rows + 1)[:, None] % TOKENS + 1,
         "text_pooled": torch.randn(rows, POOLED, generator=generator),
+        "empty_states": torch.randn(1, TOKENS, WIDTH, generator=generator),
+        "empty_mask": torch.tensor([[True, True, False, False]]),
+        "empty_pooled": torch.randn(1, POOLED, generator=generator),
     }
     return {key: value for key, value in {**found, **changes}.items() if value is not None}
 
 
 @pytest.mark.parametrize("objective", [FlowMatching(label_drop=0.4), DDPM(label_drop=0.4)])
-def test_dropped_texts_are_one_token_of_zeros(objective: Any) -> None:
+def test_dropped_texts_are_the_empty_one(objective: Any) -> None:
     model, data = Reader(), batch(400, fillers=2)
     objective.loss(model, data, {})
     text = model.given[3]
     dropped = (uniform(data["draws"], LABEL_DROP) < 0.4) | (data["sample_ids"] < 0)
     assert 0.3 < dropped.float().mean() < 0.5
-    assert not text["states"][dropped].any()
-    assert not text["pooled"][dropped].any()
-    assert text["mask"][dropped].int().tolist() == [[1, 0, 0, 0]] * int(dropped.sum())
     for name in ("states", "mask", "pooled"):
+        assert torch.equal(text[name][dropped], data[f"empty_{name}"].expand_as(text[name][dropped]))
         assert torch.equal(text[name][~dropped], data[f"text_{name}"][~dropped])
+
+
+def test_without_an_empty_text_it_is_zeros_that_all_count() -> None:
+    bare = {key: value for key, value in batch().items() if not key.startswith("empty_")}
+    text, none = texts_of(Reader(), bare)
+    assert {name: part.shape[1:] for name, part in text.items()} == {n: part.shape[1:] for n, part in none.items()}
+    assert not none["states"].any()
+    assert not none["pooled"].any()
+    assert bool(none["mask"].all())
 
 
 def test_texts_are_dropped_with_the_labels_and_by_default() -> None:
@@ -85,8 +95,7 @@ def test_texts_are_dropped_with_the_labels_and_by_default() -> None:
     assert seen.labels is not None
     assert seen.text is not None
     assert float((seen.labels == 7).float().mean()) == pytest.approx(0.1, abs=0.02)
-    assert torch.equal(seen.labels == 7, ~seen.text["states"].flatten(1).any(1))
-    assert torch.equal(without(seen.text)["mask"].int(), torch.tensor([[1, 0, 0, 0]]).expand(5000, -1).int())
+    assert torch.equal(seen.labels == 7, (seen.text["states"] == data["empty_states"]).flatten(1).all(1))
     kept = given(model, data, label_drop=0.0)
     assert kept.text is not None
     assert torch.equal(kept.text["states"], data["text_states"])
@@ -104,7 +113,7 @@ def test_a_text_is_enough_to_drop() -> None:
 def test_the_loss_of_a_sample_does_not_depend_on_others() -> None:
     model, objective, data = Reader(), FlowMatching(label_drop=0.3), batch(6, fillers=1)
     whole = objective.loss(model, data, {}).loss_sum
-    parts = [{key: value[i : i + 1] for key, value in data.items()} for i in range(7)]
+    parts = [{k: v if k.startswith("empty_") else v[i : i + 1] for k, v in data.items()} for i in range(7)]
     torch.testing.assert_close(whole, sum(objective.loss(model, part, {}).loss_sum for part in parts))
 
 
