@@ -78,7 +78,7 @@ def build(
     train, validation = loaders(recipe, ground, world, workers=workers)
     proofs = check_first_batch(recipe, model, train, world)
     speed = model.flops_per_token, peak_of(world.device)
-    gallery = Gallery(recipe.folder, progress, write, ground.data.encoder.shown)
+    gallery = Gallery(recipe.folder, progress, write, ground.data.encoder)
     parts = Parts(
         model=model.module,
         objective=recipe.objective,

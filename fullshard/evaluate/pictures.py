@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import nn
 
 from fullshard.diffusion.grid import Way, collected, make_images
-from fullshard.diffusion.judge import guidance_of, require_denoiser, require_images, shape_of, takes_texts
+from fullshard.diffusion.judge import guidance_of, require_denoiser, shape_of, takes_texts
 from fullshard.diffusion.sampler import Method
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
@@ -25,7 +25,8 @@ _AT_ONCE = 64
 
 
 class Pictures(Evaluation):
-    """Makes images and keeps them as `pictures/samples-STEP.png` in the run folder."""
+    """Makes images and keeps them as `pictures/samples-STEP.png` in the run folder; latents that no VAE decodes also as
+    `pictures/samples-STEP.npy`, and in the picture as grey channels side by side."""
 
     numbers: ClassVar[Numbers | None] = {}
 
@@ -64,9 +65,6 @@ class Pictures(Evaluation):
     def _guidance(self, objective: Objective, model: Any) -> float:
         where = "evaluate.parts: pictures.guidance"
         return guidance_of(model, objective, self.guidance, usual=2.0, where=where)
-
-    def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
-        require_images("pictures", objective, model, encoder)
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         model: Any = inputs.model

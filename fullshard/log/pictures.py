@@ -28,17 +28,42 @@ class Gallery:
     folder: Path
     progress: Progress
     write: Callable[[dict[str, Any]], None]
-    shown: Callable[[torch.Tensor], torch.Tensor]
-    """Takes off what the data was scaled by."""
+    encoder: Any
+    """What the data was made by: `shown` takes its scaling off, and `shows_latents` says whether that is no picture."""
 
     def show(self, name: str, images: torch.Tensor, *, columns: int) -> Path:
-        """Writes `pictures/NAME-STEP.png` and a record that says so; on rank 0."""
+        """Writes `pictures/NAME-STEP.png` and a record that says so; on rank 0. Latents are kept as they are, too, in
+        `pictures/NAME-STEP.npy`."""
         step = self.progress.step
         path = self.folder / FOLDER / f"{name}-{step}.png"
-        save_grid(self.shown(images), path, columns=columns)
+        shown = self.encoder.shown(images)
+        if is_latent := is_no_picture(shown, self.encoder):
+            save_latents(shown, path.with_suffix(".npy"))
+        save_grid(as_strips(shown) if is_latent else shown, path, columns=columns)
         told = {"kind": "event", "event": "picture", "step": step, "name": name, "file": f"{FOLDER}/{path.name}"}
         self.write(told)
         return path
+
+
+def is_no_picture(images: torch.Tensor, encoder: Any) -> bool:
+    """Whether what is shown is latents: by the data, or by channels that no picture has."""
+    return getattr(encoder, "shows_latents", False) or images.shape[1] not in (1, 3)
+
+
+def as_strips(latents: torch.Tensor) -> torch.Tensor:
+    """Latents (N, C, H, W) as grey pictures (N, 1, H, C * W): channels side by side, each brought to -1 to 1 by what it
+    has least and most of over all of them."""
+    values = latents.float()
+    least, most = values.amin((0, 2, 3), keepdim=True), values.amax((0, 2, 3), keepdim=True)
+    grey = 2 * (values - least) / (most - least).clamp(min=1e-12) - 1
+    count, channels, height, width = grey.shape
+    return grey.permute(0, 2, 1, 3).reshape(count, 1, height, channels * width)
+
+
+def save_latents(latents: torch.Tensor, path: Path) -> None:
+    """As fp32, all in one array."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, latents.float().cpu().numpy())
 
 
 def save_grid(images: torch.Tensor, path: Path, *, columns: int) -> None:

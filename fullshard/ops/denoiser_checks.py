@@ -135,8 +135,8 @@ def check_denoiser(
     labels = None if classes is None else torch.zeros(len(timesteps), dtype=torch.int64, device=images.device)
     text = None
     if "text_states" in batch:  # tokens are not encoded here: a stand-in has the same shape
-        first, _ = texts_of(model, batch)
-        text = {name: part[:1].expand(len(timesteps), *part.shape[1:]) for name, part in first.items()}
+        texts, _ = texts_of(model, batch)
+        text = {name: part[:1].expand(len(timesteps), *part.shape[1:]) for name, part in texts.items()}
     told: dict[str, bool] = {}
     parts: list[tuple[str, nn.Module]] = list(model.named_modules())
     hooks = [part.register_forward_hook(_watch(name, told, timesteps), with_kwargs=True) for name, part in parts]

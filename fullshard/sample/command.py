@@ -119,14 +119,17 @@ class _Target:
                 (self.folder / ".fullshard").touch()
                 (self.folder / ".fullshard").unlink()
 
-    def write(self, images: torch.Tensor, rows: Sequence[int] | None, *, per_class: int) -> None:
-        from fullshard.log.pictures import save_grid
+    def write(self, images: torch.Tensor, rows: Sequence[int] | None, *, per_class: int, latents: bool = False) -> None:
+        """`latents` are kept as they are, too, in a .npy file beside the grid, and instead of each picture."""
+        from fullshard.log.pictures import as_strips, save_grid, save_latents
 
         hidden = self._hidden()
         with _writing("--grid", self.grid):
             try:
-                save_grid(images, hidden, columns=per_class)
+                save_grid(as_strips(images) if latents else images, hidden, columns=per_class)
                 hidden.replace(self.grid)
+                if latents:
+                    save_latents(images, self.latents)
             finally:
                 hidden.unlink(missing_ok=True)
         if self.folder is not None:
@@ -135,7 +138,13 @@ class _Target:
                     row, column = divmod(number, per_class)
                     place = self.folder / str(rows[row]) if rows is not None else self.folder
                     place.mkdir(exist_ok=True)
-                    _save(image, place / f"{column:0{len(str(per_class - 1))}d}.png")
+                    name = f"{column:0{len(str(per_class - 1))}d}"
+                    save_latents(image, place / f"{name}.npy") if latents else _save(image, place / f"{name}.png")
+
+    @property
+    def latents(self) -> Path:
+        """All of them in one array."""
+        return self.grid.with_suffix(".npy")
 
     def _hidden(self) -> Path:
         return self.grid.with_name(f".sample-{os.getpid()}-{self.grid.name}")
@@ -230,8 +239,8 @@ def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
         found = making.make(loaded, chosen, wish, world, watch)
         if found is not None:
             rows = range(len(wish.texts)) if wish.texts else making.classes_of(loaded.module, wish)
-            target.write(found, rows, per_class=wish.per_class)
-            _say_done(console, target, len(found))
+            target.write(found, rows, per_class=wish.per_class, latents=loaded.is_latent)
+            _say_done(console, target, len(found), latents=loaded.is_latent)
 
 
 def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, world: World, target: _Target) -> None:
@@ -257,10 +266,14 @@ def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, worl
     console.header(f"fullshard sample: {chosen.reading.recipe.name}", lines)
 
 
-def _say_done(console: Console, target: _Target, count: int) -> None:
+def _say_done(console: Console, target: _Target, count: int, *, latents: bool) -> None:
     from fullshard.plural import counted
 
-    console.say(f"Wrote {target.grid} ({counted(count, 'image')})")
+    if latents:
+        console.say(f"Wrote {target.grid} ({counted(count, 'latent')}: each a row of its channels in grey)")
+        console.say(f"Wrote {target.latents} (the latents themselves; no VAE in the recipe makes images of them)")
+    else:
+        console.say(f"Wrote {target.grid} ({counted(count, 'image')})")
     if target.folder is not None:
         console.say(f"Wrote {counted(count, 'file')} to {target.folder}")
 

@@ -65,6 +65,8 @@ class Loaded:
     """How its data was made and scaled."""
     shape: tuple[int, ...] | None
     """Of what the model makes; None: its configuration says it."""
+    is_latent: bool
+    """Whether what it makes stays latents, for want of a VAE."""
     way: Way
     """How images are made, with the guidance in force."""
 
@@ -81,7 +83,7 @@ def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
     recipe.objective.extend(module)
     encoder = encoder_of(recipe)
     assert encoder is not None, "an objective that makes images names its encoder"
-    _check(module, recipe.objective, encoder, wish, chosen)
+    _check(module, encoder, wish, chosen)
     # An exported model lies in a folder, whatever it was trained from.
     cast(Any, module).is_fresh = getattr(recipe.model, "path", None) is None
     way = replace(
@@ -91,7 +93,7 @@ def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
     if getattr(encoder, "is_measured", False) or shape == ():
         _measure(chosen, encoder, console)
         shape = shape or _shape(module, recipe.objective, encoder)
-    return Loaded(module, family, weights, encoder, shape, way)
+    return Loaded(module, family, weights, encoder, shape, _is_latent(module, recipe, encoder), way)
 
 
 def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
@@ -110,6 +112,18 @@ def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
         return None if getattr(module.config, "sample_size", None) else ()
     live = objective.frozen().get("vae")
     return found if live is None else tuple(live.latent_shape(found))
+
+
+def _is_latent(module: Any, recipe: Any, encoder: Any) -> bool:
+    """By the model's channels; by the first record where these could be an image's, and the data is still there."""
+    if "vae" in recipe.objective.frozen() or getattr(encoder, "vae", None) is not None:
+        return False
+    if module.image_channels not in (1, 3) or not hasattr(encoder, "gives_latent"):
+        return module.image_channels not in (1, 3)
+    try:
+        return bool(encoder.gives_latent(recipe.data.train.open()[0]))
+    except (DataError, OSError):
+        return False
 
 
 def _vae(objective: Any, encoder: Any) -> Any:
@@ -161,7 +175,7 @@ class _Values:
         return tensor[start:stop] if tensor.dim() else tensor
 
 
-def _check(module: Any, objective: Any, encoder: Any, wish: Wish, chosen: Chosen) -> None:
+def _check(module: Any, encoder: Any, wish: Wish, chosen: Chosen) -> None:
     """What the model can be asked for."""
     if takes_texts(module):
         _check_texts(encoder, wish, chosen)
@@ -174,12 +188,6 @@ def _check(module: Any, objective: Any, encoder: Any, wish: Wish, chosen: Chosen
                 f"--classes {','.join(map(str, wish.classes or ()))}: {label} is no class of the model, {allowed}. "
                 f"{'Choose from these' if module.num_classes else 'Leave --classes out'}."
             )
-    channels = module.image_channels
-    if channels not in (1, 3) and "vae" not in objective.frozen() and getattr(encoder, "vae", None) is None:
-        raise SetupError(
-            f"RUN = {chosen.run}: its model makes latents of {channels} channels, and the recipe names no VAE that "
-            "makes images of them (data.encode.vae, objective.vae). Use the exported model in a pipeline of diffusers."
-        )
 
 
 def _check_texts(encoder: Any, wish: Wish, chosen: Chosen) -> None:
@@ -226,8 +234,8 @@ def classes_of(module: Any, wish: Wish) -> tuple[int, ...] | None:
 
 
 def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callable[[int], Any]) -> torch.Tensor | None:
-    """(rows x per_class, C, H, W) with values from -1 to 1, on rank 0; None elsewhere. `watch` opens a bar over so many
-    steps."""
+    """(rows x per_class, C, H, W) with values from -1 to 1, or latents, on rank 0; None elsewhere. `watch` opens a bar
+    over so many steps."""
     recipe = chosen.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
     # Before the model is there: the text encoders are freed again.

@@ -208,7 +208,44 @@ def test_latents_that_changed_are_another_run(folder: Path, tmp_path: Path) -> N
     assert [key for key in before if after[key] != before[key]] == ["content of the images of data.train"]
 
 
-def test_pictures_of_latents_need_a_vae(folder: Path) -> None:
-    chosen = read(settings(folder, "none", objective={"kind": "ddpm"})).recipe
+def test_latents_without_a_vae_are_kept_and_shown_by_channel(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=(2, 2, 4, 4)).astype(np.float32)
+    for number in range(2):
+        np.save(tmp_path / f"{number}.npy", values[number])
+    rows = [{"path": str(tmp_path / f"{number}.npy"), "label": 0} for number in range(2)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": str(tmp_path / "rows.jsonl"), "encode": {"kind": "image", "mean": 0.5, "scale": 2.0}}
+    ranks.run(train, settings(folder, "bare", data=data), world=1)
+    run = folder / "runs" / "bare"
+    made = np.load(run / "pictures" / "samples-3.npy")
+    assert made.shape == (20, 2, 4, 4)  # ten classes, two of each
+    # Of each latent its two channels side by side, from black to white by what each has least and most of.
+    shown = picture(folder, "bare")[8::16, 8::16, 0]
+    assert picture(folder, "bare").shape == (16 * (10 * 5 - 1), 16 * (2 * 9 - 1), 3)
+    least, most = made.min((0, 2, 3)), made.max((0, 2, 3))
+    first = (made[0] - least[:, None, None]) / (most - least)[:, None, None] * 255
+    assert abs(shown[:4, :8] - np.concatenate(list(first), axis=1)).max() <= 1
+    words = ["sample", str(run), "--per-class", "2", "--steps", "2", "--grid", str(tmp_path / "g.png")]
+    said = invoked([*words, "--images", str(tmp_path / "each")])
+    assert f"Wrote {tmp_path / 'g.npy'} (the latents themselves" in said.replace("\n", " ")
+    assert "20 latents: each a row of its channels in grey" in said.replace("\n", " ")
+    again = np.load(tmp_path / "g.npy")
+    np.testing.assert_allclose(again, made, rtol=0, atol=1e-5)
+    assert np.array_equal(np.load(tmp_path / "each" / "3" / "1.npy"), again[7])
+    with Image.open(tmp_path / "g.png") as image:
+        assert abs(np.asarray(image).astype(int) - picture(folder, "bare")).max() <= 1
+
+
+def test_what_looks_at_images_refuses_latents(folder: Path) -> None:
+    fid = {"kind": "fid", "extractor": FEATURES}
+    data = {"holdout": 0.1, "encode": {"kind": "image", "size": 4, "channels": 1}}
+    chosen = read(settings(folder, "none", objective={"kind": "ddpm"}, data=data, evaluate={"parts": [fid]})).recipe
+    with pytest.raises(RecipeError, match="takes 2 channels. From scratch, write model.overrides.in_channels: 1"):
+        lay_ground(chosen, world_size=1, console=Console(silent=True))
+    np.save(folder / "latent.npy", np.zeros((2, 4, 4), dtype=np.float32))
+    row = json.dumps({"path": str(folder / "latent.npy"), "label": 0})
+    (folder / "latents.jsonl").write_text(f"{row}\n" * 20)
+    data = {"holdout": 0.2, "train": str(folder / "latents.jsonl")}
+    chosen = read(settings(folder, "none", objective={"kind": "ddpm"}, data=data, evaluate={"parts": [fid]})).recipe
     with pytest.raises(RecipeError, match=r"latents are no images. Name the VAE .*data.encode.vae or objective.vae"):
         lay_ground(chosen, world_size=1, console=Console(silent=True))

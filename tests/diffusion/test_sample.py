@@ -4,6 +4,7 @@ files, and mistakes in words."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,6 +148,15 @@ def test_the_command_starts_ranks_that_write_the_grid_and_the_files(ranks: RankP
         assert image.size == (8 * (3 * 9 - 1), 8 * (3 * 9 - 1))
         assert abs(np.asarray(image)[4 : 8 * 8 : 8, 4 : 8 * 8 : 8, 0].astype(float) - expected[0]).max() <= 1
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_zeroed_gates_pass_the_proof_of_the_first_update(run: Path) -> None:
+    """All but the last layer have a gradient of zero then; none is missing."""
+    log = (run / "log.txt").read_text()
+    found = re.search(r"First update proven: the gradients of (\d+) trained parameters are finite, (\d+) are not", log)
+    assert found is not None
+    assert int(found[1]) > 40
+    assert found[2] == "2"
 
 
 def test_other_weights_make_other_images(run: Path, tmp_path: Path) -> None:

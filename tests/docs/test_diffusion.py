@@ -40,7 +40,7 @@ def test_every_setting_decodes(tmp_path: Path) -> None:
         r"`((?:data\.|evaluate\.|checkpoint\.|model\.|ema|optimizer|schedule)[\w.]*): ([^`]+)`",
         re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL),
     )
-    assert len(found) == 12
+    assert len(found) == 14
     for key, value in found:
         fullshard.load(tmp_path / "digits.yaml", f"{key}={value}")
     for value in ("{kind: flow_matching, time: uniform, integer_time: true, loss: l1_loss, label_drop: 0.2}",):

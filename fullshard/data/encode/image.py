@@ -141,6 +141,15 @@ class Images(Encoder):
         return self._form[0] if self._form else None
 
     @property
+    def shows_latents(self) -> bool:
+        """Whether what the model makes stays latents, for want of a VAE, as far as the data is known."""
+        return self.vae is None and self._form is not None and self._form[1]
+
+    def gives_latent(self, record: Record) -> bool:
+        """The same, by one record."""
+        return self.vae is None and self._read(record).is_latent
+
+    @property
     def is_measured(self) -> bool:
         """Whether a number of the scaling comes from the data."""
         return "measure" in (self.mean, self.scale)

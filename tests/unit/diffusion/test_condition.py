@@ -130,6 +130,29 @@ def test_first_values_pass_on_what_comes_in() -> None:
             assert not module.denoise(noisy, times, labels, text).any()
 
 
+def test_a_dit_begins_as_the_identity_with_classes_far_apart() -> None:
+    """Gates and the last layers are zero, all else is Xavier's; labels are from N(0, 1)."""
+    chosen = family("dit", classes=999, overrides={**CASES["dit"]["overrides"], "num_attention_heads": 4})
+    module: Any = chosen.build(processor=None)
+    with torch.no_grad():
+        for parameter in module.to_empty(device="cpu").parameters():
+            parameter.fill_(float("nan"))
+        torch.manual_seed(0)
+        chosen.initialise(module, root=module)
+    zero = {name for name, parameter in module.named_parameters() if not parameter.any()}
+    gates = {name for name, _ in module.named_parameters() if ".norm1.linear." in name or name.startswith("proj_out_")}
+    biases = {name for name, _ in module.named_parameters() if name.endswith("bias") and "pos_embed" not in name}
+    assert zero == gates | biases
+    tables = [part.weight.detach() for part in module.modules() if isinstance(part, torch.nn.Embedding)]
+    assert [tuple(table.shape) for table in tables] == [(1000, 64)] * 2
+    for table in tables:
+        # 64,000 numbers: the mean of them is off by 0.004, and their deviation by 0.003, in one case of three.
+        assert abs(float(table.mean())) < 0.02
+        assert abs(float(table.std()) - 1) < 0.02
+    linear = module.transformer_blocks[0].attn1.to_q.weight.detach()
+    assert float(linear.abs().max()) <= (6 / (64 + 64)) ** 0.5
+
+
 def test_mistakes_are_told_in_words() -> None:
     module = real(family("sd3"))
     noisy, times, labels, text = inputs(module)
