@@ -180,6 +180,8 @@ class Images(Encoder):
 
     def _samples(self, found: Sequence[tuple[Record, Any]]) -> list[Features]:
         """What becomes of records and their pictures."""
+        if not found:
+            return []
         records, pictures = [record for record, _ in found], [picture for _, picture in found]
         labels = [label_of(record, mapped=self.column_mapping.get("label"), classes=self.classes) for record in records]
         sources = [picture.fingerprint() for picture in pictures]
