@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import PrivateAttr
 
+from fullshard.errors import RecipeError
 from fullshard.part import Section
 
 if TYPE_CHECKING:
@@ -60,6 +61,16 @@ class Latents(Section):
         from fullshard.diffusion.vae import factor
 
         return factor(self.settings())
+
+    def shape_of(self, size: int) -> tuple[int, int, int]:
+        """Of the latent of a square image."""
+        from fullshard.diffusion.vae import latent_shape
+
+        settings = self.settings()
+        try:
+            return latent_shape(settings, (settings["in_channels"], size, size))
+        except ValueError as error:
+            raise RecipeError(f"data.encode.size = {size}: an image {error}.") from None
 
     def open(self, device: torch.device | None = None) -> Any:
         """The VAE itself, on a device of its own choice."""

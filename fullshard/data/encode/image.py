@@ -26,6 +26,7 @@ from fullshard.data.images import Unreadable, given, place, quiet
 from fullshard.data.labels import label_of
 from fullshard.data.pictures import Picture, floats, read
 from fullshard.data.records import digest, keys_found
+from fullshard.diffusion.fit import require_shape
 from fullshard.diffusion.latents import Latents
 from fullshard.diffusion.parts import give_back
 from fullshard.diffusion.texts import Join, NoText, Texts, TextStack
@@ -197,6 +198,10 @@ class Images(Encoder):
 
     def check_model(self, module: Any) -> None:
         captions.check_model(self.stack, module)
+        if self.vae is not None and self.size is not None:
+            # Known without an image, and before a VAE works for hours.
+            shape = self.vae.shape_of(self.size)
+            require_shape(module, shape, what="latents by data.encode.vae", scale=self.size // shape[1])
 
     def common(self) -> Features:
         return captions.empty_features(self._reading) if self._reading is not None else {}
