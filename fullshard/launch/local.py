@@ -23,6 +23,7 @@ from fullshard import crash, signals
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
 from fullshard.handover import TOLD_BY_LAUNCHER
 from fullshard.launch.base import STARTED_BY, Launcher, Ranks
+from fullshard.launch.memory import MemoryWatch, watched
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -40,11 +41,12 @@ class Local(Launcher):
             _quiet(),
             signals.temporary_folder() as folder,
             _signals_passed_on() as received,
+            watched() as memory,
         ):
             try:
                 elastic_launch(_config(ranks, str(folder)), command[0])(*command[1:])
             except ChildFailedError as error:
-                return _ended(error.failures, received)
+                return _ended(error.failures, received, memory)
             except Exception as error:
                 raise _not_met(error, ranks) or error from error
         return 0
@@ -107,7 +109,7 @@ def _config(ranks: Ranks, folder: str) -> Any:
     return LaunchConfig(**{name: value for name, value in settings.items() if name in known})
 
 
-def _ended(failures: Mapping[int, ProcessFailure], received: _Received) -> int:
+def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
     """The exit code of a run in which ranks failed; says which one was first, unless the rank has said it itself."""
     said = {number: crash.handed_over(each.error_file_data) for number, each in failures.items()}
     victims = {number for number, words in said.items() if crash.is_victim(words.text)}
@@ -125,7 +127,8 @@ def _ended(failures: Mapping[int, ProcessFailure], received: _Received) -> int:
         return _stopped(received.first, at_once=received.at_once)
     if code > 0:  # one that was killed says nothing, and is the cause
         rank = crash.culprit(said, otherwise=rank)
-    how = _how(failures[rank].exitcode, traced=bool(said[rank].text), victim=rank in victims)
+    traced, killed = bool(said[rank].text), memory.why_killed()
+    how = _how(failures[rank].exitcode, traced=traced, victim=rank in victims, killed=killed)
     line = f"Rank {rank} (process {failures[rank].pid}) {how}."
     _say(f"{line} The other ranks were stopped." if len(failures) > 1 else line)
     if words := crash.closing(said, rank=rank, line=line):
@@ -168,7 +171,7 @@ def _first(failures: Mapping[int, ProcessFailure], victims: Collection[int] = ()
     return min(near, key=lambda item: order(item[0], item[1].exitcode))  # of equals the one seen first
 
 
-def _how(code: int, *, traced: bool = False, victim: bool = False) -> str:
+def _how(code: int, *, traced: bool = False, victim: bool = False, killed: str = "killed by the system") -> str:
     if victim:
         return "lost the connection to another rank, and no rank of this node ended before it"
     if code >= 0:
@@ -178,7 +181,7 @@ def _how(code: int, *, traced: bool = False, victim: bool = False) -> str:
     except ValueError:
         name = f"signal {-code}"
     meaning = {
-        "SIGKILL": ": killed by the system, most often because the machine ran out of memory",
+        "SIGKILL": f": {killed.rstrip('.')}",
         "SIGSEGV": ": it crashed in native code",
         "SIGABRT": ": native code gave up; its message is above",
         "SIGBUS": ": it ran out of shared memory, or a mapped file became shorter",

@@ -1,0 +1,119 @@
+"""A rank that the kernel killed is told as that: by its counters, or by the memory that was in use a moment before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fullshard import host
+from fullshard.launch.memory import MemoryWatch, bear_witness
+
+GIB = 2**20
+"""In kB, as /proc/meminfo counts."""
+
+
+def machine(root: Path, *, free: int, kills: int | None = 0, total: int = 125) -> Path:
+    """A host with so many GiB free of `total`, whose kernel counts its kills or does not."""
+    (root / "proc").mkdir(parents=True, exist_ok=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: {total * GIB} kB\nMemAvailable: {free * GIB} kB\n")
+    (root / "proc/vmstat").write_text("pgfault 9\n" + (f"oom_kill {kills}\n" if kills is not None else ""))
+    return root
+
+
+def test_a_kill_that_the_kernel_counted_is_certain(tmp_path: Path) -> None:
+    watch = MemoryWatch(machine(tmp_path, free=60, kills=4))
+    machine(tmp_path, free=7, kills=4)
+    watch.look()
+    machine(tmp_path, free=110, kills=5)  # it is free again
+    watch.look()
+    said = watch.why_killed()
+    assert said.startswith(
+        "killed by the kernel, out of host memory: 118.0 GiB of 125.0 GiB were in use a moment before. "
+    )
+    assert "data.workers" in said
+    assert "checkpoint.asynchronous: false" in said
+
+
+@pytest.mark.parametrize(("free", "kills", "said"), [
+    (20, None, "killed by the kernel, most likely out of host memory: 105.0 GiB of 125.0 GiB"),
+    (90, None, "killed by the system, often for want of memory (35.0 GiB of 125.0 GiB"),
+    (20, 3, "killed from outside, by a person or a scheduler, and not for want of memory (105.0 GiB of 125.0 GiB"),
+    (2, 3, "killed by the kernel, most likely out of host memory: 123.0 GiB of 125.0 GiB"),
+])  # fmt: skip
+def test_without_a_count_the_memory_in_use_speaks(tmp_path: Path, free: int, kills: int | None, said: str) -> None:
+    assert MemoryWatch(machine(tmp_path, free=free, kills=kills)).why_killed().startswith(said)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_control_group_counts_and_limits_too(tmp_path: Path, version: int) -> None:
+    machine(tmp_path, free=100, kills=None)
+    top = tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "") / "job"
+    top.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir()
+    (tmp_path / "proc/self/cgroup").write_text("3:memory:/job\n" if version == 1 else "0::/job\n")
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if version == 1 else ("memory.max", "memory.current")
+    for name, number in zip(names, (64, 60), strict=True):
+        (top / name).write_text(f"{number * 2**30}\n")
+    (top / "memory.stat").write_text("inactive_file 0\ntotal_inactive_file 0\n")
+    counter = top / ("memory.oom_control" if version == 1 else "memory.events")
+    counter.write_text("low 0\noom_kill 0\n")
+    assert host.memory_total(tmp_path) == 64 * 2**30
+    watch = MemoryWatch(tmp_path)
+    counter.write_text("low 0\noom_kill 1\n")
+    assert watch.why_killed().startswith("killed by the kernel, out of host memory: 60.0 GiB of 64.0 GiB")
+
+
+def test_a_forked_child_counts_with_what_is_its_own() -> None:
+    """Its pages that it shares with its parent count once, those it wrote itself are added."""
+    held, more = bytearray(os.urandom(64 * 2**20)), 48 * 2**20
+    before = host.peak_of_family() or 0
+    assert before >= len(held)
+    ready, told = os.pipe()
+    go, let = os.pipe()
+    child = os.fork()
+    if child == 0:
+        own = bytearray(os.urandom(more))
+        os.write(told, b".")
+        os.read(go, 1)
+        os._exit(len(own) and 0)
+    os.read(ready, 1)
+    after = host.peak_of_family() or 0
+    os.write(let, b".")
+    os.waitpid(child, 0)
+    for end in (ready, told, go, let):
+        os.close(end)
+    assert more <= after - before < more + len(held) // 2, (before, after)
+
+
+WITNESSED = """
+import os, signal, sys
+from fullshard.launch import memory
+with memory.told_by_a_witness(0):
+    print("ready", flush=True)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "done"])
+def test_the_witness_ends_with_the_run_and_is_silent_where_memory_was_not_the_reason(end: str) -> None:
+    """It holds standard error until it has decided: waiting for that to close is waiting for the witness."""
+    command = [sys.executable, "-W", "error", "-c", WITNESSED, end]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == (-signal.SIGKILL if end == "killed" else 0)
+    assert "Traceback" not in done.stderr, done.stderr
+
+
+def test_the_witness_tells_of_a_process_that_the_kernel_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = machine(tmp_path, free=5, kills=None)
+    monkeypatch.setattr("fullshard.launch.memory.MemoryWatch.__init__.__defaults__", (root,))
+    said = bear_witness(os.getppid() + 1_000_000, rank=0)  # which is not the parent any more
+    assert said is not None
+    assert "was ended by SIGKILL: killed by the kernel, most likely out of host memory: 120.0 GiB of 125.0 GiB" in said
