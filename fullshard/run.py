@@ -23,6 +23,7 @@ from fullshard.checkpoint.folder import write_json
 from fullshard.checkpoint.store import reaching
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
+from fullshard.handover import TOLD_BY_LAUNCHER
 from fullshard.launch.base import Ranks
 from fullshard.launch.memory import told_by_a_witness
 from fullshard.part import plain
@@ -72,7 +73,7 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = 
 
 def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     """Runs this process's rank of the recipe; returns the exit code."""
-    alone = crash.TOLD_BY_LAUNCHER not in os.environ  # nobody of ours would tell how this process was killed
+    alone = TOLD_BY_LAUNCHER not in os.environ  # nobody of ours would tell how this process was killed
     with told_by_a_witness(int(os.environ.get("RANK", 0))) if alone else contextlib.nullcontext():
         result = execute(reading, resume=resume, anyway=anyway)
     return EXIT_PREEMPTED if result.stopped == "signal" else EXIT_DONE
