@@ -5,7 +5,6 @@ Commands are quoted for a shell, lines of Python bring their imports. Must not r
 
 from __future__ import annotations
 
-import keyword
 import re
 import shlex
 from pathlib import Path
@@ -69,7 +68,8 @@ def importing(line: str) -> str:
     """A line of Python with the imports that it needs; what it gives is called `model`, unless it has names itself."""
     bare = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "''", line)
     assigned = set(re.findall(r"(?:^|;\s*)(\w+) = ", bare))
-    packages = dict.fromkeys(re.findall(r"(?<![\w.])([A-Za-z_]\w*)\.", bare))
-    imports = [name for name in packages if name not in assigned and not keyword.iskeyword(name)]
+    # safetensors.torch of safetensors.torch.load_file(, transformers of transformers.AutoModel.from_pretrained(
+    modules = dict.fromkeys(found.rstrip(".") for found in re.findall(r"(?<![\w.])((?:[a-z_]\w*\.)+)", bare))
+    imports = [name for name in modules if name.partition(".")[0] not in assigned]
     named = line if assigned else f"model = {line}"
     return f"import {', '.join(imports)}; {named}" if imports else named

@@ -125,6 +125,7 @@ def _watched(tensors: Iterator[tuple[str, Any]], total: int, console: Console) -
 
 
 def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
+    from fullshard.again import importing
     from fullshard.log import words
 
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
@@ -138,10 +139,11 @@ def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
         "adapter": family.load_with(place, adapter=True),
         "state": f"safetensors.torch.load_file({place!r})" if out.suffix == ".safetensors" else pickled,
     }
-    how = f"Load it with: {load[form]}"
-    if load[form] is None:
-        how = "Its base is in no folder that other libraries read: export with --as merged for a whole model."
-    console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}). {how}")
+    console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}).")
+    if line := load[form]:
+        console.whole(f"Load it with: {importing(line)}")
+    elif form == "adapter":
+        console.say("Its base is in no folder that other libraries read: export with --as merged for a whole model.")
 
 
 __all__ = ["export"]

@@ -164,6 +164,8 @@ def test_a_launcher_of_one_node_is_named_with_its_ranks(
     ("line", "expected"),
     [
         ("transformers.AutoModel.from_pretrained('a.b/c')", "import transformers; model = "),
+        ("safetensors.torch.load_file('x')", "import safetensors.torch; model = "),
+        ("torch.load('x', weights_only=True)", "import torch; model = "),
         (
             "peft.PeftModel.from_pretrained(diffusers.AutoModel.from_pretrained('b'), 'c')",
             "import peft, diffusers; model = ",
