@@ -1,4 +1,4 @@
-"""The step arithmetic: how many samples make a step, how many steps make an epoch and a run.
+"""The step arithmetic: how many rows make a step, how many steps make an epoch and a run.
 
 Pure numbers, so that a laptop can say what a cluster will do. Must not know torch, data or ranks beyond their number.
 """
@@ -17,10 +17,10 @@ from fullshard.plural import counted
 class StepPlan:
     """How a run divides into steps."""
 
-    num_samples: int
-    """Samples in one epoch."""
+    num_rows: int
+    """Rows in one epoch."""
     per_device: int
-    """Samples in one micro-batch of one rank."""
+    """Rows in one micro-batch of one rank."""
     accumulate: int
     """Micro-batches of one rank in one step."""
     world: int
@@ -29,10 +29,12 @@ class StepPlan:
     """The partial last window of an epoch is a step."""
     total_steps: int
     """Steps in the whole run."""
+    packed: bool = False
+    """Whether a row may hold several samples; otherwise it is one, and is called so."""
 
     @property
     def global_size(self) -> int:
-        """Samples in one step over all ranks."""
+        """Rows in one step over all ranks."""
         return self.per_device * self.accumulate * self.world
 
     @property
@@ -40,30 +42,36 @@ class StepPlan:
         """Passes over the data, as realised."""
         return self.total_steps / self.steps_per_epoch
 
+    @property
+    def noun(self) -> str:
+        """What is counted: rows, or the samples that they are without packing."""
+        return "row" if self.packed else "sample"
+
     def describe(self) -> list[str]:
         """The arithmetic in two lines, every number named."""
-        left = self.num_samples % self.global_size
+        left = self.num_rows % self.global_size
         last = f"; the last step of an epoch has {left:,}" if left else ""
         return [
-            f"batch: {counted(self.global_size, 'sample')} per step = {self.per_device:,} per device x "
+            f"batch: {counted(self.global_size, self.noun)} per step = {self.per_device:,} per device x "
             f"{self.accumulate:,} accumulated x {counted(self.world, 'rank')}",
             f"steps: {self.total_steps:,} = {counted(self.epochs, 'epoch')} x {self.steps_per_epoch:,} per epoch "
-            f"({counted(self.num_samples, 'sample')}{last})",
+            f"({counted(self.num_rows, self.noun)}{last})",
         ]
 
 
 def plan_steps(
     *,
-    num_samples: int,
+    num_rows: int,
     per_device: int,
     accumulate: int | None,
     global_size: int | None,
     world: int,
     epochs: float | None,
     steps: int | None,
+    packed: bool = False,
 ) -> StepPlan:
     """Works out the steps of a run from the batch and the duration of its recipe."""
-    if num_samples < 1:
+    if num_rows < 1:
         raise RecipeError("data.train gives no sample to train on. Check the path, and that its records hold text.")
     if (epochs is None) == (steps is None):
         raise RecipeError("duration: give exactly one of duration.epochs and duration.steps.")
@@ -72,11 +80,11 @@ def plan_steps(
     if global_size is not None:
         accumulate = _accumulation(global_size, per_device=per_device, world=world)
     accumulate = accumulate or 1
-    steps_per_epoch = math.ceil(num_samples / (per_device * accumulate * world))
+    steps_per_epoch = math.ceil(num_rows / (per_device * accumulate * world))
     if steps is None:
         # Through the decimal text: 0.1 epochs of 30 steps are 3 steps, and as binary floats they would be 4.
         steps = math.ceil(Fraction(str(epochs)) * steps_per_epoch)
-    return StepPlan(num_samples, per_device, accumulate, world, steps_per_epoch, steps)
+    return StepPlan(num_rows, per_device, accumulate, world, steps_per_epoch, steps, packed)
 
 
 def _accumulation(global_size: int, *, per_device: int, world: int) -> int:
@@ -87,7 +95,7 @@ def _accumulation(global_size: int, *, per_device: int, world: int) -> int:
     use = f"{below} or {below + per_pass}" if below else f"{per_pass}, or a smaller batch.per_device"
     raise RecipeError(
         f"batch.global = {global_size} cannot be split evenly: {counted(world, 'rank')} x batch.per_device = "
-        f"{per_device} makes {counted(per_pass, 'sample')} per pass, and {global_size} is not a multiple of "
+        f"{per_device} makes {per_pass} per pass, and {global_size} is not a multiple of "
         f"{per_pass}. Use batch.global = {use}."
     )
 

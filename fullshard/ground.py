@@ -92,13 +92,14 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     # After encoding: the cache knows the processor by what it was before.
     data.encoder.leave_on(processor, length=recipe.data.sequence_length)
     plan = plan_steps(
-        num_samples=len(data.train),
+        num_rows=len(data.train),
         per_device=recipe.batch.per_device,
         accumulate=recipe.batch.accumulate,
         global_size=recipe.batch.global_size,
         world=world_size,
         epochs=recipe.duration.epochs,
         steps=recipe.duration.steps,
+        packed=data.train.fixed_length is not None,
     )
     check_batch(recipe.objective, data)
     for stored in (data.train_from, data.validation_from):
@@ -107,6 +108,7 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
     for evaluation in recipe.evaluate.parts:
         evaluation.check(recipe.objective, module, data.validation_from)
         evaluation.check_encoder(recipe.objective, module, data.encoder)
+    # Counted in rows; the names are those that checkpoints have.
     identity = {
         "samples": len(data.train),
         "samples per step": plan.global_size,

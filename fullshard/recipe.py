@@ -52,16 +52,16 @@ class Data(Section):
 
 
 class Batch(Section):
-    """How many samples make a step: global = per_device x accumulate x ranks."""
+    """How many rows make a step: global = per_device x accumulate x ranks. Without packing a row is a sample."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("accumulate", "global"),)
 
     per_device: int = Field(8, ge=1)
-    """Samples in one micro-batch of one rank."""
+    """Rows in one micro-batch of one rank."""
     accumulate: int | None = Field(None, ge=1)
     """Micro-batches per step; null: 1, or what `global` asks for."""
     global_size: int | None = Field(None, ge=1, alias="global")
-    """Samples per step over all ranks; the same for any number of ranks."""
+    """Rows per step over all ranks; the same for any number of ranks."""
 
     @model_validator(mode="after")
     def _one_of(self) -> Batch:
@@ -225,7 +225,7 @@ class Log(Section):
     sinks: list[Sink] = Field(default_factory=lambda: [decode(Sink, {"kind": "tensorboard"}, where="log.sinks[0]")])
     """Where the numbers go, beside metrics.jsonl."""
     sample_ids: bool = False
-    """Write the sample ids of every step to metrics.jsonl."""
+    """Write the ids of the rows of every step to metrics.jsonl."""
     debug: bool = False
     """Say more in log.txt."""
 

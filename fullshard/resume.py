@@ -94,13 +94,15 @@ def _read_facts(checkpoint: Path) -> _Facts:
 
 
 _COUNTED = ("batch.", "duration.")
-"""Their meaning, the samples per step, is part of the identity; a run may always be made longer."""
+"""Their meaning, the rows per step, is part of the identity; a run may always be made longer."""
+_WORDS = {"samples": "rows", "samples per step": "rows per step"}
+"""What is counted, for names that checkpoints have; without packing a row is a sample."""
 _ANOTHER = "Resume from another one: --resume RUN/checkpoint-STEP, or start over with --resume never."
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [
-        f"{key}: {_show(before.get(key))} then, {_show(now.get(key))} now"
+        f"{_WORDS.get(key, key)}: {_show(before.get(key))} then, {_show(now.get(key))} now"
         for key in [*now, *(key for key in before if key not in now)]
         if before.get(key) != now.get(key)
     ]

@@ -15,6 +15,7 @@ class Progress:
     epoch: int = 0
     """Epochs completed."""
     samples: int = 0
+    """Rows of batches: samples, where they are not packed."""
     tokens: int = 0
     schedule_step: int = 0
     """Steps that moved the weights: an overflow under fp16 moves the data on, not the schedule."""

@@ -59,7 +59,7 @@ def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
 
 
 def longest_batch(data: Prepared, *, per_device: int) -> Batch:
-    """The largest micro-batch that a rank can meet in training: the longest samples together, on the CPU."""
+    """The largest micro-batch that a rank can meet in training: the longest rows together, on the CPU."""
     longest = np.argsort(-data.train.lengths, kind="stable")[:per_device]
     places = np.full(per_device, FILLER, dtype=np.int64)
     places[: len(longest)] = longest
@@ -168,7 +168,7 @@ def _batches(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     yield ok("first batch", _shapes(first))
     longest = longest_batch(data, per_device=plan.per_device)
     top = int(data.train.lengths.max())
-    yield ok("longest batch", f"{_shapes(longest)}; the longest sample has {counted(top, 'token')}")
+    yield ok("longest batch", f"{_shapes(longest)}; the longest {plan.noun} has {counted(top, 'token')}")
     if data.train.fixed_length is None and plan.per_device > 1 and not data.encoder.lays_out:
         padding = _padding(recipe, data.train, per_device=plan.per_device)
         packable = not recipe.data.pack and set(data.train_from.store.names) == {"input_ids", "labels"}

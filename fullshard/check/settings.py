@@ -72,27 +72,28 @@ def arithmetic(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[
     lines = [line.partition(": ") for line in plan.describe()]
     for label, _, text in lines if ground else lines[:1]:
         yield ok(label, text)
-    if ground and plan.num_samples < plan.global_size:
+    if ground and plan.num_rows < plan.global_size:
         yield warning(
             "batch",
-            f"batch: {counted(plan.global_size, 'sample')} per step are asked for, and the training data has "
-            f"{plan.num_samples:,}: no step is ever full, and each passes over all the data.",
-            f"Use batch.global = {plan.num_samples // plan.world * plan.world or plan.world:,} or less, shorten "
+            f"batch: {counted(plan.global_size, plan.noun)} per step are asked for, and the training data has "
+            f"{plan.num_rows:,}: no step is ever full, and each passes over all the data.",
+            f"Use batch.global = {plan.num_rows // plan.world * plan.world or plan.world:,} or less, shorten "
             "data.sequence_length, or give more data.",
         )
 
 
 def _plan_without_data(recipe: Recipe, ranks: Ranks) -> StepPlan:
-    """The batch alone; how many samples there are is not known."""
+    """The batch alone; how many rows there are is not known."""
     batch, duration = recipe.batch, recipe.duration
     return plan_steps(
-        num_samples=1,
+        num_rows=1,
         per_device=batch.per_device,
         accumulate=batch.accumulate,
         global_size=batch.global_size,
         world=ranks.per_node * ranks.nodes,
         epochs=duration.epochs,
         steps=duration.steps,
+        packed=recipe.data.pack and recipe.objective.encoder is None,
     )
 
 

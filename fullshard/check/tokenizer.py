@@ -13,6 +13,7 @@ import numpy as np
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.data.base import Encoder, Samples
 from fullshard.data.encode.chat import PLAIN, Chat
+from fullshard.plural import counted
 
 SCRIPTS = "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂 x = 3.14"
 """One line in many scripts, the same in every Unicode normal form that tokenizers use but for the full-width marks."""
@@ -158,6 +159,7 @@ def chat_template(tokenizer: Any, encoder: Encoder) -> Iterator[Finding]:
 
 def token_ids(samples: Samples, *, rows: int) -> Iterator[Finding]:
     """Tokens that were made elsewhere must have a row of the embedding too."""
+    noun = "sample" if getattr(samples, "fixed_length", None) is None else "row"
     chosen = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _MOST_ROWS)).astype(int))
     found = [samples[int(index)].get("input_ids") for index in chosen]
     highest = max((int(ids.max()) for ids in found if ids is not None and len(ids)), default=None)
@@ -170,4 +172,5 @@ def token_ids(samples: Samples, *, rows: int) -> Iterator[Finding]:
             f"Tokenise with the model's own tokenizer; from scratch, set model.overrides.vocab_size={highest + 1}.",
         )
     else:
-        yield ok("vocabulary", f"tokens up to {highest:,} in {len(chosen):,} samples, {rows:,} rows of the embedding")
+        read = counted(len(chosen), noun)
+        yield ok("vocabulary", f"tokens up to {highest:,} in {read}, {rows:,} rows of the embedding")

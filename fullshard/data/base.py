@@ -42,11 +42,12 @@ class Records(Protocol):
 
 
 class Samples(Protocol):
-    """Samples ready to be batched: what the order and the loader work on. A plain list of features will do too."""
+    """Rows ready to be batched, each a sample or several packed: what the order and the loader work on. A plain list of
+    features will do too."""
 
     @property
     def num_tokens(self) -> int:
-        """Real tokens over all samples."""
+        """Real tokens over all rows."""
         ...
 
     @property
@@ -56,11 +57,11 @@ class Samples(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Real tokens of each sample."""
+        """Real tokens of each row."""
         ...
 
     def tokens_in(self, indices: np.ndarray) -> int:
-        """Real tokens of some samples."""
+        """Real tokens of some rows."""
         ...
 
     def __len__(self) -> int: ...

@@ -37,13 +37,13 @@ class Window:
     step: int
     epoch: int
     num_samples: int
-    """Real samples over all ranks."""
+    """Rows over all ranks: samples, where they are not packed; fillers do not count."""
     num_tokens: int
     """Real tokens over all ranks."""
     batches: list[Batch]
 
     def sample_ids(self) -> list[int]:
-        """The real samples of this rank."""
+        """The rows of this rank, without fillers."""
         return [int(i) for batch in self.batches for i in batch["sample_ids"] if i >= 0]
 
 

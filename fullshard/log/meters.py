@@ -45,9 +45,9 @@ class Meters:
     """Counts steps and gives one record per window.
 
     `samples`, `tokens` and `seconds` start where a resumed run had got to; `unit` is what tokens are called: for images
-    each counts as one. The first `warmup` steps of a process
-    (compiling, first allocations) never enter a rate. Waiting for the device belongs into the phase `compute`: read the
-    loss inside it, or an asynchronous device makes `compute` look short.
+    each counts as one. `samples` counts the rows of batches, which hold several samples where they are packed. The
+    first `warmup` steps of a process (compiling, first allocations) never enter a rate. Waiting for the device belongs
+    into the phase `compute`: read the loss inside it, or an asynchronous device makes `compute` look short.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ def plan(recipe: Recipe, place: Place, ground: Ground, *, cases: tuple[str, ...]
         reference if chosen else None,
         chosen,
         step,
-        tuple(_notes(recipe, place, step, samples_per_step, removed if chosen else [], own)),
+        tuple(_notes(recipe, place, step, samples_per_step, removed if chosen else [], own, ground.plan.noun)),
         left_out,
     )
 
@@ -198,10 +198,12 @@ def _case(name: str, title: str, recipe: Recipe, place: Place, *, world: int | N
     return Case(name, title, _with(recipe, name=name, topology=topology), ranks)
 
 
-def _notes(recipe: Recipe, place: Place, step: int, samples_per_step: int, removed: list[str], own: int) -> list[str]:
+def _notes(
+    recipe: Recipe, place: Place, step: int, samples_per_step: int, removed: list[str], own: int, noun: str
+) -> list[str]:
     lines = []
     if step != samples_per_step:
-        lines.append(f"{step:,} samples a step instead of {samples_per_step:,}: a few micro-batches are enough.")
+        lines.append(f"{counted(step, noun)} a step instead of {samples_per_step:,}: a few micro-batches are enough.")
     if recipe.topology.nodes > 1:
         lines.append(f"One node instead of {recipe.topology.nodes}.")
     if recipe.checkpoint.store is not None:

@@ -47,7 +47,8 @@ def prove(reading: Reading, ranks: Ranks, wish: Wish) -> int:
     with _folder(reading.recipe, keep=wish.keep) as folder:
         with aside(wish.as_json):
             plan = cases.plan(reading.recipe, replace(place, folder=folder), ground, cases=names)
-        title = f"Proving {reading.recipe.name}: {cases.STEPS} steps of {plan.samples_per_step:,} samples"
+        each = counted(plan.samples_per_step, ground.plan.noun)
+        title = f"Proving {reading.recipe.name}: {cases.STEPS} steps of {each}"
         report.opening(f"{title} on {counted(ranks.per_node, 'rank')}, {place.device}", plan.notes)
         verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=wish.keep))
         facts = {"steps": cases.STEPS, "samples_per_step": plan.samples_per_step, "notes": list(plan.notes)}

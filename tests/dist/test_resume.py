@@ -222,7 +222,7 @@ def test_a_longer_duration_goes_on(ranks: RankPool, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"batch": {"per_device": 2, "global": 8}}, "samples per step: 16 then, 8 now"),
+        ({"batch": {"per_device": 2, "global": 8}}, "rows per step: 16 then, 8 now"),
         ({"seed": 1}, "seed: 0 then, 1 now"),
         ({"data": {"shuffle": False}}, "data.shuffle: True then, False now"),
         ({"data": {"shuffle": True, "sequence_length": 40}}, "data.sequence_length: 48 then, 40 now"),

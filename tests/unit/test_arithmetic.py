@@ -11,7 +11,7 @@ from fullshard.errors import RecipeError
 
 def plan(**changes: Any) -> StepPlan:
     settings: dict[str, Any] = {
-        "num_samples": 2500,
+        "num_rows": 2500,
         "per_device": 8,
         "accumulate": None,
         "global_size": None,
@@ -27,14 +27,12 @@ def test_the_partial_last_window_is_a_step() -> None:
     assert (result.global_size, result.accumulate, result.steps_per_epoch, result.total_steps) == (64, 8, 40, 120)
 
 
-@pytest.mark.parametrize("num_samples", [1, 63, 64, 65, 2500, 2560])
+@pytest.mark.parametrize("num_rows", [1, 63, 64, 65, 2500, 2560])
 @pytest.mark.parametrize(("per_device", "accumulate", "world"), [(8, 8, 1), (8, 1, 8), (2, 4, 8), (64, 1, 1)])
-def test_steps_equal_counting_windows_one_by_one(
-    num_samples: int, per_device: int, accumulate: int, world: int
-) -> None:
-    result = plan(num_samples=num_samples, per_device=per_device, accumulate=accumulate, world=world, epochs=2)
+def test_steps_equal_counting_windows_one_by_one(num_rows: int, per_device: int, accumulate: int, world: int) -> None:
+    result = plan(num_rows=num_rows, per_device=per_device, accumulate=accumulate, world=world, epochs=2)
     window = per_device * accumulate * world
-    windows = [range(start, min(start + window, num_samples)) for start in range(0, num_samples, window)]
+    windows = [range(start, min(start + window, num_rows)) for start in range(0, num_rows, window)]
     assert (result.steps_per_epoch, result.total_steps) == (len(windows), 2 * len(windows))
 
 
@@ -47,7 +45,7 @@ def test_a_global_batch_that_does_not_divide_names_the_nearest_that_do() -> None
     with pytest.raises(RecipeError) as error:
         plan(global_size=100, per_device=4, world=8)
     assert str(error.value) == (
-        "batch.global = 100 cannot be split evenly: 8 ranks x batch.per_device = 4 makes 32 samples per pass, "
+        "batch.global = 100 cannot be split evenly: 8 ranks x batch.per_device = 4 makes 32 per pass, "
         "and 100 is not a multiple of 32. Use batch.global = 96 or 128."
     )
     for good in (96, 128):
@@ -61,7 +59,7 @@ def test_a_global_batch_below_one_pass_offers_a_smaller_micro_batch() -> None:
 
 @pytest.mark.parametrize(("epochs", "per_epoch", "total"), [(0.1, 30, 3), (0.5, 3, 2), (1.5, 40, 60), (2.001, 40, 81)])
 def test_a_part_of_an_epoch_is_rounded_up_to_a_step(epochs: float, per_epoch: int, total: int) -> None:
-    assert plan(num_samples=per_epoch * 8, epochs=epochs).total_steps == total
+    assert plan(num_rows=per_epoch * 8, epochs=epochs).total_steps == total
 
 
 def test_steps_win_over_the_length_of_an_epoch() -> None:
@@ -75,6 +73,10 @@ def test_the_four_numbers_are_said() -> None:
         "batch: 256 samples per step = 8 per device x 8 accumulated x 4 ranks",
         "steps: 30 = 3 epochs x 10 per epoch (2,500 samples; the last step of an epoch has 196)",
     ]
+    assert plan(accumulate=8, world=4, packed=True).describe() == [
+        "batch: 256 rows per step = 8 per device x 8 accumulated x 4 ranks",
+        "steps: 30 = 3 epochs x 10 per epoch (2,500 rows; the last step of an epoch has 196)",
+    ]
     assert "1 rank" in plan().describe()[0]
     assert plan().describe()[0].count("ranks") == 0
 
@@ -82,7 +84,7 @@ def test_the_four_numbers_are_said() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_samples": 0}, "no sample"),
+        ({"num_rows": 0}, "no sample"),
         ({"steps": 3}, "exactly one"),
         ({"epochs": None}, "exactly one"),
         ({"accumulate": 2, "global_size": 16}, "not both"),

@@ -389,7 +389,7 @@ def test_memory_of_the_machine_and_of_control_groups(tmp_path: Path) -> None:
 
 def plan(*, steps: int, per_epoch: int = 10) -> Any:
     return plan_steps(
-        num_samples=per_epoch, per_device=1, accumulate=1, global_size=None, world=1, epochs=None, steps=steps
+        num_rows=per_epoch, per_device=1, accumulate=1, global_size=None, world=1, epochs=None, steps=steps
     )
 
 

@@ -206,6 +206,7 @@ def test_built_in_recipes_are_without_findings(name: str, folder: Path, tmp_path
         f"data.train={tmp_path / file}",
         "data.sequence_length=48",
         "model.tokenizer={train: {vocab_size: 300}}",
+        "model.resize_embedding=true",
     ]
     overrides += ["model.size=tiny", "duration.steps=1000"] if name == "llm" else [f"model.path={folder / 'model'}"]
     if name == "embedding-8b":  # takes pictures; those of this test are its own
