@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -159,10 +160,15 @@ def store_key(records: Records, encoder: Encoder, processor: Any, *, length: int
 def _code_of(encoder: Encoder) -> str:
     """A hash of the code that encodes: the encoder's own file, and those of this folder that it uses."""
     own = sys.modules.get(type(encoder).__module__)
-    names = {str(getattr(thing, "__module__", "")) for thing in vars(own).values()} if own else set()
+    names = {_module_of(thing) for thing in vars(own).values()} if own else set()
     used = [sys.modules[name].__file__ for name in sorted(names) if name.startswith(_HELPERS)]
     files = [inspect.getsourcefile(type(encoder)), *used]
     return combine(*(hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest() for file in files if file))
+
+
+def _module_of(thing: Any) -> str:
+    """Where a name of a file comes from; a module may have been imported whole."""
+    return thing.__name__ if isinstance(thing, ModuleType) else str(getattr(thing, "__module__", ""))
 
 
 def encoded(

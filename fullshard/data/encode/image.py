@@ -26,6 +26,7 @@ from fullshard.data.images import Unreadable, given, place, quiet
 from fullshard.data.labels import label_of
 from fullshard.data.pictures import Picture, floats, read
 from fullshard.data.records import digest, keys_found
+from fullshard.data.stamps import stamped
 from fullshard.diffusion.fit import require_shape
 from fullshard.diffusion.latents import Latents
 from fullshard.diffusion.parts import give_back
@@ -304,23 +305,14 @@ class Images(Encoder):
 
         Where the first record holds its image itself, all are taken to; a look into each would read all of them."""
         weights = list(fingerprints(self.vae, self.stack).values())
-        return "".join([*weights, *(map(digest, CODE) if weights else ()), self._files(records)])
+        paths = (self._path(records[index]) for index in range(len(records)))
+        files = stamped(paths, place("", self.root).absolute())
+        return "".join([*weights, *(map(digest, CODE) if weights else ()), files])
 
     def identity(self, store: Store) -> dict[str, str]:
         sources = hashlib.blake2b(store.flat("source").tobytes(), digest_size=16).hexdigest() if len(store) else ""
         weights = {f"content of data.encode.{n}": found for n, found in fingerprints(self.vae, self.stack).items()}
         return {"content of the images of data.train": sources, **weights}
-
-    def _files(self, records: Records) -> str:
-        found = hashlib.blake2b(digest_size=16)
-        begin = place("", self.root).absolute()
-        for index in range(len(records)):
-            path = self._path(records[index])
-            if path is not None:
-                found.update(_stamp(os.path.join(begin, path)))
-            elif index == 0:
-                return ""
-        return found.hexdigest()
 
     def _path(self, record: Record) -> str | None:
         """The file that a record names."""
@@ -382,15 +374,6 @@ def _value(value: Any, column: str) -> Any:
         return value
     found = given(str(value) if isinstance(value, os.PathLike) else value, column)
     return found.value if found else None
-
-
-def _stamp(path: str) -> bytes:
-    try:
-        stat = os.stat(path)
-        stamp = f"{stat.st_size} {stat.st_mtime_ns}"
-    except (OSError, ValueError):  # no such file, or no path that could be one
-        stamp = "missing"
-    return f"{path} {stamp}\n".encode(errors="surrogatepass")
 
 
 def _rounded(number: float) -> float:

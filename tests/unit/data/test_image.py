@@ -678,3 +678,17 @@ def test_validation_data_of_another_shape(tmp_path: Path) -> None:
     run(train, tmp_path / "cache", Images())
     with pytest.raises(DataError, match=words):
         run(train, tmp_path / "cache", Images(), validation=held)
+
+
+def test_a_change_of_code_that_is_imported_whole_is_another_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fullshard.data import captions
+    from fullshard.data.store import store_key
+
+    records = Listed([{"image": COLOUR}], place=str, fingerprint=lambda: "one")
+    before = store_key(records, Images(), None, length=1)
+    changed = tmp_path / "captions.py"
+    changed.write_text(Path(captions.__file__).read_text() + "# other\n")
+    monkeypatch.setattr(captions, "__file__", str(changed))
+    assert store_key(records, Images(), None, length=1) != before
