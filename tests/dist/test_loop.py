@@ -6,7 +6,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Batch, Terms
+from fullshard.objectives.base import Batch, Numbers, Terms
 from fullshard.objectives.causal_lm import CausalLM
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
@@ -161,6 +161,34 @@ def test_a_number_that_does_not_come_costs_no_step(ranks: RankPool, folder: Path
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2], "trained once"
     assert (records[-1]["best"], records[-1]["best_step"]) == (1.0, 2)
     assert "Average Train Loss: 0.0" not in (run_folder(settings) / "log.txt").read_text()
+
+
+def test_a_number_that_only_gets_worse_is_said_at_the_end_too(ranks: RankPool, folder: Path) -> None:
+    parts = [f"{__name__}.Worse"]
+    settings = validated(folder, "worse", evaluate={"every_steps": 1, "parts": parts}, checkpoint={"best": "y"})
+    settings["duration"] = {"steps": 3}
+    ranks.run(train, settings, world=1)
+    log = [" ".join(line[28:].split()) for line in (run_folder(settings) / "log.txt").read_text().splitlines()]
+    assert [line for line in log if "Best Val" in line] == []
+    assert "First Val Y: 1.000000 (the baseline)" in log
+    assert "warning: validation y has risen since the first evaluation (1 → 2): optimizer.lr is probably" in " ".join(
+        log
+    )
+    end = " ".join(log[log.index("Training complete!") :])
+    assert "warning validation y has risen at every evaluation since the first (1 → 3)" in end
+    assert "best 1.000000 at step 1, the first evaluation; no later one was better" in end
+    assert os.readlink(run_folder(settings) / "best") == "checkpoint-1"
+
+
+class Worse(Evaluation):
+    """Finds one more each time."""
+
+    numbers: ClassVar[Numbers | None] = {"y": "min"}
+    _times: int = PrivateAttr(0)
+
+    def run(self, inputs: EvaluationInputs) -> Findings:
+        self._times += 1
+        return Findings({"y": float(self._times)})
 
 
 class Unsaid(Evaluation):

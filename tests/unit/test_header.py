@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ class Done:
         self.log = [line[28:] for line in (folder / "log.txt").read_text().splitlines()]
         self.rows: dict[str, str] = {}
         label = ""
-        for line in self.log[next(i for i, line in enumerate(self.log) if line.startswith("fullshard: ")) + 1 :]:
+        begin = max(number for number, line in enumerate(self.log) if line.startswith("fullshard: "))
+        for line in self.log[begin + 1 :]:
             if not line:
                 break
             if found := re.match(r"  (\S.*?)  +(.*)", line):
@@ -141,6 +144,29 @@ def test_the_lines_about_the_model(run: Run) -> None:
     assert done.rows["recompute"] == "activation checkpointing full"
     assert done.rows["workers"] == "none: each rank reads its data between steps"
     assert done.rows["attention"] == "sdpa"
+    assert done.rows["world"] == "1 rank, CPU, gloo"
+    units = json.loads((done.folder / "units.json").read_text())["units"]
+    classes = Counter(unit["class_name"] for unit in units)
+    named = ", ".join(f"{number} x {name}" for name, number in classes.items())
+    assert done.rows["units"] == f"{named} (3 x Qwen3DecoderLayer in model.layers; 1 tied group)"
+    assert done.rows["precision"].startswith("fp32 (storage float32, compute float32, reduce float32, no scaler")
+    assert {(*unit["storage"], unit["compute"], unit["reduce"]) for unit in units} == {("float32",) * 3}
+    assert done.rows["batch"].startswith("16 ")
+    assert [record["samples"] for record in done.records if record["kind"] == "train"] == [16, 32, 48, 64, 80]
+    assert done.rows["steps"].startswith("5 = 2.5 epochs x 2 per epoch (32 ")
+    assert Path(done.rows["run folder"]) == done.folder
+    assert f"  Total: {sum(unit['parameters'] for unit in units):,} (26.42K)" in done.log
+
+
+def test_a_run_that_goes_on_says_from_where_and_what_is_left(run: Run) -> None:
+    settings: dict[str, Any] = {"held": True, "evaluate": {"parts": ["loss"], "at_start": True, "every_epochs": None}}
+    run(**settings, duration={"steps": 4}, checkpoint={"every_steps": 4})
+    done = run(**settings, checkpoint={"every_steps": 4})
+    assert done.rows["resumed"] == f"{done.folder}/checkpoint-4 at step 4"
+    assert done.rows["evaluate"] == "loss at the end", "the start is long past"
+    assert done.rows["checkpoints"].startswith("at the end; ")
+    assert done.validated == [0, 4, 5]
+    assert done.saved == [4, 5]
 
 
 def test_a_model_of_one_unit_has_no_blocks_to_work_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
