@@ -21,7 +21,7 @@ from fullshard.approach import Approach
 from fullshard.best import BestRule
 from fullshard.checkpoint.saver import Saver
 from fullshard.dist import reduce
-from fullshard.dist.world import peak_memory
+from fullshard.dist.world import peaks
 from fullshard.errors import NumericalError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs
 from fullshard.log.console import Bar, Console
@@ -202,14 +202,13 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
     averages = {name: average(pair) for name, pair in progress.unlogged.items() if name != "loss"}
     progress.unlogged = {}
     with parts.meters.phase("log"):
-        memory = peak_memory(parts.device)
         record = parts.meters.record(
             step=progress.step,
             epoch=round(progress.step / parts.steps_per_epoch, 4),
             loss=loss,
             lr=float(parts.optimizer.param_groups[0]["lr"]),
             grad_norm=grad_norm,
-            memory_bytes=memory,
+            **peaks(parts.device),
             **averages,
             **_scaling(parts),
         )

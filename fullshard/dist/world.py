@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.errors import SetupError
+from fullshard.host import peak_of_family
 from fullshard.log.peaks import peak_flops
 
 
@@ -107,3 +108,10 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def peaks(device: torch.device) -> dict[str, int]:
+    """The most bytes in use so far: on the device, and on the host by this rank and its children. On a CPU that is the
+    same memory."""
+    host = peak_of_family() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"memory_bytes": peak_memory(device) if device.type == "cuda" else host, "host_memory_bytes": host}

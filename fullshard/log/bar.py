@@ -122,6 +122,8 @@ def _speed(record: Mapping[str, Any]) -> list[tuple[str, int]]:
     parts = [("-" if rate is None else f"{words.short(rate)} {unit}/s", 11)]
     if record.get("memory_gib") is not None:
         parts.append((f"{record['memory_gib']:.1f} GiB", 9))
+    if record.get("host_memory_gib") not in (None, record.get("memory_gib")):  # on a CPU both are the same
+        parts.append((f"host {record['host_memory_gib']:.1f} GiB", 14))
     if record.get("mfu") is not None:
         parts.append((f"MFU {record['mfu']:.1%}", 9))
     return parts

@@ -72,6 +72,7 @@ class Meters:
         self._began = clock() - seconds
         self._warmup = warmup
         self._window = _Window(clock())
+        self._peaks: dict[str, float] = {}
         self._heard = _Heard()
         self._windows_quiet: int | None = None
 
@@ -127,6 +128,7 @@ class Meters:
         lr: float,
         grad_norm: float | None = None,
         memory_bytes: int | None = None,
+        host_memory_bytes: int | None = None,
         **metrics: float,
     ) -> dict[str, Any]:
         """The record of the window since the last one, for metrics.jsonl; begins a new window.
@@ -139,8 +141,10 @@ class Meters:
             record["grad_norm"] = grad_norm
         record |= {**metrics, "samples": self.samples, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
         record |= self._rates()
-        if memory_bytes is not None:
-            record["memory_gib"] = round(memory_bytes / 2**30, 3)
+        for name, held in (("memory_gib", memory_bytes), ("host_memory_gib", host_memory_bytes)):
+            if held is not None:  # children come and go
+                self._peaks[name] = max(self._peaks.get(name, 0.0), round(held / 2**30, 3))
+        record |= self._peaks
         record["time"] = {name: round(seconds, 4) for name, seconds in self._window.time.items()}
         self._window = _Window(self._clock())
         return record

@@ -266,6 +266,7 @@ def test_metrics_have_the_promised_keys(ranks: RankPool, folder: Path) -> None:
         "tokens",
         "seconds",
         "memory_gib",
+        "host_memory_gib",
         "time",
     }
     assert promised <= trained[0].keys()

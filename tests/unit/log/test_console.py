@@ -162,6 +162,15 @@ def test_step_lines_have_fixed_columns(console: Console, out: File, clock: Clock
         assert first.index(column) == second.index(column)
 
 
+def test_host_memory_stands_beside_that_of_the_gpu(console: Console, out: File) -> None:
+    with console.training_bar(3) as bar:
+        bar.log(record(1, memory_gib=61.04, host_memory_gib=22.31))
+        bar.log(record(2, memory_gib=0.61, host_memory_gib=0.61))  # on a CPU they are one
+    first, second = lines(out)[:2]
+    assert "61.0 GiB   host 22.3 GiB" in first
+    assert "host" not in second
+
+
 def test_large_numbers_keep_the_columns(console: Console, out: File) -> None:
     with console.training_bar(2) as bar:
         bar.log(record(1))

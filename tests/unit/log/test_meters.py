@@ -25,6 +25,16 @@ def run_steps(meters: Meters, clock: Clock, count: int, *, data: float = 0.25, c
         meters.step(samples=8, tokens=1000)
 
 
+def test_memory_is_the_peak_so_far_of_the_device_and_of_the_host() -> None:
+    meters = Meters(clock=Clock())
+    held = [(3, 20), (4, 52), (4, 22)]
+    records = [
+        meters.record(step=1, epoch=0, loss=1, lr=1, memory_bytes=gpu * 2**30, host_memory_bytes=host * 2**30)
+        for gpu, host in held
+    ]
+    assert [(r["memory_gib"], r["host_memory_gib"]) for r in records] == [(3.0, 20.0), (4.0, 52.0), (4.0, 52.0)]
+
+
 def test_a_record_states_totals_of_the_run_and_rates_of_the_window() -> None:
     clock = Clock()
     meters = Meters(flops_per_token=6e9, peak_flops=1e13, ranks=2, clock=clock)
