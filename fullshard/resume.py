@@ -146,6 +146,9 @@ def choose(
         found = problems(checkpoint)
         if not found:
             return checkpoint
+        if newer := [line for line in found if files.NEWER in line]:
+            # Going on from an older one would give up what a newer fullshard has trained.
+            raise CheckpointError(f"{newer[0]} {_ANOTHER}")
         if files.is_remote(checkpoint) and (unread := [line for line in found if integrity.UNREAD in line]):
             # The network may be down for a minute: that is no reason to go on from an older one.
             raise CheckpointError(f"{unread[0]}. Try again when the store can be reached. {_ANOTHER}")
@@ -162,13 +165,3 @@ def damage(checkpoint: Path, found: list[str]) -> str:
     """What is wrong with a checkpoint, in a sentence."""
     more = f", and {len(found) - 3} more" if len(found) > 3 else ""
     return f"{checkpoint} is damaged: {'; '.join(found[:3])}{more}."
-
-
-def look(checkpoint: Path, *, checksums: bool, rank: int = 0, world: int = 1) -> list[str]:
-    """What is wrong with this rank's share of a checkpoint's files."""
-    try:
-        described = files.read_manifest(checkpoint)["files"]
-        mine = integrity.share(described, rank=rank, world=world)
-        return integrity.problems(checkpoint, mine, checksums=checksums)
-    except (CheckpointError, KeyError, TypeError, ValueError) as error:
-        return [f"{checkpoint / files.MANIFEST} cannot be used ({error})"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard import again, crash, on_ranks, signals
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import remote
+from fullshard.checkpoint import remote, whole
 from fullshard.checkpoint.folder import write_json
 from fullshard.checkpoint.store import reaching
 from fullshard.dist import env
@@ -30,7 +30,7 @@ from fullshard.part import plain
 from fullshard.plural import counted
 from fullshard.read import Reading, hand_on, run_facts, save_resolved
 from fullshard.recipe import Recipe
-from fullshard.resume import candidates, choose, look, stand
+from fullshard.resume import candidates, choose, stand
 from fullshard.state import Progress, Result
 from fullshard.yaml_text import render
 
@@ -214,7 +214,7 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tu
         raise CheckpointError(problem)
 
     def problems(checkpoint: Path) -> list[str]:
-        mine = look(checkpoint, checksums=True, rank=world.rank, world=world.size)
+        mine = whole.problems(checkpoint, rank=world.rank, world=world.size)
         return sorted({line for lines in reduce.gather_objects(mine) for line in lines})
 
     checkpoint = choose(among, resume, problems=problems, warn=console.warn)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fullshard import resume
 from fullshard.check.findings import Finding, ok, warning
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import whole
 from fullshard.ground import Ground
 from fullshard.part import plain
 from fullshard.plural import counted
@@ -22,7 +23,7 @@ def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
     warnings: list[str] = []
     among = files.candidates(recipe.checkpoints)
     checkpoint = resume.choose(
-        among, "auto", problems=lambda path: resume.look(path, checksums=False), warn=warnings.append
+        among, "auto", problems=lambda path: whole.problems(path, checksums=False), warn=warnings.append
     )
     for line in warnings:
         yield warning("earlier run", line, "train goes on from the newest one before it that is whole.")

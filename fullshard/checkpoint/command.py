@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import integrity
+from fullshard.checkpoint import integrity, whole
 from fullshard.errors import EXIT_USER, CheckpointError
 from fullshard.log.words import size
 
@@ -50,6 +50,8 @@ def verify(
 
 def _told(path: Path, lines: list[str]) -> list[str]:
     if lines:
+        if files.NEWER in lines[0]:
+            return [f"✗ {path} cannot be verified", f"    {lines[0]}"]
         return [f"✗ {path} is DAMAGED", *(f"    {line}" for line in lines)]
     described = files.read_manifest(path)
     total = sum(int(entry["size_bytes"]) for entry in described["files"].values())
@@ -60,27 +62,13 @@ def _told(path: Path, lines: list[str]) -> list[str]:
 
 
 def problems(checkpoint: Path, *, quiet: bool = True) -> list[str]:
-    """What is wrong with a checkpoint: its files, then the tensors in them."""
+    """What is wrong with a checkpoint, with a bar for the bytes that are read."""
     try:
-        manifest = files.read_manifest(checkpoint)
-        with _progress(manifest["files"], checkpoint, quiet=quiet) as done:
-            found = integrity.problems(checkpoint, manifest["files"], done=done)
-        return found or _other_tensors(checkpoint, manifest)
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
-        return [f"{checkpoint / files.MANIFEST} cannot be used ({error})"]
-
-
-def _other_tensors(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
-    """Tensors that the files hold and the manifest does not list as they are, or the other way round."""
-    from fullshard.checkpoint.reader import described, open_tensors
-
-    try:
-        stored = described(open_tensors(checkpoint))
-    except Exception as error:  # a file that cannot be read is a finding, whatever the library calls it
-        return [str(error) or type(error).__name__]
-    listed = manifest["tensors"]
-    other = [name for name in sorted(stored.keys() | listed.keys()) if stored.get(name) != listed.get(name)]
-    return [f"{name}: listed as {listed.get(name)}, stored as {stored.get(name)}" for name in other]
+        described = files.read_manifest(checkpoint)["files"]
+    except CheckpointError:
+        described = {}  # which is what is wrong
+    with _progress(described, checkpoint, quiet=quiet) as done:
+        return whole.problems(checkpoint, done=done)
 
 
 @contextlib.contextmanager

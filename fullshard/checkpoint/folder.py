@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +27,11 @@ from fullshard.errors import CheckpointError
 STATE = "state.json"
 MANIFEST = "manifest.json"
 PROCESSOR = "processor"
+VERSION = 1
+"""The version of the format that is written, and the newest that is read. A checkpoint that names none is of the first.
+To be raised with every change that an older fullshard would misread."""
+NEWER = "of the checkpoint format, and this fullshard"
+"""Said of a checkpoint that a newer fullshard wrote, which is no damage."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -76,6 +82,7 @@ def begin(run: Path, step: int) -> Path:
 def publish(run: Path, step: int, manifest: dict[str, Any]) -> Path:
     """Makes an unfinished checkpoint visible, in one rename; remote ones by their manifest."""
     hidden, target = unfinished(run, step), run / name_of(step)
+    manifest = signed(manifest)
     if is_remote(run):
         store.put_text(target / MANIFEST, _as_text(manifest))
         store.remove(run / f"{_OLD}{target.name}")
@@ -203,14 +210,49 @@ def _as_text(content: dict[str, Any]) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
+class NewerCheckpointError(CheckpointError):
+    """A checkpoint of a format that a newer fullshard writes."""
+
+
+def signed(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A manifest that says which format it is of, and who wrote it."""
+    return {"version": VERSION, "fullshard": fullshard_version(), **manifest}
+
+
+def fullshard_version() -> str:
+    try:
+        return metadata.version("fullshard")
+    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
+        return "of an unknown version"
+
+
+def _require_known(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    version = manifest.get("version", 1)
+    if type(version) is not int or version < 1:
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST} says version = {version!r}, and versions are whole numbers from 1 on: the "
+            f"checkpoint is damaged. {_ANOTHER}"
+        )
+    if version > VERSION:
+        raise NewerCheckpointError(
+            f"{checkpoint} was written by fullshard {manifest.get('fullshard', 'of an unknown version')} in version "
+            f"{version} {NEWER} ({fullshard_version()}) reads versions up to {VERSION}. Update it: "
+            "pip install --upgrade fullshard."
+        )
+
+
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The facts beside the tensors."""
-    return _read_json(checkpoint, STATE)
+    state = _read_json(checkpoint, STATE)
+    if store.exists(checkpoint / MANIFEST):
+        _require_known(checkpoint, _read_json(checkpoint, MANIFEST))
+    return state
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """What the checkpoint consists of."""
     manifest = _read_json(checkpoint, MANIFEST)
+    _require_known(checkpoint, manifest)
     described = manifest.get("files")
     if not isinstance(described, dict) or not described:
         raise CheckpointError(f"{checkpoint / MANIFEST} lists no files: the checkpoint is damaged. {_ANOTHER}")

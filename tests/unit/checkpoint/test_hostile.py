@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.checkpoint.storage import METADATA, Reader
+from fullshard.checkpoint.whole import problems as look
 from fullshard.cli import app
 from fullshard.errors import CheckpointError
-from fullshard.resume import look, stand
+from fullshard.resume import stand
 from tests.unit.checkpoint.handmade import make, seal, tensors
 
 WEIGHT = "model/head.weight"
@@ -119,7 +121,8 @@ def test_a_pickle_that_would_run_code_is_refused_everywhere(tmp_path: Path, kind
     path = make(tmp_path)
     (path / METADATA).write_bytes(PICKLES[kind](path))
     seal(path)
-    assert look(path, checksums=True) == [], "the manifest alone cannot know"
+    assert integrity.problems(path, files.read_manifest(path)["files"]) == [], "the manifest alone cannot know"
+    assert "would run code" in look(path)[0]
     for read in (open_tensors, lambda place: dcp_load(place, tensors())):
         with pytest.raises(CheckpointError, match=rf"{METADATA} would run code.*Do not use this checkpoint"):
             read(path)
@@ -275,7 +278,7 @@ HOSTILE_FILES: dict[str, Any] = {
 def test_a_manifest_with_absurd_entries_is_refused(tmp_path: Path, kind: str) -> None:
     path = make(tmp_path)
     seal(path, files=HOSTILE_FILES[kind])
-    [line] = look(path, checksums=True)
+    [line] = look(path)
     assert str(path / files.MANIFEST) in line or "no plain file" in line
     refused_by_verify(path, str(path))
 
@@ -284,7 +287,7 @@ def test_a_pipe_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     path = make(tmp_path)
     (path / "__0_0.distcp").unlink()
     os.mkfifo(path / "__0_0.distcp")
-    assert look(path, checksums=True) == [f"{path}/__0_0.distcp is no plain file"]
+    assert look(path) == [f"{path}/__0_0.distcp is no plain file"]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +298,7 @@ def test_a_pipe_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
 def test_a_manifest_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     path = make(tmp_path)
     (path / files.MANIFEST).write_bytes(text.encode("latin-1"))
-    assert len(look(path, checksums=True)) == 1
+    assert len(look(path)) == 1
     with pytest.raises(CheckpointError, match="--resume"):
         open_tensors(path)
     refused_by_verify(path, str(path / files.MANIFEST))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import whole
 from fullshard.checkpoint.command import problems
+from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
+from fullshard.errors import CheckpointError
+from fullshard.resume import choose
 from tests.unit.checkpoint.handmade import FORMATS, make, seal, tensors
 
 DATA = {"sharded": "__0_0.distcp", "full": "model.safetensors"}
@@ -194,3 +199,64 @@ def test_the_format_that_the_manifest_names_must_be_the_one_that_is_stored(tmp_p
         result = verify(seal(path, format=other))
         assert result.exit_code == 2
         assert "cannot be read" in result.output
+
+
+def stored_by(checkpoint: Path, **changes: Any) -> Path:
+    """The same checkpoint with another manifest: None takes a key away."""
+    manifest = json.loads((checkpoint / files.MANIFEST).read_text()) | changes
+    kept = {key: value for key, value in manifest.items() if value is not None}
+    (checkpoint / files.MANIFEST).write_text(json.dumps(kept))
+    return checkpoint
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_checkpoint_names_its_version_and_one_without_is_of_the_first(tmp_path: Path, format: str) -> None:
+    path = make(tmp_path, format=format)
+    assert files.read_manifest(path)["version"] == files.VERSION
+    assert files.read_manifest(path)["fullshard"]
+    old = stored_by(path, version=None, fullshard=None)
+    assert problems(old) == []
+    assert files.read_state(old)["progress"] == {"step": 4}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_newer_checkpoint_is_refused_by_everyone_with_the_version_that_wrote_it(tmp_path: Path, format: str) -> None:
+    path = stored_by(make(tmp_path, 9, format=format), version=99, fullshard="7.1.0")
+    make(tmp_path, 4)
+    files.point(tmp_path, "last", path)
+    words = "was written by fullshard 7.1.0 in version 99 of the checkpoint format, and this fullshard"
+    result = verify(path)
+    assert result.exit_code == 2
+    assert words in result.output
+    assert "DAMAGED" not in result.output
+    for read in (files.read_state, files.read_manifest, open_tensors):
+        with pytest.raises(CheckpointError, match=re.escape(words)):
+            read(path)
+    # A run does not go on from the older one beside it, and give up what was trained since.
+    told: list[str] = []
+    with pytest.raises(CheckpointError, match=re.escape(words)) as refused:
+        choose(files.candidates(tmp_path), "auto", problems=whole.problems, warn=told.append)
+    assert "pip install --upgrade fullshard" in str(refused.value)
+    assert told == []
+    exported = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")])
+    assert exported.exit_code == 2
+    assert "written by fullshard 7.1.0" in " ".join(exported.output.split())
+
+
+@pytest.mark.parametrize("version", ["1", 0, -3, 1.5, True, []])
+def test_a_version_that_is_no_number_is_damage(tmp_path: Path, version: Any) -> None:
+    assert "versions are whole numbers" in problems(stored_by(make(tmp_path), version=version))[0]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_train_and_verify_mean_the_same_by_whole(tmp_path: Path, format: str) -> None:
+    path = make(tmp_path, format=format)
+    listed = files.read_manifest(path)["tensors"]
+    name = next(iter(listed))
+    stored_by(path, tensors={key: entry for key, entry in listed.items() if key != name})
+    assert verify(path).exit_code == 2
+    with pytest.raises(CheckpointError, match=f"{name}: listed as None"):
+        choose([path], "auto", problems=whole.problems, warn=lambda line: None)
+    # On several ranks one of them finds it.
+    shares = [whole.problems(path, rank=rank, world=3) for rank in range(3)]
+    assert [bool(found) for found in shares] == [True, False, False]
