@@ -27,6 +27,7 @@ def bind(module: nn.Module, *, classes: int | None, guidance: float = 3.5, fresh
     bound.takes_mask = bound.class_name == PIXART
     bound.image_channels = bound.config.in_channels // (PACKED**2 if bound.class_name == FLUX else 1)
     bound.told_guidance, bound.is_fresh = guidance, fresh
+    bound.is_told_guidance = bound.class_name == FLUX and bool(bound.config.guidance_embeds)
     prepare(bound)
     bound.denoise = types.MethodType(denoise, module)
 

@@ -49,7 +49,10 @@ def guidance_of(model: Any, objective: Any, asked: float | None, *, usual: float
             f"{where} = {asked:g} compares with the model's answer to no label and no text, which it has never "
             "learned: objective.label_drop = 0. Set it to 1, or train with objective.label_drop above 0, such as 0.1."
         )
-    return usual if asked is None else asked
+    if asked is not None:
+        return asked
+    # A model that takes its guidance as an input is guided already: its pipeline adds none unless asked to.
+    return 1.0 if getattr(model, "is_told_guidance", False) else usual
 
 
 def require_images(kind: str, objective: Any, model: Any, encoder: Any) -> Shape | None:

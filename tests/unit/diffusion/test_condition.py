@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard.diffusion.judge import guidance_of
 from fullshard.dist.wrap import find_blocks
 from fullshard.errors import DataError, RecipeError
+from fullshard.objectives.flow_matching import FlowMatching
 from tests.diffusion.denoisers import CASES, CHANNELS, SIDE, by_hand, family, inputs, plain, real, stored
 from tests.near import assert_near
 
@@ -151,6 +153,15 @@ def test_a_dit_begins_as_the_identity_with_classes_far_apart() -> None:
         assert abs(float(table.std()) - 1) < 0.02
     linear = module.transformer_blocks[0].attn1.to_q.weight.detach()
     assert float(linear.abs().max()) <= (6 / (64 + 64)) ** 0.5
+
+
+def test_guidance_is_usual_unless_a_model_is_told_its_own() -> None:
+    """As FluxPipeline, whose true_cfg_scale is 1 unless it is asked for."""
+    for name, expected in (("dit", 2.0), ("flux", 2.0), ("flux-guided", 1.0)):
+        module = family(name).build(processor=None)
+        settings: Any = {"usual": 2.0, "where": "--guidance"}
+        assert guidance_of(module, FlowMatching(), None, **settings) == expected
+        assert guidance_of(module, FlowMatching(), 3.0, **settings) == 3.0
 
 
 def test_mistakes_are_told_in_words() -> None:
