@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint.saver import Saver
+from fullshard.dist import values
 from fullshard.dist.average import Average
 from fullshard.dist.gradients import FirstUpdate
 from fullshard.dist.shard import ShardPlan
@@ -72,6 +73,7 @@ def build(
     saver = make_saver(recipe, ground, world, **places, scaler=scaler, console=console)
     if checkpoint is not None:
         saver.restore(checkpoint)
+    values.agree(model.module)
     go_background(saver, recipe.checkpoint.asynchronous)
     FirstUpdate(model.module, optimizer, say=console.note)
     workers = num_workers(recipe, world)

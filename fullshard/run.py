@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from fullshard.dist.world import World
     from fullshard.ground import Ground
     from fullshard.log.console import Console
+    from fullshard.same_run import Subject
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
@@ -83,7 +84,8 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
     """One rank of the run, from the environment check to the last line."""
     recipe = reading.recipe
     try:
-        with as_rank(reading) as (ground, world, console), _claimed(recipe, world, console=console):
+        options = {"--resume": resume, "--resume-anyway": str(anyway)}
+        with as_rank(reading, options=options) as (ground, world, console), _claimed(recipe, world, console=console):
             return _run(reading, ground, world, resume=resume, anyway=anyway, console=console)
     except BaseException as error:  # not Exception alone: a failed load or save of torch's is none
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -93,10 +95,12 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
 
 @contextlib.contextmanager
 def as_rank(
-    reading: Reading, *, silent: bool = False, checked: bool = False
+    reading: Reading, *, silent: bool = False, checked: bool = False, options: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Ground, World, Console]]:
-    """This process as one rank of a run: environment checked, ground laid, the cheap part of the preflight done unless
-    it is `checked` already, and only then the other ranks met. Left again at the end."""
+    """This process as one rank of a run: environment checked, ground laid, then the other ranks met, and everything compared
+    that all must have alike, the `options` of the command too. With `checked` the caller does the cheap part of the
+    preflight and the comparison. Left again at the end."""
+    from fullshard import same_run
     from fullshard.check.preflight import before_ranks_meet
     from fullshard.ground import lay_ground
 
@@ -107,7 +111,23 @@ def as_rank(
         ground = lay_ground(recipe, world_size=launch.world, console=console)
         if not checked and launch.local_rank == 0:
             before_ranks_meet(reading, ground, Ranks(launch.local_world, launch.num_nodes), console=console)
-        yield ground, meet(), console
+        world = meet()
+        if not checked and world.size > 1:
+            same_run.require(compared(recipe, ground, world, options or {}))
+        yield ground, world, console
+
+
+def compared(recipe: Recipe, ground: Ground, world: World, options: Mapping[str, str]) -> list[Subject]:
+    """What this rank must have in common with all others."""
+    from fullshard.precision import resolve_precision
+    from fullshard.same_run import subjects
+
+    try:
+        precision = resolve_precision(recipe.precision, world.device).word
+    except FullshardError as error:  # raised again where the model is built, if all ranks have it
+        precision = str(error)
+    realised = {"the device": world.device.type, "the precision in force": precision, **options}
+    return subjects(plain(recipe), ground, realised=realised)
 
 
 def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway: bool, console: Console) -> Result:

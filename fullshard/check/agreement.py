@@ -1,4 +1,4 @@
-"""What only the ranks together can find out: one clock, one file system, one recipe, one set of versions.
+"""What only the ranks together can find out: one run, one clock, one file system.
 
 Every rank runs the same collectives whatever it finds, and all return the same findings.
 Must not know models or data.
@@ -7,50 +7,46 @@ Must not know models or data.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
-import platform
 import secrets
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.checkpoint import store
-from fullshard.dist import reduce
+from fullshard.dist import agreement, reduce
+from fullshard.dist.agreement import on_ranks, spread
 from fullshard.dist.world import World
-from fullshard.part import plain
 from fullshard.recipe import Recipe
+from fullshard.same_run import Subject, compare
 
 SKEW_WARNING_S = 1.0
 """Logs of two nodes can no longer be laid side by side, and files seem to come from the future."""
 SKEW_ERROR_S = 60.0
 """Locks and caches that go by file times fail."""
 _ROUNDS = 3
-_OWN = ("topology", "data.cache", "data.workers")
-"""Settings that may differ from node to node."""
 
 
 def among_ranks(
     recipe: Recipe,
     world: World,
+    compared: Sequence[Subject],
     *,
     clock: Callable[[], float] = time.time,
     folder: Path | None = None,
     patience_s: float = 10.0,
 ) -> list[Finding]:
-    """Called on every rank after they met. `folder` stands for `output`; a network file system gets `patience_s` to
-    show a file."""
-    hosts: list[str] = reduce.gather_objects(socket.gethostname())
+    """Called on every rank after they met; `compared` is what they must have alike. `folder` stands for `output`; a
+    network file system gets `patience_s` to show a file."""
+    hosts = agreement.hosts()
     num_hosts = len(set(hosts))
     where = f"{world.size} rank{'' if world.size == 1 else 's'} on {num_hosts} host{'' if num_hosts == 1 else 's'}"
     shown = list(dict.fromkeys(hosts))
     found = [ok("hosts", f"{where}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")]
-    found += _versions(hosts, world)
-    found += _recipes(recipe, hosts)
+    found += _devices(hosts, world)
+    found += _alike(compared)
     found += _clocks(clock, hosts)
     address = recipe.checkpoint.store
     folder = folder or (store.place(address) if address else recipe.output)
@@ -60,65 +56,21 @@ def among_ranks(
     return agreed
 
 
-def _versions(hosts: list[str], world: World) -> Iterator[Finding]:
-    own = {
-        "Python": ".".join(platform.python_version_tuple()[:2]),
-        "torch": torch.__version__,
-        "fullshard": _own_version(),
-    }
-    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
-    every: list[tuple[dict[str, str], str]] = reduce.gather_objects((own, device))
-    differing = [name for name in own if len({versions[name] for versions, _ in every}) > 1]
-    for name in differing:
-        yield error(
-            "versions",
-            f"the ranks run different versions of {name}: {_spread([v[name] for v, _ in every], hosts)}.",
-            f"Install the same {name} on every node, or use one shared environment.",
-        )
-    if not differing:
-        yield ok("versions", f"{', '.join(f'{name} {value}' for name, value in own.items())} on every rank")
-    devices = [name for _, name in every]
+def _alike(compared: Iterable[Subject]) -> Iterator[Finding]:
+    for subject in compared:
+        text = compare(subject)
+        yield ok(subject.name, subject.agreed) if text is None else error(subject.name, text, subject.remedy)
+
+
+def _devices(hosts: list[str], world: World) -> Iterator[Finding]:
+    name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
+    devices: list[str] = reduce.gather_objects(name)
     if len(set(devices)) > 1:
         yield warning(
             "devices",
-            f"the ranks have different devices: {_spread(devices, hosts)}.",
+            f"the ranks have different devices: {spread(devices, hosts)}.",
             "All ranks wait for the slowest, and the smallest memory decides the batch. Use nodes of one kind.",
         )
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("fullshard")
-    except importlib.metadata.PackageNotFoundError:
-        return "from a source folder"
-
-
-def _recipes(recipe: Recipe, hosts: list[str]) -> Iterator[Finding]:
-    every: list[dict[str, str]] = reduce.gather_objects(dict(_flat(plain(recipe))))
-    keys = sorted(set().union(*every))
-    differing = [key for key in keys if len({settings.get(key, "not set") for settings in every}) > 1]
-    if not differing:
-        yield ok("recipe", "the same on every rank" if len(every) > 1 else "one rank")
-        return
-    shown = "; ".join(
-        f"{key} is {_spread([settings.get(key, 'not set') for settings in every], hosts)}" for key in differing[:3]
-    )
-    more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
-    yield error(
-        "recipe",
-        f"the ranks do not have the same recipe: {shown}{more}.",
-        "Give every node the same recipe file and the same command.",
-    )
-
-
-def _flat(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    if any(where == own or where.startswith(f"{own}.") for own in _OWN):
-        return
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{where}.{key}" if where else str(key))
-    else:
-        yield where, str(value)
 
 
 def _clocks(clock: Callable[[], float], hosts: list[str]) -> Iterator[Finding]:
@@ -186,7 +138,7 @@ def _judged_files(
         reasons = "; ".join(dict.fromkeys(str(problems[rank]) for rank in failed))
         yield error(
             "shared files",
-            f"{key} = {folder}: {_ranks(failed, hosts)} cannot write there ({reasons}).",
+            f"{key} = {folder}: {on_ranks(failed, hosts)} cannot write there ({reasons}).",
             f"{share} Check permissions and space."
             if len(failed) < len(hosts)
             else f"Choose a folder that you may write to: {key}=DIR, or --output DIR.",
@@ -194,7 +146,8 @@ def _judged_files(
     elif blind:
         yield error(
             "shared files",
-            f"{key} = {folder}: {_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's files.",
+            f"{key} = {folder}: {on_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's "
+            "files.",
             share,
         )
     else:
@@ -246,21 +199,6 @@ def _wait(there: Callable[[], bool], *, patience_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def _spread(values: list[str], hosts: list[str]) -> str:
-    """`2.11 on rank 0 (a), 2.12 on ranks 1, 2 (b)`."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {_ranks(group, hosts)}" for value, group in ranks.items())
-
-
-def _ranks(ranks: Iterable[int], hosts: list[str]) -> str:
-    ranks = list(ranks)
-    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    names = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-    return f"rank{'' if len(ranks) == 1 else 's'} {numbers} ({names})"
 
 
 __all__ = ["among_ranks"]

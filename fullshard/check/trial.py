@@ -58,7 +58,7 @@ def clear(recipe: Recipe) -> None:
 def run_trial(reading: Reading) -> list[Finding]:
     """The findings of all ranks together; the same list on every rank."""
     with run.as_rank(reading, silent=True, checked=True) as (ground, world, console):
-        found = among_ranks(reading.recipe, world)
+        found = among_ranks(reading.recipe, world, run.compared(reading.recipe, ground, world, {}))
         if any(finding.level == "error" for finding in found):
             return found
         with _hidden_folder(reading.recipe, world) as recipe:

@@ -109,7 +109,7 @@ def _look(gradient: torch.Tensor | None) -> torch.Tensor:
     return torch.stack([torch.zeros_like(broken), broken, moving]).cpu()
 
 
-def checksums(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def checksums(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum of each parameter's bits as integers: changes when a bit does, and needs no copy of the weights."""
     sums = []
     for parameter in parameters:

@@ -6,6 +6,7 @@ number of ranks. Must not know file formats, model classes or losses.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 
 import torch
@@ -13,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.dist import reduce
+from fullshard.dist.agreement import differences, some
 from fullshard.dist.gradients import checksums
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, SetupError
 from fullshard.models.base import Family, Weights
 
 
@@ -94,6 +96,8 @@ def fill(
     """Values for every parameter: stored ones where `weights` has them, fresh ones elsewhere."""
     stored = weights.names() if weights else set()
     parameters = dict(module.named_parameters())
+    if weights:
+        _agree_on_stored(weights, {name: p.shape for name, p in parameters.items() if name in stored})
     for unit, members in units.items():
         fresh = [name for name in members if name not in stored]
         for name in members:
@@ -133,6 +137,51 @@ def _fill_fresh(
         start, stop = rows_of(_sharded(parameters[name]))
         _sharded(parameters[name]).to_local().copy_(owner.get_parameter(key)[start:stop])
         owner._parameters[key] = meta[name]
+
+
+_LOOKED_AT = 2**22
+"""Elements of a row up to which it is compared: the experts of a large mixture have rows of gigabytes."""
+
+
+def _agree_on_stored(weights: Weights, shapes: dict[str, torch.Size]) -> None:
+    """Every rank reads its own slices, maybe from a copy of its own: some rows of each tensor must be the same for all.
+    Without this, ranks would fill one model from two."""
+    if reduce.place()[0] == 1:
+        return
+    facts: dict[str, str | None] = {}
+    for name, shape in sorted(shapes.items()):
+        length = shape[0] if shape else 1
+        row = shape[1:].numel()
+        if row > _LOOKED_AT:
+            continue
+        chosen = [(0, length)] if length * row <= 2**16 else [(i, i + 1) for i in (0, length // 2, length - 1)]
+        content = hashlib.blake2b(digest_size=6)
+        for start, stop in chosen:
+            rows = weights.read(name, start, stop).contiguous().reshape(-1)
+            content.update(rows.view(torch.uint8).numpy().tobytes())
+        facts[name] = content.hexdigest()
+    if found := differences(facts):
+        raise SetupError(
+            f"The ranks read different weights, by a hash of some rows: {some(found)}. Give every node the same model "
+            "folder."
+        )
+
+
+def agree(module: nn.Module) -> None:
+    """Copies of the model that several ranks hold, and buffers, which every rank holds, are equal in every bit."""
+    if reduce.place()[0] == 1:
+        return
+    facts: dict[str, str | None] = {
+        name: str(sum_) for name, sum_ in fingerprints(dict(module.named_parameters())).items()
+    }
+    buffers = {name: torch.view_as_real(b) if b.is_complex() else b for name, b in module.named_buffers() if b.numel()}
+    if buffers:
+        facts |= dict(zip(buffers, map(str, checksums(list(buffers.values())).tolist()), strict=True))
+    if found := differences(facts):
+        raise SetupError(
+            f"The ranks start from different values, by the sum of their bits: {some(found)}. Check that every node "
+            "has the same model folder, the same kind of GPU and the same versions."
+        )
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from fullshard.launch.base import Ranks
 from fullshard.precision import resolve_for
 from fullshard.read import load
 from fullshard.recipe import Recipe
+from fullshard.same_run import Subject
 from tests import small
 from tests.ranks import RankPool
 
@@ -501,7 +502,8 @@ def agree(
     world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
     folder = asked.output / str(rank) if apart else None
     clock = (lambda: time.time() + late_s) if rank == 1 else time.time
-    found = environment.among_ranks(asked, world, clock=clock, folder=folder, patience_s=0.0)
+    recipe_alone = Subject("recipe", {"optimizer.lr": str(asked.optimizer.lr)}, "the same recipe", "", "the same")
+    found = environment.among_ranks(asked, world, [recipe_alone], clock=clock, folder=folder, patience_s=0.0)
     return [finding.as_dict() for finding in found]
 
 
@@ -515,7 +517,7 @@ def test_ranks_that_agree(tmp_path: Path, ranks: RankPool) -> None:
     found = together(ranks, small.recipe(tmp_path, output=str(tmp_path / "deep" / "runs")))
     assert {finding["level"] for finding in found.values()} == {"ok"}
     assert found["hosts"]["text"].startswith("2 ranks on 1 host: ")
-    assert {"hosts", "versions", "recipe", "clocks", "shared files"} == set(found)
+    assert {"hosts", "recipe", "clocks", "shared files"} == set(found)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -555,11 +557,10 @@ def test_clocks(tmp_path: Path, ranks: RankPool, late_s: float, level: str) -> N
 
 
 def test_ranks_with_different_recipes(tmp_path: Path, ranks: RankPool) -> None:
-    other = small.recipe(tmp_path, optimizer={"lr": 0.5}, topology={"device": "cpu", "timeout_s": 5.0})
+    other = small.recipe(tmp_path, optimizer={"lr": 0.5})
     found = together(ranks, small.recipe(tmp_path), other=other)["recipe"]
     assert found["level"] == "error"
     assert "optimizer.lr is 0.01 on rank 0" in found["text"]
-    assert "topology" not in found["text"]
 
 
 def test_the_finding_for_ids_is_the_launchers_own_refusal(tmp_path: Path) -> None:

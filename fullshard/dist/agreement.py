@@ -1,0 +1,71 @@
+"""Whether all ranks mean the same run: facts by name, compared over the ranks.
+
+Every rank calls with its own facts, and all get the same answer: each difference with its key, its ranks and their
+values. Must not know what the facts are about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+
+from fullshard.dist import reduce
+
+Facts = Mapping[str, str | None]
+"""Values by key; None: this rank has nothing to compare there."""
+
+_SHOWN = 3
+
+
+def differences(facts: Facts) -> list[str]:
+    """What the ranks do not agree on: `optimizer.lr is 0.01 on rank 0 (a), 0.001 on rank 1 (b)`."""
+    # A hash of everything first: facts are sent whole only where they differ.
+    if len(set(reduce.gather_objects(digest(facts)))) == 1:
+        return []
+    every: list[Facts] = reduce.gather_objects(dict(facts))
+    names = hosts()
+    found = []
+    for key in sorted(set().union(*every)):
+        values = [held.get(key, "not set") for held in every]
+        if len({value for value in values if value is not None}) > 1:
+            found.append(f"{key} is {spread(values, names)}")
+    return found
+
+
+def some(found: Sequence[str]) -> str:
+    """The first differences, and how many more there are."""
+    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
+
+
+def digest(facts: Facts) -> str:
+    """One hash of all facts."""
+    return hashlib.blake2b(json.dumps(sorted(facts.items())).encode(), digest_size=16).hexdigest()
+
+
+def hosts() -> list[str]:
+    """The host of every rank."""
+    return reduce.gather_objects(socket.gethostname())
+
+
+def spread(values: Sequence[str | None], names: Sequence[str]) -> str:
+    """`2.11 on rank 0 (a), 2.12 on ranks 1, 2 (b)`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{value} on {on_ranks(group, names)}" for value, group in ranks.items())
+
+
+def on_ranks(ranks: Iterable[int], names: Sequence[str]) -> str:
+    """`ranks 1, 2 (b)`."""
+    ranks = list(ranks)
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    places = list(dict.fromkeys(names[rank] for rank in ranks))
+    shown = ", ".join(places[:8]) + (", ..." if len(places) > 8 else "")
+    return f"rank{'' if len(ranks) == 1 else 's'} {numbers} ({shown})"
+
+
+__all__ = ["Facts", "differences", "digest", "hosts", "on_ranks", "some", "spread"]
