@@ -19,7 +19,7 @@ from fullshard.dist.gradients import FirstUpdate
 from fullshard.dist.shard import ShardPlan
 from fullshard.dist.world import World, peak_of
 from fullshard.ema import evaluations
-from fullshard.feed import check_first_batch, evaluation_inputs, loaders, num_workers
+from fullshard.feed import evaluation_inputs, loaders, num_workers, proven
 from fullshard.frozen import frozen_models
 from fullshard.ground import Ground, acting_best
 from fullshard.log.console import Console
@@ -78,13 +78,14 @@ def build(
     FirstUpdate(model.module, optimizer, say=console.note)
     workers = num_workers(recipe, world)
     train, validation = loaders(recipe, ground, world, workers=workers)
-    proofs = check_first_batch(recipe, model, train, world)
+    aux = frozen_models(recipe, ground, world, precision)
+    proofs = proven(recipe, model, train, world, aux)
     speed = model.flops_per_token, peak_of(world.device)
     gallery = Gallery(recipe.folder, progress, write, ground.data.encoder)
     parts = Parts(
         model=model.module,
         objective=recipe.objective,
-        aux=(aux := frozen_models(recipe, ground, world, precision)),
+        aux=aux,
         optimizer=optimizer,
         scaler=scaler,
         schedule=recipe.schedule,

@@ -1,4 +1,4 @@
-"""What a run is fed: loaders of its data, its first batch looked at, and what evaluations may use.
+"""What a run is fed: loaders of its data, what is proven of them before step 1, and what evaluations may use.
 
 Must not know the loop, optimizers or checkpoints.
 """
@@ -17,6 +17,7 @@ from fullshard.evaluate.base import EvaluationInputs
 from fullshard.ground import Ground
 from fullshard.log.console import Console
 from fullshard.log.pictures import Gallery
+from fullshard.proofs import Probe, prove
 from fullshard.recipe import Recipe
 from fullshard.spread import ShardedModel
 from fullshard.step import to_device
@@ -51,12 +52,14 @@ def loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tu
     return train, loader(ground.data.validation, each, each * world.size, False)
 
 
-def check_first_batch(recipe: Recipe, model: ShardedModel, train: Loader, world: World) -> list[str]:
-    """The objective's own proofs hold."""
+def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux: dict[str, nn.Module]) -> list[str]:
+    """What holds of the model with this objective, on the first data: the objective's own proofs, and the engine's."""
     batch = to_device(train.first_batch(), world.device)
-    proofs = recipe.objective.check(model.module, batch, packed=recipe.data.pack, compute=model.plan.compute)
+    packed, compute = recipe.data.pack, model.plan.compute
+    lines = recipe.objective.check(model.module, batch, packed=packed, compute=compute)
     reshard(model.module)
-    return proofs
+    probe = Probe(recipe.objective, model.module, aux, compute, world.device, train.collate)
+    return lines + prove(probe, train.first_sample(), packed=packed, longest=recipe.data.sequence_length)
 
 
 def evaluation_inputs(
@@ -84,4 +87,4 @@ def evaluation_inputs(
     )
 
 
-__all__ = ["check_first_batch", "evaluation_inputs", "loaders", "num_workers"]
+__all__ = ["evaluation_inputs", "loaders", "num_workers", "proven"]

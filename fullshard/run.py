@@ -97,9 +97,9 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
 def as_rank(
     reading: Reading, *, silent: bool = False, checked: bool = False, options: Mapping[str, str] | None = None
 ) -> Iterator[tuple[Ground, World, Console]]:
-    """This process as one rank of a run: environment checked, ground laid, then the other ranks met, and everything compared
-    that all must have alike, the `options` of the command too. With `checked` the caller does the cheap part of the
-    preflight and the comparison. Left again at the end."""
+    """This process as one rank of a run: environment checked, ground laid, then the other ranks met, and everything
+    compared that all must have alike, the `options` of the command too. With `checked` the caller does the cheap part
+    of the preflight and the comparison. Left again at the end."""
     from fullshard import same_run
     from fullshard.check.preflight import before_ranks_meet
     from fullshard.ground import lay_ground

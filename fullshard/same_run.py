@@ -189,7 +189,7 @@ def _model(module: nn.Module) -> dict[str, str | None]:
     shapes += [(name, list(b.shape), False) for name, b in module.named_buffers()]
     content = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=6).hexdigest()
     found: dict[str, str | None] = {"parameters": f"{len(shapes)} tensors ({content})"}
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     config = config.to_dict() if hasattr(config, "to_dict") else config
     if isinstance(config, Mapping):
         found |= {f"config.{key}": str(value) for key, value in flat(dict(config)).items() if key not in _SAYS_NOTHING}

@@ -117,6 +117,14 @@ class Loader:
         """This rank's first micro-batch, made here and now."""
         return self._made(next(self.turns(0)))
 
+    def first_sample(self) -> Features:
+        """The first sample of the source, the same on every rank."""
+        return self._batches.samples[0]
+
+    def collate(self, rows: Sequence[Features], *, length: int | None) -> Batch:
+        """A micro-batch of rows that are in no source."""
+        return self._batches.of(rows, np.zeros(len(rows), dtype=np.int64), length=length)
+
     def batch_of(self, places: np.ndarray) -> Batch:
         """The micro-batch of these samples, made here and now."""
         return self._made((FIXED, places))
@@ -194,18 +202,22 @@ class _Batches(torch.utils.data.Dataset[Any]):
     def __getitem__(self, turn: Turn) -> Batch | FullshardError:
         stream, places = turn
         ids = _real_first(places)
-        keys = draws(ids, seed=self._seed, stream=stream)
         try:
             real = [self.samples[int(index)] for index in places if index != FILLER]
             # A filler has the shape of a real sample, so that every rank runs the same kind of work.
             blank = self._encoder.blank(real[0] if real else self.samples[0])
             rows = real + [blank] * (len(places) - len(real))
-            batch = self._encoder.collate(rows, length=self._length)
-            if stream != FIXED:
-                batch = self._encoder.augment(batch, keys)
+            return self.of(rows, ids, length=self._length, stream=stream)
         except FullshardError as error:
             # Raised in the main process: on its way there torch would wrap it in a traceback.
             return error
+
+    def of(self, rows: Sequence[Features], ids: np.ndarray, *, length: int | None, stream: int = FIXED) -> Batch:
+        """One micro-batch of these features, which are the samples `ids`."""
+        keys = draws(ids, seed=self._seed, stream=stream)
+        batch = self._encoder.collate(rows, length=length)
+        if stream != FIXED:
+            batch = self._encoder.augment(batch, keys)
         return {**batch, "sample_ids": torch.from_numpy(ids), "draws": torch.from_numpy(keys)}
 
 

@@ -79,7 +79,7 @@ class Wrapped:
             )
             for document in range(first, last)
         ]
-        return _row(pieces)
+        return row_of(pieces)
 
 
 class Fitted:
@@ -106,10 +106,11 @@ class Fitted:
         if not 0 <= index < len(self):
             raise IndexError(index)
         members = self._members[self._starts[index] : self._starts[index + 1]]
-        return _row([self._store[int(member)] for member in members])
+        return row_of([self._store[int(member)] for member in members])
 
 
-def _row(pieces: list[Features]) -> Features:
+def row_of(pieces: list[Features]) -> Features:
+    """Documents end to end, each with positions from 0."""
     row = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     row["position_ids"] = np.concatenate([np.arange(len(piece["input_ids"]), dtype=np.int32) for piece in pieces])
     return row

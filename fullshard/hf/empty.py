@@ -12,6 +12,7 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from fullshard.errors import RecipeError
+from fullshard.hf.causal import make_decoder
 
 
 def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, headless: bool = False) -> nn.Module:
@@ -20,6 +21,8 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, 
     from transformers import AutoModel, AutoModelForCausalLM
 
     _refuse_layerdrop(config)
+    if not headless:
+        make_decoder(config, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config(decoder=True)):
         # A model with a cache of what came before takes no notice of texts that share a row.
         part.use_cache = False

@@ -40,7 +40,11 @@ class Objective(Part):
     default_kind: ClassVar[str | None] = "causal_lm"
     required: ClassVar[tuple[str, ...]] = ("count", "loss")
     needs: ClassVar[tuple[str, ...]] = ()
-    """The batch keys it reads."""
+    """The batch keys it reads. With input_ids among them, or none named, the engine proves before step 1 that documents
+    in a packed row and padding do not change each other's terms; with labels too, that no position sees later tokens
+    (fullshard/proofs.py)."""
+    bidirectional: ClassVar[bool] = False
+    """Whether positions with a loss may see later tokens: only where labels are not the next tokens."""
     encoder: ClassVar[str | None] = None
     """The kind of encoder meant where the recipe names none; None: chosen from the first record."""
     numbers: ClassVar[Numbers | None] = None
@@ -51,8 +55,17 @@ class Objective(Part):
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
-        """The sum over those terms."""
+        """The sum over those terms.
+
+        `labels` are shifted already: labels[:, i] is the target of position i, -100 where there is none. Compare
+        logits[:, i] with labels[:, i]; do not shift once more. In a packed row `position_ids` start again at 0 with
+        each document: hand them to the model, which tells documents apart by them."""
         raise NotImplementedError
+
+    def predictions(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
+        """(rows, positions, vocabulary) of the logits that `loss` is computed from, so that proofs can look at each
+        position by itself; None: they go by the loss alone."""
+        return None
 
     def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(rows, vocabulary) of what may follow each row; only for objectives that predict tokens."""
@@ -78,7 +91,7 @@ class Objective(Part):
         return {}
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
-        """Proves before step 1, on a first batch, what the loss takes for granted; raises where it does not hold.
+        """Proves before step 1, on a first batch, what only this loss takes for granted; raises where it does not hold.
         Returns lines that say what was proven. Every rank must run the same forward passes."""
         return []
 

@@ -802,6 +802,7 @@ def _earlier(seed: Seed) -> None:
 OBJECTIVE = """
 import os
 import signal
+import torch
 from fullshard.objectives.causal_lm import CausalLM
 from fullshard.objectives.base import Terms
 
@@ -831,7 +832,12 @@ def a_loss_that_is_infinite_in_train(seed: Seed) -> None:
 
 @mistake("model", "trial: trial", "have no gradient", "model.layers.0", remedy="model.freeze", by="trial")
 def parameters_without_a_gradient(seed: Seed) -> None:
-    _own(seed, "detached", "terms = Terms(model.get_output_embeddings().weight.sum())")
+    head = "model.get_output_embeddings().weight.sum()"
+    _own(
+        seed,
+        "detached",
+        f"terms = Terms(terms.loss_sum.detach() * {head} if torch.is_grad_enabled() else terms.loss_sum)",
+    )
 
 
 @mistake("model", "trial: trial", "a document in a packed row changes the next", remedy="data.pack: false", by="trial")

@@ -65,7 +65,7 @@ class Disturbed(CausalLM):
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         terms = super().loss(model, batch, aux)
         disturbed = self.since <= self._seen < self.until and int(os.environ["RANK"]) in self.ranks
-        self._seen += 1
+        self._seen += torch.is_grad_enabled()
         if disturbed and terms.loss_sum.requires_grad:
             terms.loss_sum.register_hook(lambda gradient: gradient * float(self.factor))
         return terms

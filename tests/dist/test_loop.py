@@ -360,7 +360,7 @@ class Breaking(CausalLM):
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         terms = super().loss(model, batch, aux)
-        self._seen += 1
+        self._seen += torch.is_grad_enabled()
         broken = self._seen > self.whole and os.environ["RANK"] == "1"
         return Terms(terms.loss_sum * math.nan, terms.metrics) if broken else terms
 

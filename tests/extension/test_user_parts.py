@@ -78,14 +78,15 @@ from torch.nn.functional import cross_entropy
 from fullshard import Objective, Terms
 
 class Smoothed(Objective):
-    needs: ClassVar[tuple[str, ...]] = ("input_ids", "labels")
+    needs: ClassVar[tuple[str, ...]] = ("input_ids", "position_ids", "labels")
     smoothing: float = 0.1
 
     def count(self, batch):
         return int((batch["labels"] != -100).sum())
 
     def loss(self, model, batch, aux):
-        logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1)
+        # Positions start again at 0 with each document of a packed row; labels are shifted already.
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.flatten(0, 1)
         targets = batch["labels"].flatten()
         loss = cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=self.smoothing)
         real = targets != -100
@@ -103,6 +104,78 @@ def test_objective(run: Train, parts: Path, folder: Path) -> None:
     confidence = logits.softmax(-1).amax(-1)[targets != -100].mean()
     expected = (loss_of(logits, targets, label_smoothing=0.2).item(), confidence.item())
     assert curve(records, "loss", "confidence")[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_objective_on_packed_rows(run: Train, parts: Path, folder: Path) -> None:
+    """Packed rows give what the documents give by themselves."""
+    (parts / "packed_objective.py").write_text(OBJECTIVE)
+    objective = {"kind": "packed_objective.Smoothed", "smoothing": 0.2}
+    batch = {"per_device": 1, "global": 4}
+    records = run("packed", objective=objective, data={"pack": True, "sequence_length": 64}, batch=batch)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    stream, wanted, taken = rows(folder), 4 * 64, []
+    for row in stream:  # documents end to end; one that a row end cuts goes on in the next row, from position 0
+        taken.append(row)
+        if sum(map(len, taken)) >= wanted:
+            break
+    losses = []
+    for piece, targets in pieces(taken, row_length=64, rows=4):
+        logits = model(input_ids=torch.tensor([piece])).logits.detach()
+        losses.append(loss_of(logits, torch.tensor([targets]), label_smoothing=0.2, reduction="none").flatten())
+    every = torch.cat(losses)
+    assert curve(records, "loss")[0][0] == pytest.approx(every[every != 0].mean().item(), rel=1e-6)
+
+
+def pieces(documents: list[list[int]], *, row_length: int, rows: int) -> list[tuple[list[int], list[int]]]:
+    """The documents and parts of documents in packed rows, with their targets."""
+    found, at = [], 0
+    for document in documents:
+        targets, start = [*document[1:], -100], 0
+        while start < len(document) and at < rows * row_length:
+            stop = min(len(document), start + row_length - at % row_length)
+            found.append((document[start:stop], targets[start:stop]))
+            at, start = at + stop - start, stop
+    return found
+
+
+WRONG = {
+    "leaking": ("model(input_ids=batch['input_ids']).logits", "labels", True, "a document in a packed row changes"),
+    "shifted": (
+        "model(input_ids=batch['input_ids'], position_ids=batch['position_ids']).logits[:, :-1]",
+        "labels[:, 1:]",
+        False,
+        "Labels are shifted already",
+    ),
+    "ahead": (
+        "model(input_ids=batch['input_ids'], position_ids=batch['position_ids']).logits.roll(-1, dims=1)",
+        "labels",
+        False,
+        "sees later tokens",
+    ),
+    "counting_padding": (
+        "model(input_ids=batch['input_ids'], position_ids=batch['position_ids']).logits",
+        "labels.clamp(min=0)",
+        False,
+        "Padding after a row moves its loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_objective_that_is_wrong_is_refused_before_step_1(run: Train, parts: Path, folder: Path, name: str) -> None:
+    """What comes of code that was written for Transformers' Trainer: the loss goes down, and the model is wrong."""
+    call, labels, pack, said = WRONG[name]
+    text = OBJECTIVE[: OBJECTIVE.index("        # Positions")] + (
+        f"        logits = {call}\n"
+        f"        targets = batch['labels']{labels.removeprefix('labels')}\n"
+        "        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction='sum')\n"
+        "        return Terms(loss)\n"
+    )
+    (parts / f"{name}_objective.py").write_text(text)
+    with pytest.raises(AssertionError, match=said):
+        run(name, objective={"kind": f"{name}_objective.Smoothed"}, data={"pack": pack})
+    if name == "leaking":  # without packing it is right
+        assert len(curve(run("alone", objective={"kind": f"{name}_objective.Smoothed"}), "loss")) == 3
 
 
 FAMILY = """
