@@ -10,6 +10,7 @@ from fullshard.arithmetic import StepPlan
 from fullshard.build import Built
 from fullshard.dist.recompute import of_block
 from fullshard.dist.world import World
+from fullshard.dropout import active_dropout
 from fullshard.evaluate.base import Evaluation
 from fullshard.ground import Ground
 from fullshard.plural import counted
@@ -34,6 +35,7 @@ def header_rows(
         ("attention", built.model.kernels),
         ("compile", _compile(built)),
         ("recompute", _recompute(built)),
+        *_dropout(built),
     ]
     for line in [*ground.data.report, *ground.plan.describe()]:
         label, _, text = line.partition(": ")
@@ -77,6 +79,15 @@ def _recompute(built: Built) -> str:
     whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)
     rest = f", full in {counted(whole, 'block')} that hold units of their own" if whole else ""
     return f"activation checkpointing {asked}{rest}"
+
+
+def _dropout(built: Built) -> list[tuple[str, str]]:
+    """Said where it is at work: it makes an exception to what is promised of losses."""
+    found = active_dropout(built.model.module)
+    if not found:
+        return []
+    most = max(found.values())
+    return [("dropout", f"up to {most:g}: another number of ranks or another micro-batch draws other noise")]
 
 
 def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:

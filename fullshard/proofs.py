@@ -286,18 +286,26 @@ def _padding(probe: Probe, rows: Rows, *, labelled: bool, scale: float) -> str:
 
 
 def _labels_in_place(probe: Probe, rows: Rows) -> str:
-    """The label of a row's first position counts there: whoever shifts labels once more leaves it out."""
+    """Nothing counts without a label, and the label of a row's first position counts there: whoever shifts labels once
+    more leaves it out."""
     row = rows.at_first_label()
     labels = row["labels"].copy()
     labels[0] = rows.other(labels[:1])[0]
-    one, other = (float(probe.loss(each)) for each in (row, {**row, "labels": labels}))
+    without = rows.counting(row, np.empty(0, dtype=int))
+    none, one, other = (float(probe.loss(each)) for each in (without, row, {**row, "labels": labels}))
+    kind = probe.objective.kind()
+    if not all(reduce.gather_objects(abs(none) <= 1e-6 * max(1.0, abs(one)))):
+        raise SetupError(
+            f"objective.kind = {kind}: the loss of a row without any label (all are -100) is {none:g}, and must be 0. "
+            "Such rows fill up a step, and padding has no labels: take positions with the label -100 out of the sum."
+        )
     if not all(reduce.gather_objects(math.isfinite(one) and math.isfinite(other) and one != other)):
         raise SetupError(
-            f"objective.kind = {probe.objective.kind()} does not use the label of a row's first position: with that "
-            f"label alone its loss is {one:g}, and {other:g} with another one. Labels are shifted already: labels[i] "
-            "is the target of position i. Compare logits[:, i] with labels[:, i], and do not shift once more."
+            f"objective.kind = {kind} does not use the label of a row's first position: with that label alone its loss "
+            f"is {one:g}, and {other:g} with another one. Labels are shifted already: labels[:, i] is the target of "
+            "position i. Compare logits[:, i] with labels[:, i], and do not shift once more."
         )
-    return "each label counts at its own position"
+    return "each label counts at its own position, and nothing else does"
 
 
 def _allowed(probe: Probe, scale: float) -> float:

@@ -28,8 +28,10 @@ class Law:
     update carries the rounding of the one before on."""
     norms: float = 0.0
     """The same for gradient norms."""
-    tensors: float = 0.0
-    """The norm of the difference of a weight tensor, or of its first moment, relative to the norm of the tensor."""
+    updates: float = 0.0
+    """The norm of the difference of a weight tensor, relative to how far the last updates have moved it."""
+    moments: float = 0.0
+    """The norm of the difference of a first moment, relative to its norm."""
 
     def allows(self, name: str, step: int) -> float:
         """How far a number of a step may be off."""
@@ -136,9 +138,9 @@ class Tensors(Protocol):
     def read(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
 
-def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int) -> Seen:
+def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int, before: Tensors | None = None) -> Seen:
     """Every weight and optimizer tensor bit by bit; or, under a law of nearness, weights and first moments where there
-    is something to learn."""
+    is something to learn. `before` has the weights that were expected some updates earlier."""
     names = sorted(name for name in expected.names() if law.exact or name.startswith("model/") or _is_moment(name))
     missing = sorted(expected.names() - found.names())
     surplus = sorted(found.names() - expected.names())
@@ -148,15 +150,16 @@ def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int) -
         text = f"the checkpoint of step {step} {what} of {len(expected.names())} tensors, first {name}"
         return Seen("names", text, math.inf, step, name)
     floor = 0.0 if law.exact else _floor(expected)
-    apart = {name: _tensor_apart(found, expected, name, exact=law.exact, floor=floor) for name in names}
-    beyond = [name for name in names if apart[name] > (0.0 if law.exact else law.tensors)]
-    worst = max(apart, key=lambda name: apart[name], default="")
+    apart = {name: _tensor_apart(found, expected, name, law=law, floor=floor, before=before) for name in names}
+    allowed = {name: 0.0 if law.exact else law.moments if _is_moment(name) else law.updates for name in names}
+    beyond = [name for name in names if apart[name] > allowed[name]]
+    worst = max(beyond or apart, key=lambda name: apart[name], default="")
     largest = apart.get(worst, 0.0)
     if not beyond:
         return Seen(f"{largest:.0e}" if largest else "bitwise", worst=largest)
-    allowed = "bitwise" if law.exact else f"{law.tensors:.0e}"
     text = f"after step {step}, {len(beyond)} of {len(names)} tensors differ, most {worst}"
-    return Seen(f"{len(beyond)} differ", f"{text} (apart {largest:.1e}, allowed: {allowed})", largest, step, worst)
+    within = "bitwise" if law.exact else f"{allowed[worst]:.0e}{'' if _is_moment(worst) else ' of the last updates'}"
+    return Seen(f"{len(beyond)} differ", f"{text} (apart {largest:.1e}, allowed: {within})", largest, step, worst)
 
 
 NOISE = 1e-5
@@ -183,8 +186,11 @@ def _floor(tensors: Tensors) -> float:
     return usual[len(usual) // 2] * NOISE**2 if usual else 0.0
 
 
-def _tensor_apart(found: Tensors, expected: Tensors, name: str, *, exact: bool, floor: float = 0.0) -> float:
-    """The norm of the difference, relative to the tensor's; infinite where the two cannot be subtracted."""
+def _tensor_apart(
+    found: Tensors, expected: Tensors, name: str, *, law: Law, floor: float = 0.0, before: Tensors | None = None
+) -> float:
+    """The norm of the difference; of a moment relative to its norm, of a weight to that of its last updates. Infinite
+    where the two cannot be subtracted."""
     import torch
 
     if found.shape(name) != expected.shape(name) or found.dtype(name) != expected.dtype(name):
@@ -192,18 +198,35 @@ def _tensor_apart(found: Tensors, expected: Tensors, name: str, *, exact: bool, 
     ours, theirs = _read(found, name).reshape(-1), _read(expected, name).reshape(-1)
     if torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
         return 0.0
+    earlier = None
+    if before is not None and not law.exact and not _is_moment(name) and name in before.names():
+        earlier = _read(before, name).reshape(-1)
     second = _second(expected, name) if floor else None
     if second is not None:
         learned = second >= max(floor, float(second.mean()) * NOISE**2)
         ours, theirs = ours[learned], theirs[learned]
-    difference, size = 0.0, 0.0
-    for a, b in zip(ours.split(_PIECE), theirs.split(_PIECE), strict=True):
-        difference += float((a.double() - b.double()).square().sum())
-        size += float(b.double().square().sum())
+        earlier = None if earlier is None else earlier[learned]
+    difference = _distance(ours, theirs)
     if difference == 0.0:
-        return 5e-324 if exact else 0.0  # zeros of another sign
-    apart = math.sqrt(difference / size) if size else math.inf
+        return 5e-324 if law.exact else 0.0  # zeros of another sign
+    size = _distance(theirs, torch.zeros(()))
+    if earlier is not None:
+        # Updates below the last digit of a weight are rounding themselves.
+        rounding = LAST_DIGITS * torch.finfo(theirs.dtype).eps * size if theirs.is_floating_point() else 0.0
+        size = max(_distance(theirs, earlier), rounding / law.updates)
+    apart = difference / size if size else math.inf
     return math.inf if math.isnan(apart) else apart
+
+
+LAST_DIGITS = 4
+"""Rounding of weights that is allowed by itself, in units of their last digit."""
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The norm of the difference, in fp64, a piece at a time."""
+    others = theirs.expand_as(ours)
+    pairs = zip(ours.split(_PIECE), others.split(_PIECE), strict=True)
+    return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
 
 
 _PIECE = 2**24

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.dropout import dropout_layers
 from fullshard.models.base import Family
 from fullshard.optim.base import Optimizer
 from fullshard.part import decode, plain
@@ -31,12 +32,12 @@ def still(recipe: Recipe, module: nn.Module, processor: Any, *, half: bool) -> t
     if model != plain(recipe.model):
         changed["model"] = decode(Family, model, where="model")
     quiet = changed["model"].build(processor=processor) if "model" in changed else module
-    if _noisy_settings(module) or _dropout(module):
+    if _noisy_settings(module) or dropout_layers(module):
         removed.append("without dropout")
     if recipe.optimizer.kind() == "adamw_8bit":
         changed["optimizer"] = decode(Optimizer, {**plain(recipe.optimizer), "kind": "adamw"}, where="optimizer")
         removed.append("with AdamW's states in fp32")
-    name = _dropout(quiet)
+    name = next(iter(dropout_layers(quiet)), None)
     left = f"{name} is a dropout that no setting of the model turns off, and other ranks draw other numbers"
     return recipe.model_copy(update=changed), removed, left if name else None
 
@@ -62,12 +63,6 @@ def _noisy_settings(module: nn.Module) -> list[str]:
         for key, value in settings.items()
         if any(word in key for word in _NOISE) and isinstance(value, float) and value > 0
     ]
-
-
-def _dropout(module: nn.Module) -> str | None:
-    """The first module that drops out."""
-    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-    return next((name for name, part in module.named_modules() if isinstance(part, kinds) and part.p > 0), None)
 
 
 __all__ = ["still"]

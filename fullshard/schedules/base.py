@@ -21,7 +21,8 @@ class Schedule(Part):
     required: ClassVar[tuple[str, ...]] = ("after_warmup or factor",)
 
     warmup: int | float = 0
-    """Linear warm-up: a whole number is steps, a fraction below 1 a share of the run."""
+    """Linear warm-up: a whole number is steps, a fraction below 1 a share of the run. Step n of N has n/N of the rate:
+    the first step trains already. Transformers gives it a rate of 0, and stays one step behind during warm-up."""
 
     @field_validator("warmup", mode="before")
     @classmethod

@@ -16,7 +16,7 @@ from fullshard.errors import SetupError
 from fullshard.objectives.base import Batch, Objective, Terms
 from fullshard.objectives.causal_lm import CausalLM
 from tests.ranks import RankPool
-from tests.small import curve, recipe, token_file, train
+from tests.small import curve, recipe, train
 from tests.unit.proofs_of import proofs_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -156,7 +156,7 @@ WRONG = {
         "model(input_ids=batch['input_ids'], position_ids=batch['position_ids']).logits",
         "labels.clamp(min=0)",
         False,
-        "Padding after a row moves its loss",
+        "loss of a row without any label",
     ),
 }
 

@@ -10,7 +10,7 @@ import torch
 from fullshard.prove.compare import Law, compare_numbers, compare_samples, compare_tensors, steps_of
 
 EXACT = Law(exact=True)
-NEAR = Law(exact=False, losses=1e-6, norms=1e-4, tensors=1e-3)
+NEAR = Law(exact=False, losses=1e-6, norms=1e-4, updates=1e-2, moments=1e-3)
 
 
 def records(**changes: Any) -> list[dict[str, Any]]:
@@ -134,12 +134,33 @@ def test_one_bit_of_any_tensor_is_found_where_all_must_be_equal(name: str) -> No
 
 def test_the_tensor_that_differs_most_is_named() -> None:
     ours = Stored()
-    ours.tensors["model/a.weight"] *= 1.01
+    ours.tensors["model/a.weight"] *= 1.02
     ours.tensors["model/a.bias"] *= 1.1
     ours.tensors["optimizer/a.bias/exp_avg"] *= 1 + 1e-4
     seen = compare_tensors(ours, Stored(), law=NEAR, step=6)
     assert (seen.tensor, seen.word) == ("model/a.bias", "2 differ")
     assert seen.worst == pytest.approx(0.1, rel=1e-5)
+
+
+def test_weights_are_held_to_the_size_of_their_updates() -> None:
+    """With a small learning rate a wrong update is a small share of the weight, and none of the update."""
+    before, ours, theirs = Stored(), Stored(), Stored()
+    update = 1e-4 * torch.randn(8, 4)
+    theirs.tensors["model/a.weight"] += update
+    ours.tensors["model/a.weight"] += update * (1 + 1e-3)
+    assert compare_tensors(ours, theirs, law=NEAR, step=6, before=before).drift is None
+    ours.tensors["model/a.weight"] += update
+    seen = compare_tensors(ours, theirs, law=NEAR, step=6, before=before)
+    assert seen.tensor == "model/a.weight"
+    assert seen.worst == pytest.approx(1.0, rel=2e-2)
+    assert seen.drift is not None
+    assert "allowed: 1e-02 of the last updates" in seen.drift
+
+
+def test_updates_below_the_last_digit_may_round_either_way() -> None:
+    ours, theirs = Stored(), Stored()
+    ours.tensors["model/a.weight"] = torch.nextafter(ours.tensors["model/a.weight"], torch.tensor(99.0))
+    assert compare_tensors(ours, theirs, law=NEAR, step=6, before=Stored()).drift is None
 
 
 def test_a_gradient_of_another_size_is_found_though_adam_hides_it_from_the_weights() -> None:

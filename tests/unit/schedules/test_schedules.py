@@ -100,3 +100,10 @@ def test_warmup_as_long_as_the_run_never_divides_by_zero() -> None:
 def test_an_unknown_schedule_lists_the_known_ones() -> None:
     with pytest.raises(RecipeError, match=r"schedule.kind = 'cosin' is not known.*did you mean 'cosine'"):
         schedule("cosin")
+
+
+def test_the_warm_up_says_where_it_stands_to_that_of_transformers() -> None:
+    """In the description that editors and `fullshard recipes schema` show."""
+    text = " ".join((Schedule.model_fields["warmup"].description or "").split())
+    assert "Step n of N has n/N of the rate" in text
+    assert "Transformers" in text
