@@ -59,7 +59,7 @@ def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux
     lines = recipe.objective.check(model.module, batch, packed=packed, compute=compute)
     reshard(model.module)
     probe = Probe(recipe.objective, model.module, aux, compute, world.device, train.collate)
-    return lines + prove(probe, train.first_sample(), packed=packed, longest=recipe.data.sequence_length)
+    return lines + prove(probe, train.long_sample, packed=packed, longest=recipe.data.sequence_length)
 
 
 def evaluation_inputs(

@@ -68,12 +68,12 @@ class Probe:
         return finite(found.detach().float(), self.compute)
 
 
-def prove(probe: Probe, sample: Features, *, packed: bool, longest: int) -> list[str]:
+def prove(probe: Probe, find: Callable[[], Features], *, packed: bool, longest: int) -> list[str]:
     """Raises SetupError on every rank where something does not hold; returns a line for each thing proven.
 
-    `sample` is one training sample, the same on every rank; rows are made of it, of at most `longest` tokens."""
+    `find` gives one training sample, the same on every rank; rows of at most `longest` tokens are made of it."""
     objective = probe.objective
-    if "input_ids" not in sample or not reads(objective, "input_ids"):
+    if not reads(objective, "input_ids") or "input_ids" not in (sample := find()):
         return []
     rows = Rows(sample, width=max(4, min(WIDTH, longest)))
     labelled = rows.labelled and reads(objective, "labels")
@@ -119,21 +119,22 @@ class Rows:
     """Rows of a sample's own tokens, in short: every feature with an entry for each token is cut alike."""
 
     def __init__(self, sample: Features, *, width: int) -> None:
-        self.width, self._sample = width, sample
         ids, labels = sample["input_ids"], sample.get("labels", np.empty(0))
+        # A shorter sample is repeated, which sets its beginning behind its end: only where there is next to nothing.
+        self.width = min(width, max(len(ids), 8))
+        self._sample, self._size, self._latest = sample, len(ids), max(len(ids) - self.width, 0)
         self.labelled = len(labels) == len(ids)
         learned = np.flatnonzero(labels != IGNORE) if self.labelled else np.arange(len(ids))
         self.first = int(learned[0]) if len(learned) else 0
         # Some of what comes before the first label, where a model may see both ways; then what is learned.
-        self.plain = self._cut(max(self.first - width // 4, 0), width)
+        self.plain = self._cut(min(max(self.first - self.width // 4, 0), self._latest), self.width)
         carry = self.carrying(self.plain)
-        self.cut = int(carry[(len(carry) - 1) // 2])
+        self.cut = int(carry[len(carry) // 2])
 
     def _cut(self, start: int, width: int) -> Features:
-        """So many tokens from `start` on, as one document; a short sample is repeated."""
-        size = len(self._sample["input_ids"])
-        places = (start + np.arange(width)) % size
-        row = {name: array[places] if len(array) == size else array for name, array in self._sample.items()}
+        """So many tokens from `start` on, as one document."""
+        places = (start + np.arange(width)) % self._size
+        row = {name: array[places] if len(array) == self._size else array for name, array in self._sample.items()}
         row["position_ids"] = np.arange(width, dtype=np.int32)
         if self.labelled:
             following = np.append(row["input_ids"][1:], IGNORE)
@@ -167,16 +168,16 @@ class Rows:
 
     def at_first_label(self) -> Features:
         """A row that begins with a position whose label counts, and no other."""
-        return self.counting(self._cut(self.first, self.width), np.array([0]))
+        return self.counting(self._cut(self.first, max(2, min(self.width, self._size - self.first))), np.array([0]))
 
     def short(self) -> Features:
         """Half a row."""
-        return self._cut(self.first, self.width // 2)
+        return self._cut(min(self.first, self._latest), self.width // 2)
 
     def documents(self) -> tuple[Features, Features]:
         """Two halves of a row, each a document."""
-        half = self.width // 2
-        return self._cut(self.first, half), self._cut(self.first + half, half)
+        start, half = min(self.first, self._latest), self.width // 2
+        return self._cut(start, half), self._cut(start + half, half)
 
 
 def _causality(probe: Probe, rows: Rows) -> tuple[list[str], float]:

@@ -117,9 +117,10 @@ class Loader:
         """This rank's first micro-batch, made here and now."""
         return self._made(next(self.turns(0)))
 
-    def first_sample(self) -> Features:
-        """The first sample of the source, the same on every rank."""
-        return self._batches.samples[0]
+    def long_sample(self, among: int = 32) -> Features:
+        """The longest of the first samples of the source, the same on every rank."""
+        first = (self._batches.samples[index] for index in range(min(among, self.num_samples)))
+        return max(first, key=lambda sample: len(sample.get("input_ids", ())))
 
     def collate(self, rows: Sequence[Features], *, length: int | None) -> Batch:
         """A micro-batch of rows that are in no source."""

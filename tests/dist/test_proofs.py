@@ -243,7 +243,7 @@ def of_prefix_model(honest: bool) -> str:
     probe = Probe(Prefixed(), PrefixModel(honest=honest), {}, torch.float32, torch.device("cpu"), collate)
     sample = {"input_ids": ids, "labels": labels, "token_type_ids": types}
     try:
-        return "\n".join(prove(probe, sample, packed=False, longest=64))
+        return "\n".join(prove(probe, lambda: sample, packed=False, longest=64))
     except SetupError as error:
         return str(error)
 

@@ -39,4 +39,4 @@ def proofs_of(
     ids = np.random.default_rng(0).integers(3, 97, 48).astype(np.int32)
     loader = Loader([{"input_ids": ids, "labels": np.append(ids[1:], -100).astype(np.int32)}], Text(), per_device=1)
     probe = Probe(objective or CausalLM(), module, {}, compute, world.device, loader.collate)
-    return prove(probe, loader.first_sample(), packed=packed, longest=64)
+    return prove(probe, loader.long_sample, packed=packed, longest=64)
