@@ -53,13 +53,14 @@ def loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tu
 
 
 def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux: dict[str, nn.Module]) -> list[str]:
-    """What holds of the model with this objective, on the first data: the objective's own proofs, and the engine's."""
-    batch = to_device(train.first_batch(), world.device)
+    """What holds of the model with this objective, on the first data: the engine's proofs, then the objective's own."""
     packed, compute = recipe.data.pack, model.plan.compute
-    lines = recipe.objective.check(model.module, batch, packed=packed, compute=compute)
-    reshard(model.module)
     probe = Probe(recipe.objective, model.module, aux, compute, world.device, train.collate)
-    return lines + prove(probe, train.long_sample, packed=packed, longest=recipe.data.sequence_length)
+    lines = prove(probe, train.long_sample, packed=packed, longest=recipe.data.sequence_length)
+    batch = to_device(train.first_batch(), world.device)
+    lines += recipe.objective.check(model.module, batch, packed=packed, compute=compute)
+    reshard(model.module)
+    return lines
 
 
 def evaluation_inputs(

@@ -24,7 +24,7 @@ from fullshard.dist.awake import awake
 from fullshard.dist.shard import reshard
 from fullshard.errors import SetupError
 from fullshard.objectives.base import Batch, Objective
-from fullshard.ops.finite import finite
+from fullshard.ops.finite import not_finite
 from fullshard.step import to_device
 
 WIDTH = 32
@@ -65,7 +65,9 @@ class Probe:
         torch.manual_seed(0)
         found = self.objective.predictions(self.model, self.batch(*rows, length=length))
         assert found is not None
-        return finite(found.detach().float(), self.compute)
+        if not all(reduce.gather_objects(bool(found.isfinite().all()))):
+            raise not_finite(self.compute)
+        return found.detach().float()
 
 
 def prove(probe: Probe, find: Callable[[], Features], *, packed: bool, longest: int) -> list[str]:

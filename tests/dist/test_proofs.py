@@ -265,9 +265,11 @@ def test_bert_learns_nothing_from_random_tokens(ranks: RankPool, tmp_path: Path)
         tmp_path,
         name="random",
         model={"path": None, "architecture": "bert", "size": "tiny", "overrides": {"vocab_size": 97}},
-        duration={"steps": 40},
+        duration={"steps": 20},
     )
     losses = [loss for (loss,) in curve(ranks.run(train, settings, world=2)[0], "loss")]
     assert min(losses) > math.log(8) * 0.97
     assert AutoConfig.from_pretrained(tmp_path / "runs" / "random" / "model").is_decoder is True
-    assert "is_decoder = true is set" in (tmp_path / "runs" / "random" / "log.txt").read_text()
+    log = (tmp_path / "runs" / "random" / "log.txt").read_text()
+    assert "is_decoder = true is set" in log
+    assert "up to 0.1: another number of ranks or another micro-batch draws other noise" in " ".join(log.split())

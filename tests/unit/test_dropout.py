@@ -1,0 +1,22 @@
+"""Which dropout is at work, as the run header says it."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fullshard.dropout import active_dropout, dropout_layers
+from tests.unit.hf.architectures import build
+
+
+def test_layers_and_numbers_of_layers() -> None:
+    assert set(active_dropout(build("gpt2")).values()) == {0.1}
+    assert active_dropout(build("gpt2", attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)) == {}
+    assert active_dropout(build("llama")) == {}
+    # Attention keeps its share as a number, for a function.
+    with_number = build("llama", attention_dropout=0.25)
+    assert dropout_layers(with_number) == {}
+    assert set(active_dropout(with_number).values()) == {0.25}
+
+
+def test_layers_that_drop_nothing_are_not_named() -> None:
+    assert dropout_layers(nn.Sequential(nn.Dropout(0.0), nn.Dropout2d(0.5))) == {"1": 0.5}
