@@ -35,6 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     command = [sys.executable, "-m", "fullshard", "train", "quickstart", *SHORT]
     done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
     return place, done.stdout
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,15 @@ def test_commands_run_as_written(
         name = "second" if "name=second" in words else "my-model"
         assert "Training complete!" in said
         assert (folder / "runs" / name / "model" / "adapter_model.safetensors").exists()
+
+
+def test_the_lines_that_install_name_what_the_package_needs_and_has() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    line = next(line for line in blocks("bash")[1].splitlines() if "torch" in line)
+    assert next(wanted for wanted in project["dependencies"] if wanted.startswith("torch>")) in line
+    extras = re.search(r"pip install '\.\[(.*)\]'", blocks("bash")[1])
+    assert extras
+    assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
 
 
 def test_the_recipe_is_at_most_ten_keys() -> None:
