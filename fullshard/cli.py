@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class Commands(TyperGroup):
-    """The commands; a FullshardError of any of them is told, not traced. Nor is the end of a rank that only lost
-    another: its launcher tells what became of that one, and the traceback is in the crash folder."""
+    """The commands; a FullshardError of any of them prints without a traceback. So does the end of a rank that
+    only lost another: its launcher says what happened to that one, and the traceback is in the crash folder."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -132,11 +132,11 @@ Devices = Annotated[
         help="Ranks on this node: a number, GPU ids, or auto for every GPU.",
     ),
 ]
-Gpus = Annotated[str | None, typer.Option(metavar="0,1", help="GPU ids, also a single one.")]
+Gpus = Annotated[str | None, typer.Option(metavar="0,1", help="The GPUs to use, by id: 0,1, or just 2.")]
 Nodes = Annotated[
     int | None, typer.Option("--nodes", "--num-nodes", min=1, metavar="N", help="How many machines take part.")
 ]
-NodeRank = Annotated[int | None, typer.Option(metavar="N", help="Which of them this one is, from 0.")]
+NodeRank = Annotated[int | None, typer.Option(metavar="N", help="The number of this machine, from 0.")]
 Master = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
@@ -162,7 +162,9 @@ def train(
     preset: Preset = None,
     resume: Annotated[
         str,
-        typer.Option(metavar="auto|never|PATH", help="Go on from the last checkpoint, start over, or go on from PATH."),
+        typer.Option(
+            metavar="auto|never|PATH", help="Continue from the last checkpoint, start over, or continue from PATH."
+        ),
     ] = "auto",
     resume_anyway: Annotated[
         bool, typer.Option("--resume-anyway", help="Go on although the recipe has changed in a way that matters.")
@@ -209,7 +211,7 @@ def check(
     preset: Preset = None,
     output: Output = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Look only; start no ranks and leave the trial of the model out.")
+        bool, typer.Option("--quick", help="Look only: start no ranks, and skip the trial of the model.")
     ] = False,
     units: Annotated[bool, typer.Option("--units", help="Print every FSDP unit with its dtypes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
@@ -258,7 +260,7 @@ def prove(
     cases: Annotated[
         str | None, typer.Option(metavar="LIST", help="Some of resume,world,split,strategy instead of all.")
     ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the runs in their folder, and say where.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs, and say where they are.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
     as_rank: Annotated[bool, typer.Option("--as-rank", hidden=True)] = False,
 ) -> None:
@@ -267,7 +269,7 @@ def prove(
     Runs the recipe for six steps: straight; killed (SIGKILL), resumed, killed again and resumed again; in other
     micro-batches; on another number of ranks; with another sharding strategy. Compares the samples, losses and gradient
     norms of every step, and the weights at the end: bit by bit where resumed, within rounding in the others. Names the
-    first step and the tensor that differ. Needs the disk of a few checkpoints beside the output, and gives it back.
+    first step and the tensor that differ. Needs disk space for a few checkpoints, and frees it afterwards.
 
     Exit codes: 0 no drift; 2 a mistake in the recipe, the data or the set-up; 3 drift.
     """

@@ -20,7 +20,7 @@ EXIT_PREEMPTED = 75
 
 
 class FullshardError(Exception):
-    """A mistake the user can mend; `str(error)` is the whole message."""
+    """A mistake the user can fix; `str(error)` is the whole message."""
 
     exit_code = EXIT_USER
 

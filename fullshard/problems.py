@@ -124,6 +124,14 @@ def found(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def sort_of(value: Any) -> str:
+    """What sort of value it is, in the words of JSON rather than of Python."""
+    if value is None or isinstance(value, bool):
+        return shown(value)
+    sorts = ((str, "text"), ((int, float), "a number"), (Mapping, "an object"), ((list, tuple), "a list"))
+    return next((words for types, words in sorts if isinstance(value, types)), type(value).__name__)  # type: ignore[arg-type]
+
+
 def did_you_mean(word: str, known: Sequence[str]) -> str:
     """` (did you mean 'x'?)`, or nothing when no known word is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -147,4 +155,4 @@ def unknown_key(where: str, key: str, value: Any, known: Sequence[str]) -> list[
     return [f"{path} is not a known key{near}. Known here: {', '.join(known) or 'no key'}."]
 
 
-__all__ = ["did_you_mean", "explain", "found", "join", "unknown_key"]
+__all__ = ["did_you_mean", "explain", "found", "join", "sort_of", "unknown_key"]

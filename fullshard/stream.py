@@ -80,7 +80,7 @@ class _Stream:
 
     def __init__(self, file: Path | IO[bytes], *, entries: Mapping[str, Entry] | None, mode: str) -> None:
         opened: Any = file
-        # A path of universal_pathlib opens like one of pathlib, and is none.
+        # A UPath is not a pathlib.Path, but opens like one.
         self._owned = not hasattr(opened, "write")
         self._file: Any = opened.open(mode) if self._owned else opened
         self._where = str(opened if self._owned else getattr(opened, "name", "the file"))

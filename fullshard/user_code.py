@@ -80,7 +80,7 @@ def _file(path: Path, text: str, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever the user's code raises
         del sys.modules[name]
-        raise RecipeError(f"{where} = {text!r}: {path} cannot be run ({_words(error)}). Mend it there.") from error
+        raise RecipeError(f"{where} = {text!r}: {path} failed to import ({_words(error)}). Fix the file.") from error
     return module
 
 

@@ -104,14 +104,14 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
             (counts.empty, "put text into the records or take them out"),
             (counts.masked, "give conversations an answer that is not blank"),
             (counts.beyond, "raise data.sequence_length"),
-            (counts.unreadable, "mend or replace the images"),
+            (counts.unreadable, "fix or replace the images"),
         ]
-        mend = "; ".join(words for number, words in remedies if number)
+        advice = "; ".join(words for number, words in remedies if number)
         yield warning(
             "dropped",
             f"{counts.dropped:,} of {counted(all_samples, 'sample')} ({dropped:.1%}) of {key} are left out, nothing in "
             f"them can be learned: {reasons(counts)}.",
-            f"{mend[:1].upper()}{mend[1:]}.",
+            f"{advice[:1].upper()}{advice[1:]}.",
         )
     elif counts.dropped:
         yield ok("dropped", f"{counts.dropped:,} of {counted(all_samples, 'sample')} of {key}: {reasons(counts)}")

@@ -48,7 +48,7 @@ class Machine:
     cores: int
     """Cores that this process may use."""
     memory_bytes: int
-    """Host memory that can still be had."""
+    """Host memory that is available."""
     open_files: int
     """How many files one process may hold open."""
     shm_bytes: int | None

@@ -120,7 +120,7 @@ def memory(
         export += math.ceil(saved * _copies(recipe, ranks))
     last = "saving in the background" if recipe.checkpoint.asynchronous else "the export" if export else ""
     what = " and ".join(filter(None, (held, last)))
-    text = f"{size(machine.memory_bytes)} to be had, {size(here + export)} needed for {what or 'nothing'}"
+    text = f"{size(machine.memory_bytes)} available, {size(here + export)} needed for {what or 'nothing'}"
     remedy = (
         "Use fewer ranks or a smaller model, shard it over more nodes, or free memory; a container or a job may have a "
         "limit below the machine's."

@@ -12,6 +12,7 @@ from typing import Any
 
 from fullshard.data.base import Record
 from fullshard.errors import DataError
+from fullshard.problems import sort_of
 
 Message = dict[str, Any]
 
@@ -54,7 +55,7 @@ def read_variables(record: Record, *, used: Sequence[str]) -> dict[str, Any]:
     more = record.get("chat_template_kwargs")
     more = _from_json(more, "'chat_template_kwargs'") if isinstance(more, str) else more
     if more is not None and not isinstance(more, Mapping):
-        raise DataError(f"'chat_template_kwargs' must be an object, found {_kind(more)}.")
+        raise DataError(f"'chat_template_kwargs' must be an object, found {sort_of(more)}.")
     columns = {**record, **(more or {})}
     found = {k: v for k, v in columns.items() if v is not None and k not in _RESERVED and k not in used}
     if "tools" in found:
@@ -81,7 +82,7 @@ def joined(content: Any) -> str:
 
 def _message(entry: Any, where: str, *, speaker: str, said: str) -> Message:
     if not isinstance(entry, Mapping) or entry.get(speaker) is None:
-        found = ", ".join(map(repr, entry)) if isinstance(entry, Mapping) else _kind(entry)
+        found = ", ".join(map(repr, entry)) if isinstance(entry, Mapping) else sort_of(entry)
         raise DataError(f"{where} must have {speaker!r} and {said!r}, found {found}.")
     given = entry[speaker]
     is_call = given in CALLS
@@ -113,7 +114,7 @@ def _with_content(message: Message, entry: Mapping[str, Any], where: str, *, sai
     if isinstance(content, str) or (message["role"] in ("tool", "ipython") and isinstance(content, (Mapping, list))):
         return message
     if not isinstance(content, list) or not content:
-        raise DataError(f"{where}: {said!r} must be a string, found {_kind(content)}.")
+        raise DataError(f"{where}: {said!r} must be a string, found {sort_of(content)}.")
     return {**message, "content": [_part(part, where) for part in content]}
 
 
@@ -140,7 +141,7 @@ def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             arguments = _from_json(arguments, f"{place}: 'arguments'") if arguments.strip() else {}
         if not isinstance(arguments, Mapping | None):
-            raise DataError(f"{place}: 'arguments' must be an object, found {_kind(arguments)}.")
+            raise DataError(f"{place}: 'arguments' must be an object, found {sort_of(arguments)}.")
         rest = {key: value for key, value in call.items() if key not in ("name", "arguments") and value is not None}
         found.append({"type": "function", **rest, "function": {**function, "arguments": dict(arguments or {})}})
     return found
@@ -169,11 +170,11 @@ def _objects(value: Any, where: str) -> list[dict[str, Any]]:
     value = _from_json(value, where) if isinstance(value, str) and value.strip() else value or []
     entries = [value] if isinstance(value, Mapping) else value
     if not isinstance(entries, list):
-        raise DataError(f"{where} must be a list of objects, found {_kind(value)}.")
+        raise DataError(f"{where} must be a list of objects, found {sort_of(value)}.")
     entries = [_from_json(entry, where) if isinstance(entry, str) else entry for entry in entries]
     for entry in entries:
         if not isinstance(entry, Mapping):
-            raise DataError(f"{where} must be a list of objects, found {_kind(entry)} in it.")
+            raise DataError(f"{where} must be a list of objects, found {sort_of(entry)} in it.")
     return [_copied(entry) for entry in entries]
 
 
@@ -188,10 +189,6 @@ def _from_json(text: Any, where: str, *, form: str = "") -> Any:
     except (ValueError, TypeError, RecursionError) as error:
         like = f" like {form}" if form else ""
         raise DataError(f"{where} must be JSON{like}, found {str(text)[:60]!r}: {error}.") from error
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
 
 
 __all__ = ["ALIASES", "LISTS", "REASONING", "ROLES", "Message", "joined", "read_messages", "read_variables", "written"]

@@ -238,5 +238,5 @@ def _check_any(key: str, store: Store) -> None:
     remedy = "; ".join(words for number, words in remedies if number)
     raise DataError(
         f"{key}: no sample is left of {counted(counts.records, 'record')}, nothing in them can be learned: "
-        f"{reasons(counts)}. To mend it: {remedy}."
+        f"{reasons(counts)}. To fix it: {remedy}."
     )

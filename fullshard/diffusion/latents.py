@@ -26,7 +26,7 @@ _PIXELS = {"cpu": 2**18, "cuda": 2**22}
 
 
 class Latents(Section):
-    """A frozen VAE that makes images to latents."""
+    """A frozen VAE that encodes images to latents."""
 
     path: str
     """A folder or hub name: of an AutoencoderKL of diffusers, or of a pipeline that has one."""

@@ -2,7 +2,7 @@
 
 A unit's parameters are cast into the place where they compute all together: FSDP launches two small kernels for every
 parameter, a cast into new memory and a copy from there, more than a thousand in each step of a model of some hundred
-parameters. And gradients stay where they were put for a reduction that there is none of. The casts take FSDP's own
+parameters. With one rank nothing is reduced, so gradients stay in place. The casts take FSDP's own
 objects by names that torch does not promise; where torch has renamed one, FSDP's own way remains. Must not know what is
 computed.
 """
@@ -52,7 +52,7 @@ def cast_together(units: Iterable[Any]) -> None:
 
 
 def reduce_in_place(units: Iterable[Any]) -> None:
-    """What comes out of a reduction over one rank lies where it went in, and FSDP's copy of it onto itself is none."""
+    """The output of a reduction over one rank aliases its input, so FSDP's copy is free."""
     for unit in units:
         unit.set_custom_reduce_scatter(_InPlace())
 

@@ -63,7 +63,7 @@ def _cannot_open(where: str, error: Exception) -> FullshardError:
             f"{where} needs the package {error.name}, which is not installed. Install it with: "
             f"pip install {error.name.partition('.')[0]}"
         )
-    return SetupError(f"{where} cannot be opened: {_say(error)}. Mend it, or take it out of log.sinks.")
+    return SetupError(f"{where} cannot be opened: {_say(error)}. Fix it, or remove it from log.sinks.")
 
 
 def _say(error: Exception) -> str:

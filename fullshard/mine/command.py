@@ -1,4 +1,4 @@
-"""`fullshard mine`: hard negatives for pairs, from what a model takes for near among a corpus. One process.
+"""`fullshard mine`: hard negatives for pairs, from a model's nearest neighbours in a corpus. One process.
 
 Must not import torch before it is called, nor know how texts are embedded, searched or chosen.
 """
@@ -45,10 +45,10 @@ def mine(
         str, typer.Option(metavar="A:B", help="Take them from these hits of a query, both included; the first is 1.")
     ] = "10:100",
     margin: Annotated[
-        float | None, typer.Option(metavar="X", help="Score at least so far below that of the pair's positive.")
+        float | None, typer.Option(metavar="X", help="Keep negatives that score at least this far below the positive.")
     ] = None,
-    max_score: Annotated[float | None, typer.Option(metavar="X", help="Score at most so much.")] = None,
-    min_score: Annotated[float | None, typer.Option(metavar="X", help="Score at least so much.")] = None,
+    max_score: Annotated[float | None, typer.Option(metavar="X", help="Maximum score of a negative.")] = None,
+    min_score: Annotated[float | None, typer.Option(metavar="X", help="Minimum score of a negative.")] = None,
     corpus: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="More documents to search: records with a text, a document or a positive."),

@@ -83,8 +83,8 @@ def _backward(ctx: Any, d_out: torch.Tensor, _: Any) -> tuple[torch.Tensor, torc
     d_qkv, sums = _attend_backward(d_out, *ctx.saved_tensors, QUERIES["OWN"])
     if not ctx.needs_input_grad[1]:
         return d_qkv, None
-    # Of keys it is zero, as what moves all of them moves all scores of a query alike; of values it is that of the
-    # results, as the shares of a query add up to one.
+    # Zero for keys: softmax is shift-invariant. For values it is the gradient of the results, since the weights of a
+    # query add up to one.
     of_queries, of_values = sums.sum(0).to(d_qkv.dtype)
     return d_qkv, torch.cat([of_queries, torch.zeros_like(of_queries), of_values]).flatten()
 

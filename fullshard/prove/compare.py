@@ -115,7 +115,7 @@ _NAMES = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "
 
 
 def _apart(found: float | None, expected: float | None) -> float:
-    """Relative to what was expected; a number that is none equals only another such."""
+    """Relative to what was expected; NaN equals only NaN."""
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     return abs(found - expected) / abs(expected) if expected else (0.0 if found == expected else math.inf)

@@ -69,7 +69,7 @@ def sample(
     The recipe of the run says how, and how its data was scaled. The same seed gives the same images, on any number of
     ranks. A grid that exists is replaced.
 
-    Exit codes: 0 done; 2 a mistake in the options or the run; 3 images that hold values that are no numbers.
+    Exit codes: 0 done; 2 a mistake in the options or the run; 3 the images hold NaN or Inf.
     """
     from fullshard.dist import env
     from fullshard.on_ranks import start_own

@@ -295,7 +295,7 @@ def _spread(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:
 def _finite(images: torch.Tensor, chosen: Chosen) -> torch.Tensor:
     if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
         raise NumericalError(
-            f"{chosen.weights}: {broken} of {len(images)} images hold values that are no numbers. Use an earlier "
+            f"{chosen.weights}: {broken} of {len(images)} images hold NaN or Inf. Use an earlier "
             "checkpoint, less --guidance, or more --steps."
         )
     return images

@@ -286,7 +286,7 @@ def a_variable_that_slows(seed: Seed) -> None:
     seed.patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 
 
-@mistake("environment", "model: host memory", "to be had", "needed for parameters", remedy="smaller model")
+@mistake("environment", "model: host memory", "available", "needed for parameters", remedy="smaller model")
 def a_model_that_memory_cannot_hold(seed: Seed) -> None:
     _huge(seed)
 

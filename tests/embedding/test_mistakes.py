@@ -119,12 +119,12 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "mixed types in one field": (
         DataError,
         {"file": "mixed"},
-        ["mixed.jsonl:4", "'query' must be a string, found int: 5"],
+        ["mixed.jsonl:4", "'query' must be a string, found a number: 5"],
     ),
     "mixed types among negatives": (
         DataError,
         {"file": "mixed_negatives"},
-        ["mixed_negatives.jsonl:4", "'negatives[1]' must be a string, found int: 7"],
+        ["mixed_negatives.jsonl:4", "'negatives[1]' must be a string, found a number: 7"],
     ),
     "tokens instead of texts": (DataError, {"file": "tokens"}, ["no 'query' in the record", "input_ids"]),
     "a step of one sample": (

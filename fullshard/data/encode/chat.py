@@ -19,6 +19,7 @@ from fullshard.data.records import keys_found
 from fullshard.data.rendering import Layout, Rendered, Template, render
 from fullshard.data.tokens import collate_tokens, sample, shifted, tokenizer_of
 from fullshard.errors import DataError
+from fullshard.problems import sort_of
 
 PAIRS = (
     ("problem", "expected_answer"),
@@ -220,7 +221,7 @@ def _string(record: Record, key: str) -> str:
             raise DataError(f"{key!r} must be a string, found {value}. Give it a text, or take the record out.")
         return str(value)
     if not isinstance(value, str):
-        raise DataError(f"{key!r} must be a string, found {type(value).__name__}.")
+        raise DataError(f"{key!r} must be a string, found {sort_of(value)}.")
     return value
 
 

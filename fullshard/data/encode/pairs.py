@@ -264,7 +264,7 @@ def _check_mode(pair: Pair, mode: str) -> None:
         wanted = document if at else query
         if entry.kind == wanted:
             continue
-        mend = "Mend the record, or set it to null to take each record by its columns."
+        mend = "Fix the record, or set it to null to take each record by its columns."
         if (entry.kind, wanted) == ("t", "i"):
             role = f"{name}_image{'s' if at > 1 else ''}"
             mend = f"Where {entry.column!r} holds images, set {MAPPING} = {{{role}: {entry.column}}}."

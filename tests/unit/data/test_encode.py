@@ -104,7 +104,7 @@ def test_text_faults(tokenizer: Any) -> None:
         {"body": "x", "id": 1}
     )
     assert "no 'body' in the record" in message({"text": "x"}, column="body")
-    assert "'text' must be a string, found int: 3" in message({"text": 3})
+    assert "'text' must be a string, found a number: 3" in message({"text": 3})
     assert message({"text": None}).startswith("'text' is null in the record")
     assert "no 'body' in the record. Keys found: 'text' (null)." in message({"text": None}, column="body")
     assert "both 'text' and 'input_ids'" in message({"text": "x", "input_ids": [1]})
@@ -341,7 +341,9 @@ def test_chat_faults(chatml: Any, tokenizer_with: Callable[..., Any]) -> None:
     assert "message 1 must have 'from' and 'value', found 'role', 'content'" in message({"conversations": CHAT})
     assert "message 1 has the role 'bot'" in message({"conversations": [{"from": "bot", "value": "x"}]})
     assert "message 1 has the role ['user']" in message({"messages": [{"role": ["user"], "content": "x"}]})
-    assert "message 1: 'value' must be a string, found int" in message({"conversations": [{"from": "gpt", "value": 1}]})
+    assert "message 1: 'value' must be a string, found a number" in message(
+        {"conversations": [{"from": "gpt", "value": 1}]}
+    )
     assert "'conversations' must be a list of at least one {from, value}" in message({"conversations": []})
     assert "'messages' and a pair as well" in message({"messages": CHAT, "question": "x", "answer": "y"})
     assert "'system' column and a system message" in message({"messages": CHAT, "system": "x"})
@@ -351,12 +353,12 @@ def test_chat_faults(chatml: Any, tokenizer_with: Callable[..., Any]) -> None:
     assert "message 2 must have 'role' and 'content', found 'role'" in message(
         {"messages": [CHAT[1], {"role": "assistant"}]}
     )
-    assert "message 1: 'content' must be a string, found list" in message(
+    assert "message 1: 'content' must be a string, found a list" in message(
         {"messages": [{"role": "user", "content": []}]}
     )
     assert "must be a list of at least one" in message({"messages": []})
     assert "must be a list of at least one" in message({"messages": "hello"})
-    assert "'answer' must be a string, found list" in message({"question": "x", "answer": ["y"]})
+    assert "'answer' must be a string, found a list" in message({"question": "x", "answer": ["y"]})
     assert "names only one of question and answer" in message({"a": 1}, question="a")
     assert "no 'b' in the record" in message({"a": "1"}, question="a", answer="b")
     strict = tokenizer_with(chat_template="{{ raise_exception('roles must alternate') }}")

@@ -278,16 +278,16 @@ def test_a_text_that_is_none(name: str) -> None:
     assert fault({**record, name: None}).startswith(f"{name!r} is null in the record. Give it a text")
     for blank in ("", " \n\t"):
         assert fault({**record, name: blank}).startswith(f"{name!r} is blank in the record.")
-    assert fault({**record, name: 3}).startswith(f"{name!r} must be a string, found int: 3.")
-    assert fault({**record, name: ["x"]}).startswith(f"{name!r} must be a string, found list: ['x'].")
+    assert fault({**record, name: 3}).startswith(f"{name!r} must be a string, found a number: 3.")
+    assert fault({**record, name: ["x"]}).startswith(f"{name!r} must be a string, found a list: [x].")
 
 
 def test_negatives_that_are_no_texts() -> None:
     record = {"query": "a", "positive": "b"}
-    assert fault({**record, "negatives": ["x", 3]}).startswith("'negatives[1]' must be a string, found int: 3.")
+    assert fault({**record, "negatives": ["x", 3]}).startswith("'negatives[1]' must be a string, found a number: 3.")
     assert fault({**record, "negatives": ["x", None]}).startswith("'negatives[1]' is null in the record.")
     assert fault({**record, "negatives": [" "]}).startswith("'negatives[0]' is blank in the record.")
-    assert fault({**record, "negatives": 3}).startswith("'negatives' must be a string, found int: 3.")
+    assert fault({**record, "negatives": 3}).startswith("'negatives' must be a string, found a number: 3.")
     # Told even where the setting would leave it out.
     assert "'negatives[1]'" in fault({**record, "negatives": ["x", 3]}, negatives=1)
     # A table has no lists; one that was written into a cell would be learned as a text.
@@ -384,7 +384,7 @@ def test_a_bad_record_is_named_with_its_place(tmp_path: Path, bert: Any) -> None
     rows: list[dict[str, Any]] = [{"query": "a", "positive": "b"}] * 300
     rows[280] = {"query": "a", "positive": ["b"]}
     source = write_lines(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=r"a\.jsonl:281: 'positive' must be a string, found list"):
+    with pytest.raises(DataError, match=r"a\.jsonl:281: 'positive' must be a string, found a list"):
         run(source, tmp_path / "cache", processor=bert)
 
 

@@ -398,9 +398,9 @@ def test_faults_of_tools(with_template: Callable[[str], Any]) -> None:
     assert "message 2, tool call 1: 'arguments' must be JSON, found '{city'" in message(
         called([{"function": {"name": "f", "arguments": "{city"}}])
     )
-    assert "'arguments' must be an object, found list" in message(called([{"name": "f", "arguments": "[1]"}]))
+    assert "'arguments' must be an object, found a list" in message(called([{"name": "f", "arguments": "[1]"}]))
     assert "message 2, tool call 1 must have a function like" in message(called([{"arguments": {}}]))
-    assert "message 2: 'tool_calls' must be a list of objects, found int in it" in message(called([3]))
+    assert "message 2: 'tool_calls' must be a list of objects, found a number in it" in message(called([3]))
     assert "'tools' must be JSON, found 'calculator'" in message({"messages": CHAT, "tools": "calculator"})
     assert "message 2: 'value' must be JSON like" in message(
         {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "f(x)"}]}

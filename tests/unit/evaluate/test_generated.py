@@ -218,7 +218,7 @@ def test_a_module_of_the_user_is_found_by_its_full_name() -> None:
         ("judges.py:constant", "is int, which cannot be called"),
         ("judges", "names no code. Write path.py:Name"),
         ("no_such_package.Thing", "'no_such_package' cannot be imported"),
-        ("broken.py:Name", r"cannot be run \(ZeroDivisionError"),
+        ("broken.py:Name", r"failed to import \(ZeroDivisionError"),
     ],
 )
 def test_code_that_cannot_be_had_is_told(code: Path, name: str, says: str) -> None:

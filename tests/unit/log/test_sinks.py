@@ -77,7 +77,7 @@ def test_a_sink_that_fails_later_warns_once_and_is_dropped(tmp_path: Path) -> No
 def test_a_sink_that_cannot_open_stops_the_run_and_closes_the_others(tmp_path: Path) -> None:
     good = Kept()
     with pytest.raises(
-        SetupError, match=r"log\.sinks\[1\] .* cannot be opened: OSError: no space\. Mend it, or take it"
+        SetupError, match=r"log\.sinks\[1\] .* cannot be opened: OSError: no space\. Fix it, or remove it"
     ):
         open_sinks(tmp_path, [], good=good, bad=OSError("no space"))
     assert good.closed == 1
