@@ -126,10 +126,8 @@ def found(value: Any) -> str:
 
 def sort_of(value: Any) -> str:
     """What sort of value it is, in the words of JSON rather than of Python."""
-    if value is None or isinstance(value, bool):
-        return shown(value)
-    sorts = ((str, "text"), ((int, float), "a number"), (Mapping, "an object"), ((list, tuple), "a list"))
-    return next((words for types, words in sorts if isinstance(value, types)), type(value).__name__)  # type: ignore[arg-type]
+    names = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

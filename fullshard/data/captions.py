@@ -14,7 +14,7 @@ from fullshard.data.base import Features, Record
 from fullshard.data.columns import MAPPING, is_empty
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError, RecipeError
-from fullshard.problems import found, sort_of
+from fullshard.problems import found
 
 if TYPE_CHECKING:
     from fullshard.diffusion.texts import TextStack
@@ -38,7 +38,7 @@ def caption(record: Record, mapped: str | None) -> str:
     accepted = f"Accepted for it: {', '.join((mapped,) if mapped else COLUMNS)}."
     if value is not None and not isinstance(value, str):
         raise DataError(
-            f"{column!r} must be a text, found {sort_of(value)}: {found(value)}. Give it one, or take another "
+            f"{column!r} must be a text, found {found(value)}. Give it one, or take another "
             f"column with {MAPPING} = {{text: COLUMN}}."
         )
     raise DataError(

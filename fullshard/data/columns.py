@@ -18,7 +18,7 @@ from fullshard.data.base import Record
 from fullshard.data.images import Given, given
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError
-from fullshard.problems import found, sort_of
+from fullshard.problems import found
 
 ALIASES = {
     "query": ("anchor", "sentence1", "query_text", "caption", "text", "question", "instruction", "prompt"),
@@ -203,7 +203,7 @@ def _text(value: Any, column: str, name: str) -> str:
     if not isinstance(value, str):
         if isinstance(value, (bytes, Mapping)) or type(value).__module__.startswith("PIL."):
             mend = f"Is it an image? Then set {MAPPING} = {{{_IMAGE_OF[name]}: {column.partition('[')[0]}}}."
-        raise DataError(f"{column!r} must be a string, found {sort_of(value)}: {found(value)}. {mend}")
+        raise DataError(f"{column!r} must be a string, found {found(value)}. {mend}")
     if not value.strip():
         raise DataError(f"{column!r} is blank in the record. {mend}")
     return value
@@ -245,7 +245,7 @@ def _label(value: Any, column: str) -> float:
     # Two large classes that round to one number would be taken for the same.
     if math.isinf(number) or (isinstance(exact, Integral) and number != exact):
         raise DataError(
-            f"{column!r} must be a number (a whole one of at most 2**53), found {sort_of(value)}: "
-            f"{found(value)}. Give it a number or null, or take another column with {MAPPING} = {{label: COLUMN}}."
+            f"{column!r} must be a number (a whole one of at most 2**53), found {found(value)}. "
+            f"Give it a number or null, or take another column with {MAPPING} = {{label: COLUMN}}."
         )
     return number

@@ -18,6 +18,7 @@ import numpy as np
 from fullshard.data.base import Record, Records
 from fullshard.data.records import Listed, combine, digest, readable, without_filling
 from fullshard.errors import DataError
+from fullshard.problems import sort_of
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 PIECES = 20
@@ -74,7 +75,7 @@ class JsonLines:
         record = _parse(line, where=self.where(index), rule="Each line must be one JSON object.")
         if not isinstance(record, dict):
             raise DataError(
-                f"{self.where(index)}: found {_json_type(record)}, but each line must be one JSON object like "
+                f"{self.where(index)}: found {sort_of(record)}, but each line must be one JSON object like "
                 '{"text": "..."}.'
             )
         return record
@@ -114,11 +115,6 @@ def _parse(data: bytes, *, where: str, rule: str) -> Any:
         raise DataError(f"{where}: lists and objects are nested too deeply to be read. {rule}") from error
 
 
-def _json_type(value: Any) -> str:
-    names = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
 def _json(path: Path) -> Records:
     rule = "A .json file is one list of objects; for one object a line use the suffix .jsonl."
     content = _parse(path.read_bytes().removeprefix(_BOM), where=str(path), rule=rule)
@@ -131,12 +127,12 @@ def _json(path: Path) -> Records:
             )
         content = content[lists[0]]
     if not isinstance(content, list):
-        raise DataError(f"{path}: found {_json_type(content)}. {rule}")
+        raise DataError(f"{path}: found {sort_of(content)}. {rule}")
     if not content:
         raise DataError(f"{path}: the list is empty. Put records into it or take the file out of the list.")
     for number, record in enumerate(content, start=1):
         if not isinstance(record, dict):
-            raise DataError(f"{path}, record {number}: found {_json_type(record)}, but each record must be an object.")
+            raise DataError(f"{path}, record {number}: found {sort_of(record)}, but each record must be an object.")
     return Listed(
         content,
         place=lambda index: f"{path}, record {index + 1}",

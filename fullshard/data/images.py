@@ -20,7 +20,7 @@ import numpy as np
 
 from fullshard.data.base import Features
 from fullshard.errors import DataError
-from fullshard.problems import found, sort_of
+from fullshard.problems import found
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -66,7 +66,7 @@ def given(value: Any, column: str) -> Given | None:
         return Given(value, column)
     raise DataError(
         f"{column!r} must be an image (a path, the bytes of a file, or {{bytes: ..., path: ...}}), found "
-        f"{sort_of(value)}: {found(value)}. Give it an image or null, or take the record out."
+        f"{found(value)}. Give it an image or null, or take the record out."
     )
 
 

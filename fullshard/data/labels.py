@@ -14,6 +14,7 @@ from fullshard.data.base import Record
 from fullshard.data.columns import MAPPING, is_empty
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError
+from fullshard.problems import found
 
 NO_LABEL = -1
 """The label of a sample without one."""
@@ -39,8 +40,8 @@ def label_of(record: Record, *, mapped: str | None, classes: int | None) -> int:
     label = _whole_number(value)
     if label is None:
         raise DataError(
-            f"{column!r} must be the number of a class, {allowed}, found {type(value).__name__}: "
-            f"{str(value)[:40]}. Number the classes, or take another column with {MAPPING} = {{label: COLUMN}}."
+            f"{column!r} must be the number of a class, {allowed}, found {found(value)}. "
+            f"Number the classes, or take another column with {MAPPING} = {{label: COLUMN}}."
         )
     if not 0 <= label < (2**63 if classes is None else classes):
         many = f", as data.encode.classes = {classes} has it" if classes is not None else ""

@@ -108,7 +108,7 @@ class Console:
         """Shown on stderr by rank 0; written down by every rank."""
         self._emit(f"error: {text}", style="red", every_rank=True, screen=self._errors)
 
-    def library(self, origin: str, text: str, *, shown: bool) -> None:
+    def library(self, origin: str, text: str, *, shown: bool = True) -> None:
         """What a library said; written down by every rank, and on the screen where it is `shown`."""
         if shown:
             self._emit(f"{origin}: {text}", style="dim", every_rank=True)

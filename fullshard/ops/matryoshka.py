@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from fullshard.part import Section
+from fullshard.plural import counted
 
 SMALLEST_DIM = 64
 """Where halving stops when no dimensions are named."""
@@ -31,7 +32,8 @@ class Matryoshka(Section):
         if self.dims is not None and (min(self.dims) < 1 or len(set(self.dims)) != len(self.dims)):
             raise ValueError(f"matryoshka.dims = {self.dims}: each must be at least 1, and none twice")
         if self.weights is not None and len(self.weights) != len(self.dims or ()):
-            raise ValueError(f"matryoshka.weights has {len(self.weights)} entries and dims {len(self.dims or ())}")
+            entries = counted(len(self.weights), "entry")
+            raise ValueError(f"matryoshka.weights has {entries} and dims {len(self.dims or ())}")
         return self
 
     def of(self, width: int) -> list[tuple[int, float]]:

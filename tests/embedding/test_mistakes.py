@@ -94,7 +94,7 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "as many weights as dims": (
         RecipeError,
         {"objective": {"matryoshka": {"dims": [16, 8], "weights": [1.0]}}},
-        ["matryoshka.weights has 1 entries and dims 2"],
+        ["matryoshka.weights has 1 entry and dims 2"],
     ),
     "a missing column": (
         DataError,
@@ -119,12 +119,12 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "mixed types in one field": (
         DataError,
         {"file": "mixed"},
-        ["mixed.jsonl:4", "'query' must be a string, found a number: 5"],
+        ["mixed.jsonl:4", "'query' must be a string, found 5"],
     ),
     "mixed types among negatives": (
         DataError,
         {"file": "mixed_negatives"},
-        ["mixed_negatives.jsonl:4", "'negatives[1]' must be a string, found a number: 7"],
+        ["mixed_negatives.jsonl:4", "'negatives[1]' must be a string, found 7"],
     ),
     "tokens instead of texts": (DataError, {"file": "tokens"}, ["no 'query' in the record", "input_ids"]),
     "a step of one sample": (
@@ -135,12 +135,12 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "temperature 0": (
         RecipeError,
         labelled_pairs(temperature=0),
-        ["objective.loss.temperature", "greater than 0"],
+        ["objective.loss.temperature", "more than 0"],
     ),
     "a cache of nothing": (
         RecipeError,
         {"objective": {"cache": 0}},
-        ["objective.cache.chunk", "greater than or equal to 1"],
+        ["objective.cache.chunk", "at least 1"],
     ),
     "a cache of both": (
         RecipeError,

@@ -34,7 +34,6 @@ from fullshard.diffusion.texts import Join, NoText, Texts, TextStack
 from fullshard.errors import DataError
 from fullshard.part import did_you_mean
 from fullshard.plural import counted
-from fullshard.problems import found, sort_of
 
 if TYPE_CHECKING:
     from fullshard.data.store import Store

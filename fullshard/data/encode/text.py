@@ -15,7 +15,7 @@ from fullshard.data.records import keys_found
 from fullshard.data.tokens import collate_tokens, sample, shifted, tokenizer_of
 from fullshard.errors import DataError
 from fullshard.plural import counted
-from fullshard.problems import found, sort_of
+from fullshard.problems import found
 
 FORMS = 'text: {"text": "..."} or {"input_ids": [1, 2, ...]} (with optional "labels")'
 _IDS = "input_ids"
@@ -81,7 +81,7 @@ class Text(Encoder):
 def _text(record: Record, column: str) -> str:
     value = record[column]
     if not isinstance(value, str):
-        raise DataError(f"{column!r} must be a string, found {sort_of(value)}: {found(value)}.")
+        raise DataError(f"{column!r} must be a string, found {found(value)}.")
     return value
 
 

@@ -104,7 +104,7 @@ def test_text_faults(tokenizer: Any) -> None:
         {"body": "x", "id": 1}
     )
     assert "no 'body' in the record" in message({"text": "x"}, column="body")
-    assert "'text' must be a string, found a number: 3" in message({"text": 3})
+    assert "'text' must be a string, found 3" in message({"text": 3})
     assert message({"text": None}).startswith("'text' is null in the record")
     assert "no 'body' in the record. Keys found: 'text' (null)." in message({"text": None}, column="body")
     assert "both 'text' and 'input_ids'" in message({"text": "x", "input_ids": [1]})
@@ -113,7 +113,7 @@ def test_text_faults(tokenizer: Any) -> None:
     )
     assert "goes from -1 to 2" in message({"input_ids": [-1, 2]})
     assert "'input_ids' must be a list of whole numbers" in message({"input_ids": ["a"]})
-    assert "'labels' has 1 entries, but 'input_ids' has 2" in message({"input_ids": [1, 2], "labels": [1]})
+    assert "'labels' has 1 entry, but 'input_ids' has 2" in message({"input_ids": [1, 2], "labels": [1]})
     assert "'labels' holds -1; allowed are -100 and" in message({"input_ids": [1, 2], "labels": [1, -1]})
     for encoder, record in ((Text(), {"text": "x"}), (Chat(), {"question": "x", "answer": "y"})):
         with pytest.raises(RecipeError, match=r"^model\.tokenizer: .*model\.tokenizer=\{train: \{vocab_size: 8192\}\}"):

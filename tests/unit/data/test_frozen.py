@@ -221,7 +221,7 @@ def test_states_are_those_of_t5_without_what_fills_up(folder: Path, tmp_path: Pa
     ("changes", "words"),
     [
         ({"text": " "}, "no text in the record, or a blank one"),
-        ({"text": None, "caption": 7}, "'caption' must be a text, found a number: 7"),
+        ({"text": None, "caption": 7}, "'caption' must be a text, found 7"),
         ({"text": None}, r"Keys found: 'image', 'text' \(null\), 'label'"),
     ],
 )

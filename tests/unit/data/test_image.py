@@ -15,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fullshard import problems
 from fullshard.data.base import Encoder, Features, Source
 from fullshard.data.encode.image import Images
 from fullshard.data.loader import Loader
@@ -423,8 +424,7 @@ def test_labels_that_are_no_numbers(label: Any) -> None:
     if label in ("", None):
         assert said.startswith("no 'label' in the record, but data.encode.classes = 10 asks for one from 0 to 9.")
     else:
-        kind = type(label).__name__
-        assert said.startswith(f"'label' must be the number of a class, from 0 to 9, found {kind}: {str(label)[:40]}. ")
+        assert said.startswith(f"'label' must be the number of a class, from 0 to 9, found {problems.found(label)}. ")
 
 
 @pytest.mark.parametrize(("label", "classes"), [(10, 10), (-1, 10), ("10", 10), (-1, None), (2**63, None)])

@@ -466,7 +466,7 @@ def test_records_with_such_images_are_counted_when_they_are_skipped(
     assert "data: 3 samples were dropped; 3 with an image that cannot be read" in prepared.report
     assert prepared.train_from.store.records.tolist() == [0, 2, 4]
     none = write_lines(tmp_path / "b.jsonl", [{"query": "a", "positive_image": "wide.png"}])
-    with pytest.raises(DataError, match=r"^data\.train: no sample .* 1 with an image that .* mend .*image_root"):
+    with pytest.raises(DataError, match=r"^data\.train: no sample .* 1 with an image that .* fix .*image_root"):
         run(none, tmp_path / "cache", vision, image_root=tmp_path, unreadable="skip")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from fullshard import problems
 from fullshard.data.base import Encoder, Features, Source
 from fullshard.data.encode.chat import Chat
 from fullshard.data.encode.pairs import Pairs, Prompts
@@ -253,7 +254,7 @@ def test_a_mapping_of_something_unknown_is_refused_with_the_recipe() -> None:
         return str(caught.value)
 
     unknown = refusal({"positives": "b"})
-    assert unknown.startswith("data.encode.column_mapping = {'positives': 'b'}: 'positives' is nothing a pair has")
+    assert unknown.startswith("data.encode.column_mapping: 'positives' is nothing a pair has")
     assert "(did you mean 'positive'?). Known: query, positive, negatives, label, query_image, positive_" in unknown
     both = refusal({"positive": "x", "positive_image": "x"})
     assert "'x' is taken for 'positive' and for 'positive_image', but holds texts or images" in both
@@ -278,16 +279,16 @@ def test_a_text_that_is_none(name: str) -> None:
     assert fault({**record, name: None}).startswith(f"{name!r} is null in the record. Give it a text")
     for blank in ("", " \n\t"):
         assert fault({**record, name: blank}).startswith(f"{name!r} is blank in the record.")
-    assert fault({**record, name: 3}).startswith(f"{name!r} must be a string, found a number: 3.")
-    assert fault({**record, name: ["x"]}).startswith(f"{name!r} must be a string, found a list: [x].")
+    assert fault({**record, name: 3}).startswith(f"{name!r} must be a string, found 3.")
+    assert fault({**record, name: ["x"]}).startswith(f"{name!r} must be a string, found [x].")
 
 
 def test_negatives_that_are_no_texts() -> None:
     record = {"query": "a", "positive": "b"}
-    assert fault({**record, "negatives": ["x", 3]}).startswith("'negatives[1]' must be a string, found a number: 3.")
+    assert fault({**record, "negatives": ["x", 3]}).startswith("'negatives[1]' must be a string, found 3.")
     assert fault({**record, "negatives": ["x", None]}).startswith("'negatives[1]' is null in the record.")
     assert fault({**record, "negatives": [" "]}).startswith("'negatives[0]' is blank in the record.")
-    assert fault({**record, "negatives": 3}).startswith("'negatives' must be a string, found a number: 3.")
+    assert fault({**record, "negatives": 3}).startswith("'negatives' must be a string, found 3.")
     # Told even where the setting would leave it out.
     assert "'negatives[1]'" in fault({**record, "negatives": ["x", 3]}, negatives=1)
     # A table has no lists; one that was written into a cell would be learned as a text.
@@ -310,7 +311,7 @@ def test_labels(bert: Any, given: Any, label: float | None) -> None:
 def test_a_label_that_is_no_number(wrong: Any) -> None:
     message = fault({"query": "a", "positive": "b", "label": wrong})
     assert message.startswith(
-        f"'label' must be a number (a whole one of at most 2**53), found {type(wrong).__name__}: {str(wrong)[:40]}."
+        f"'label' must be a number (a whole one of at most 2**53), found {problems.found(wrong)}."
     )
 
 
@@ -384,7 +385,7 @@ def test_a_bad_record_is_named_with_its_place(tmp_path: Path, bert: Any) -> None
     rows: list[dict[str, Any]] = [{"query": "a", "positive": "b"}] * 300
     rows[280] = {"query": "a", "positive": ["b"]}
     source = write_lines(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=r"a\.jsonl:281: 'positive' must be a string, found a list"):
+    with pytest.raises(DataError, match=r"a\.jsonl:281: 'positive' must be a string, found \["):
         run(source, tmp_path / "cache", processor=bert)
 
 
