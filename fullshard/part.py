@@ -7,9 +7,12 @@ Must not know what any section or part means.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 import inspect
 import pkgutil
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -70,8 +73,24 @@ class Part(Section):
 
 def kinds(contract: type[Part]) -> list[str]:
     """The built-in kinds of a contract, by file name."""
-    package = importlib.import_module(contract.folder)
-    return sorted(m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "base" and not m.ispkg)
+    return list(_files_with_parts(contract.folder))
+
+
+@functools.cache
+def _files_with_parts(folder: str) -> tuple[str, ...]:
+    """The files of a folder that export a class with a base, read rather than imported: a part may need torch. Others
+    help the parts."""
+    found = []
+    for module in pkgutil.iter_modules(importlib.import_module(folder).__path__):
+        loader: Any = getattr(importlib.util.find_spec(f"{folder}.{module.name}"), "loader", None)
+        if module.ispkg or module.name == "base" or not hasattr(loader, "get_source"):
+            continue
+        source = loader.get_source(f"{folder}.{module.name}") or ""
+        exported = re.search(r"^__all__ = \[([^\]]*)\]", source, re.MULTILINE)
+        names = re.findall(r"\w+", exported[1]) if exported else []
+        if any(re.search(rf"^class {name}\(", source, re.MULTILINE) for name in names):
+            found.append(module.name)
+    return tuple(sorted(found))
 
 
 def part_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:

@@ -374,7 +374,7 @@ def test_images_that_are_none(vision: Vision) -> None:
     form = "must be an image (a path, the bytes of a file, or {bytes: ..., path: ...}), found"
     for value in (3, ["a.png"], {"url": "x"}, {"bytes": 3}, " "):
         assert fault({**pair, "query_image": value}, vision).startswith(f"'query_image' {form} ")
-    assert fault({**pair, "negative_images": ["a.png", 3]}, vision).startswith(f"'negative_images[1]' {form} int: 3.")
+    assert fault({**pair, "negative_images": ["a.png", 3]}, vision).startswith(f"'negative_images[1]' {form} 3.")
     assert fault({**pair, "negative_images": [None]}, vision).startswith("'negative_images[0]' is null or blank")
     written = fault({**pair, "negative_images": '["a.png", "b.png"]'}, vision)
     assert "found a text that spells out a list" in written
