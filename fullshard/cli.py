@@ -313,7 +313,7 @@ def _starter() -> tuple[str, ...]:
         return ("fullshard",)
     if launch.launcher == "slurm" or launch.num_nodes > 1:
         return ("srun", "fullshard") if launch.launcher == "slurm" else ("torchrun", "...", "-m", "fullshard")
-    return ("torchrun", "--nproc-per-node", str(launch.local_world), "-m", "fullshard")
+    return ("torchrun", "--standalone", "--nproc-per-node", str(launch.local_world), "-m", "fullshard")
 
 
 _KEYS = {

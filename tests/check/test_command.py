@@ -92,8 +92,9 @@ def test_all_mistakes_are_found_at_once(seed: Seed) -> None:
 
 
 def test_the_command_keeps_settings_and_options_and_runs(seed: Seed) -> None:
-    kept = ["--devices", "1", "optimizer.lr=1e-3", "--output", "some where", "--name", "other"]
-    result = seed.ask("check", "--quick", *kept[:2], "--units", *kept[2:], "--json")
+    given = ["--devices", "1", "--units", "optimizer.lr=1e-3", "--output", "some where", "--name", "other"]
+    kept = ["--devices", "1", "--output", "some where", "optimizer.lr=1e-3", "name=other"]
+    result = seed.ask("check", "--quick", *given, "--json")
     command = json.loads(result.stdout)["command"]
     assert command == shlex.join(["fullshard", "train", f"{seed.folder}/recipe.yaml", *kept])
     dry = CliRunner().invoke(app, [*shlex.split(command)[1:], "--dry-run"], catch_exceptions=False)
@@ -188,7 +189,7 @@ def test_under_torchrun_rank_0_tells_once(seed: Seed) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert (told["correct"], told["tried"]) == (True, True)
-    assert told["command"] == "fullshard train recipe.yaml"
+    assert told["command"] == "torchrun --standalone --nproc-per-node 2 -m fullshard train recipe.yaml"
     assert [f for f in told["findings"] if f["level"] != "ok"] == []
     assert any(f["check"] == "hosts" and f["text"].startswith("2 ranks on 1 host") for f in told["findings"])
     assert everything(seed.folder) == before

@@ -146,7 +146,7 @@ def test_the_ranks_of_a_run_know_what_was_typed(say: Say, tmp_path: Path) -> Non
         ({}, "fullshard train"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-            "torchrun --nproc-per-node 2 -m fullshard train",
+            "torchrun --standalone --nproc-per-node 2 -m fullshard train",
         ),
     ],
 )
