@@ -124,8 +124,8 @@ def _unrendered(key: str, store: Store) -> Iterator[Finding]:
     for line in remarks(store.counts.lost):
         yield warning(
             "unrendered",
-            f"{key}: {line}: the model never sees it.",
-            "Use a tokenizer whose chat template renders it, or take it out of the records.",
+            f"{key}: {line}. The model never sees them.",
+            "Use a tokenizer whose chat template renders them, or take them out of the records.",
         )
     for line in remarks(store.counts.noted):
         yield ok("rendered", f"{key}: {line}")

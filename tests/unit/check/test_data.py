@@ -200,6 +200,14 @@ def test_conversations_that_are_cut(tmp_path: Path, model: Path, long: int, leve
     assert found["chat template"].text.startswith("plain")
 
 
+def test_what_the_chat_template_leaves_out(tmp_path: Path, model: Path) -> None:
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "so"}]
+    lines(tmp_path / "train.jsonl", [{"messages": messages, "number": i} for i in range(20)])
+    found = look(tmp_path, model, tokenizer={"train": {"vocab_size": 300}}, data={"sequence_length": 60})
+    assert found["unrendered"].level == "warning"
+    assert "20 records have reasoning_content that the chat template does not render" in found["unrendered"].text
+
+
 def test_duplicates_inside_train(tmp_path: Path, model: Path) -> None:
     samples = distinct(20)
     rows(tmp_path / "train.jsonl", *samples, *samples[:4])
