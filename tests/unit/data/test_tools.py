@@ -336,6 +336,13 @@ def test_columns_of_a_table_give_the_same_tokens_as_json(with_template: Callable
             assert found["input_ids"].tolist() == truth["input_ids"].tolist()
 
 
+def test_a_template_sees_no_key_that_is_null(with_template: Callable[[str], Any]) -> None:
+    keys = with_template("{{ mood is defined }}{% for m in messages %};{{ m.keys() | join(',') }}{% endfor %}")
+    messages = [{"role": "user", "content": "q", "name": None}, {"name": None, "tool_calls": None, **CHAT[3]}]
+    (sample,) = encode({"messages": messages, "mood": None}, keys)
+    assert keys.decode(sample["input_ids"]) == "False;role,content;role,content<eos>"
+
+
 def test_a_null_argument_in_json_is_kept(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template(QWEN25)
     call = {**CALL, "function": {"name": "weather", "arguments": {"city": None}}}
