@@ -284,7 +284,7 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
 def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bool) -> None:
     """What to try next, or how to go on."""
     if result.stopped == "signal":
-        console.say(f"Stopped by a signal at step {result.step}, saved. The same command goes on:")
+        console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on:")
         console.whole(f"  {again.command(reading)}")
     else:
         console.next_steps(again.next_steps(reading, result, adapted=adapted))
