@@ -198,6 +198,8 @@ def main() -> None:
         print(f"host memory {total / GIB:.0f} GiB, disk {shutil.disk_usage(folder).free / 1e9:.0f} GB free", flush=True)
         for name in options.runs:
             overrides = [word.format(save=30) for word in RUNS[name]]
+            if options.tiny:
+                overrides = [word.replace("steps=40", "steps=16").replace("steps=30", "steps=10") for word in overrides]
             settings = dict(word.split("=", 1) for word in [*overrides, *(TINY if options.tiny else []), *options.set])
             found = run(folder, name, [f"{key}={value}" for key, value in settings.items()])
             rows.append(row(name, *found))

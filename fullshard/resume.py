@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity
 from fullshard.errors import CheckpointError
+from fullshard.resumed_rate import jump
 from fullshard.state import Progress
 
 _MATTERS = ("seed", "model.", "objective.", "data.", "optimizer.kind")
@@ -40,7 +41,12 @@ class Standing:
 
 
 def stand(
-    checkpoint: Path | None, *, identity: dict[str, Any], recipe: dict[str, Any], anyway: bool = False
+    checkpoint: Path | None,
+    *,
+    identity: dict[str, Any],
+    recipe: dict[str, Any],
+    steps_per_epoch: int = 1,
+    anyway: bool = False,
 ) -> Standing:
     """Where the run stands; an error with the differences when the checkpoint is that of another run."""
     if checkpoint is None:
@@ -61,6 +67,8 @@ def stand(
             "--resume never, or take the weights and go on all the same with --resume-anyway."
         )
     notes = [f"Changed since the checkpoint: {change}." for change in noted]
+    if line := jump(facts.recipe, recipe, facts.progress, steps_per_epoch=steps_per_epoch):
+        notes.append(line)
     notes += [f"Resumed anyway, although it changes what the steps mean: {change}." for change in refused]
     return Standing(facts.progress, notes)
 

@@ -140,7 +140,13 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway:
 
     recipe = reading.recipe
     checkpoint, exported = _start(recipe, world, resume=resume, console=console)
-    standing = stand(checkpoint, identity=ground.identity, recipe=plain(recipe), anyway=anyway)
+    standing = stand(
+        checkpoint,
+        identity=ground.identity,
+        recipe=plain(recipe),
+        steps_per_epoch=ground.plan.steps_per_epoch,
+        anyway=anyway,
+    )
     for note in standing.notes:
         console.note(note)
     progress = standing.progress
