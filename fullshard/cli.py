@@ -63,7 +63,7 @@ app = typer.Typer(
 _SHARED = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--output")
 OPTIONS = {
     "train": (*_SHARED, "--resume", "--resume-anyway", "--dry-run"),
-    "check": (*_SHARED, "--quick", "--units", "--json"),
+    "check": (*_SHARED, "--resume", "--resume-anyway", "--quick", "--units", "--json"),
     "prove": ("--devices", "--gpus", "--preset", "--output", "--cases", "--keep", "--json"),
 }
 
@@ -148,6 +148,9 @@ Preset = Annotated[
 Output = Annotated[
     str | None, typer.Option(metavar="DIR", help="The folder that holds run folders; a URL for a remote store.")
 ]
+ResumeAnyway = Annotated[
+    bool, typer.Option("--resume-anyway", help="Go on although the recipe has changed in a way that matters.")
+]
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -166,9 +169,7 @@ def train(
             metavar="auto|never|PATH", help="Continue from the last checkpoint, start over, or continue from PATH."
         ),
     ] = "auto",
-    resume_anyway: Annotated[
-        bool, typer.Option("--resume-anyway", help="Go on although the recipe has changed in a way that matters.")
-    ] = False,
+    resume_anyway: ResumeAnyway = False,
     output: Output = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every value in force and the step arithmetic; start nothing.")
@@ -209,6 +210,11 @@ def check(
     node_rank: NodeRank = None,
     master: Master = None,
     preset: Preset = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="auto|never|PATH", help="As for train: say what it goes on from and what has changed."),
+    ] = None,
+    resume_anyway: ResumeAnyway = False,
     output: Output = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Look only: start no ranks, and skip the trial of the model.")
@@ -227,13 +233,14 @@ def check(
     """
     from fullshard.check import command
 
-    wish = command.Wish(quick, units, as_json)
+    wish = command.Wish(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
     given = {"--devices": devices, "--gpus": gpus, "--nodes": nodes, "--output": output, "--preset": preset}
-    given |= {"--node-rank": node_rank, "--master": master}
+    given |= {"--node-rank": node_rank, "--master": master, "--resume": resume}
     try:
         with command.aside(wish):
             reading = _read("check", recipe, settings, given)
-            wish = replace(wish, command=reading.typed.again() if reading.typed else "")
+            again = reading.typed.again() if reading.typed else ""
+            wish = replace(wish, command=f"{again} --resume-anyway" if resume_anyway else again)
         launch = _launch(node_rank=node_rank, master=master)
         if trial_in is not None:
             raise typer.Exit(command.trial_rank(reading, trial_in))

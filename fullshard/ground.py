@@ -17,6 +17,7 @@ from torch import nn
 from fullshard.arithmetic import StepPlan, plan_steps
 from fullshard.best import BestRule, best_rule, gives_numbers
 from fullshard.data.base import Encoder
+from fullshard.data.inventory import Inventory, inventory
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.errors import DataError
@@ -39,6 +40,8 @@ class Ground:
     validation_per_device: int
     identity: dict[str, Any]
     """The meaning of "step N" in the data: must not change between a checkpoint and its resume, beside the recipe."""
+    content: Inventory
+    """The files that `data.train` is made of, to tell what has changed of them."""
 
 
 def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
@@ -115,7 +118,8 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
         "content of data.train": recipe.data.train.open().fingerprint(),
         **data.encoder.identity(data.train_from.store),
     }
-    return Ground(processor, module, data, plan, recipe.evaluate.per_device or recipe.batch.per_device, identity)
+    per_device = recipe.evaluate.per_device or recipe.batch.per_device
+    return Ground(processor, module, data, plan, per_device, identity, inventory(data.train_from.records))
 
 
 def check_batch(objective: Objective, data: Prepared) -> None:

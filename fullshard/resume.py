@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity
+from fullshard.data.inventory import Inventory, changes
 from fullshard.errors import CheckpointError
 from fullshard.resumed_rate import jump
 from fullshard.state import Progress
@@ -45,6 +46,7 @@ def stand(
     *,
     identity: dict[str, Any],
     recipe: dict[str, Any],
+    content: Inventory | None = None,
     steps_per_epoch: int = 1,
     anyway: bool = False,
 ) -> Standing:
@@ -52,9 +54,12 @@ def stand(
     if checkpoint is None:
         return Standing(Progress(), [])
     facts = _read_facts(checkpoint)
-    refused = _changes(facts.identity, identity)
-    noted = []
-    for change in _changes(flat(facts.recipe), flat(recipe)):
+    noted, changed = [], _changes(flat(facts.recipe), flat(recipe))
+    refused = [
+        _other_data(facts.data, content or {}, changed) if change.startswith(f"{_CONTENT}:") else change
+        for change in _changes(facts.identity, identity)
+    ]
+    for change in changed:
         key = change.partition(":")[0]
         if key.startswith(_MATTERS) and not key.startswith(_HARMLESS):
             refused.append(change)
@@ -73,12 +78,26 @@ def stand(
     return Standing(facts.progress, notes)
 
 
+_CONTENT = "content of data.train"
+
+
+def _other_data(before: Inventory, now: Inventory, settings: list[str]) -> str:
+    """What has changed of the training data, instead of two hashes: its files, else its settings."""
+    found = changes(before, now) if before and now else []
+    found += [change for change in settings if change.startswith("data.train")]
+    told = "; ".join(found) or (
+        "the order of its files" if before and now else "the checkpoint does not say what of it"
+    )
+    return f"{_CONTENT} has changed: {told}"
+
+
 class _Facts(BaseModel):
     """What state.json must say, so that nothing after it meets a value of another kind."""
 
     progress: Progress
     identity: dict[str, Any] = {}
     recipe: dict[str, Any] = {}
+    data: dict[str, dict[str, Any]] = {}
     optimizer: dict[str, Any] = {}
     scaler: dict[str, float] | None = None
     frozen: dict[str, int] | None = None

@@ -144,6 +144,7 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway:
         checkpoint,
         identity=ground.identity,
         recipe=plain(recipe),
+        content=ground.content,
         steps_per_epoch=ground.plan.steps_per_epoch,
         anyway=anyway,
     )

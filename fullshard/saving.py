@@ -67,7 +67,7 @@ def make_saver(
         model=module,
         optimizer=optimizer,
         scaler=scaler,
-        facts={"identity": ground.identity, "recipe": plain(recipe)},
+        facts={"identity": ground.identity, "recipe": plain(recipe), "data": ground.content},
         left_out=left_out,
         family=recipe.model,
         processor=ground.processor,

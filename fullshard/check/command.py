@@ -48,6 +48,9 @@ class Wish:
     as_json: bool = False
     command: str = ""
     """The command that trains what is checked."""
+    resume: str | None = None
+    """What `train --resume` would be given; None where it is not asked about."""
+    resume_anyway: bool = False
 
 
 def check(reading: Reading, ranks: Ranks | SetupError, wish: Wish) -> int:
@@ -139,7 +142,8 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, wish: Wis
         report.section("Environment", [*found, *([of("ranks", asked)] if isinstance(asked, SetupError) else [])])
         with report.working("Reading the data and building the model"):
             laid = _lay(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
-        before = guarded("earlier run", lambda: earlier.look(recipe, laid.ground) if laid.ground else ())
+        asked_of: dict[str, Any] = {"asked": wish.resume, "anyway": wish.resume_anyway}
+        before = guarded("earlier run", lambda: earlier.look(recipe, laid.ground, **asked_of) if laid.ground else ())
         sections = preflight.look(reading, ranks, machine=machine, module=laid.module, ground=laid.ground)
         for title, seen in sections.items():
             report.section(title, chain(laid.problems(title.lower()), seen, before if title == "Recipe" else ()))

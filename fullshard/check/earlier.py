@@ -1,4 +1,4 @@
-"""What an earlier run left in the run folder, and whether training would go on from it.
+"""What an earlier run left in the run folder, whether training would go on from it, and what has changed since.
 
 Only reads. Must not know ranks, nor what a checkpoint holds beyond its facts.
 """
@@ -13,29 +13,47 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import whole
 from fullshard.ground import Ground
 from fullshard.part import plain
-from fullshard.plural import counted
 from fullshard.recipe import Recipe
 
+_NAME = "earlier run"
 
-def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
-    """The checkpoint that `train` goes on from by itself; CheckpointError when all are damaged, or when its steps mean
-    other samples than those of this recipe. Nothing where there is none."""
+
+def look(recipe: Recipe, ground: Ground, *, asked: str | None = None, anyway: bool = False) -> Iterator[Finding]:
+    """The checkpoint that `train` goes on from, by itself or with `--resume ASKED`; CheckpointError when all are
+    damaged, or when its steps mean other samples than those of this recipe. Where there is none, nothing unless it was
+    asked for."""
+    if asked == "never":
+        there = files.published(recipe.checkpoints) or recipe.folder.exists()
+        yield ok(_NAME, f"train starts over at step 0{f'; {recipe.folder} is moved aside' if there else ''}")
+        return
     warnings: list[str] = []
-    among = files.candidates(recipe.checkpoints)
+    among = resume.candidates(recipe.checkpoints, asked or "auto")
     checkpoint = resume.choose(
-        among, "auto", problems=lambda path: whole.problems(path, checksums=False), warn=warnings.append
+        among, asked or "auto", problems=lambda path: whole.problems(path, checksums=False), warn=warnings.append
     )
     for line in warnings:
-        yield warning("earlier run", line, "train goes on from the newest one before it that is whole.")
+        yield warning(_NAME, line, "train goes on from the newest one before it that is whole.")
     if checkpoint is None:
+        if asked is not None:
+            yield ok(_NAME, f"no checkpoint in {recipe.checkpoints}: train starts at step 0")
         return
-    standing = resume.stand(checkpoint, identity=ground.identity, recipe=plain(recipe))
+    standing = resume.stand(
+        checkpoint,
+        identity=ground.identity,
+        recipe=plain(recipe),
+        content=ground.content,
+        steps_per_epoch=ground.plan.steps_per_epoch,
+        anyway=anyway,
+    )
     progress, total = standing.progress, ground.plan.total_steps
     if progress.finished and progress.step >= total:
-        text = f"{recipe.folder} is finished, all {counted(total, 'step')} are done: train has nothing left to do"
+        text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing left to do"
     else:
         text = f"train goes on from {checkpoint}, step {progress.step:,} of {total:,}"
-    yield ok("earlier run", f"{text}; --resume never starts over")
+    yield ok(_NAME, f"{text}; --resume never starts over")
+    for note in standing.notes:
+        harmless = note.startswith("Changed since")
+        yield ok(_NAME, note) if harmless else warning(_NAME, note, "Go back to the earlier settings to avoid it.")
 
 
 __all__ = ["look"]

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
+from fullshard.cli import app
 from fullshard.log.metrics import FILE, read
 from tests.dist.test_checkpoint import DROPOUT, STEPS, STOP, outcome, overflowing, run_folder, settings
 from tests.ranks import RankPool
@@ -227,7 +230,11 @@ def test_a_longer_duration_goes_on(ranks: RankPool, folder: Path) -> None:
         ({"data": {"shuffle": False}}, "data.shuffle: True then, False now"),
         ({"data": {"shuffle": True, "sequence_length": 40}}, "data.sequence_length: 48 then, 40 now"),
         ({"model": {"path": "deeper"}}, "model.path: .*/model then, .*/deeper now"),
-        ({"data": {"shuffle": True, "train": "other"}}, "content of data.train: [0-9a-f]+ then, [0-9a-f]+ now"),
+        (
+            {"data": {"shuffle": True, "train": "other"}},
+            r"content of data.train has changed: added .*/other.jsonl \(90 records in [\d,]+ bytes\); removed .*/train"
+            r".jsonl \(90 records in [\d,]+ bytes\); data.train.path: .*/train.jsonl then, .*/other.jsonl now",
+        ),
     ],
     ids=["batch", "seed", "order", "length", "model", "content"],
 )
@@ -256,6 +263,29 @@ def test_a_refused_change_can_be_wanted_and_harmless_ones_pass_with_a_note(
     console = " ".join(said.split())
     for line in ("optimizer.lr: 0.01 then, 0.001 now", "precision: fp32 then, bf16 now", "seed: 0 then, 1 now"):
         assert line in console, said
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        ([], 0, r"train goes on from \S*/checkpoint-{last}, step {last} of {last}|is finished"),
+        (["duration.steps=90"], 0, r"train goes on from \S*/checkpoint-{last}, step {last} of 90"),
+        (["duration.steps=90"], 0, r"learning rate at step {last} was \S+ and is \S+ by this recipe; .* to 90\."),
+        (["seed=1"], 2, "cannot be resumed with this recipe, .*seed: 0 then, 1 now"),
+        (["seed=1", "--resume-anyway"], 0, "Resumed anyway, .*seed: 0 then, 1 now.*--resume-anyway"),
+    ],
+    ids=["as it is", "longer", "rate", "refused", "anyway"],
+)
+def test_check_says_what_a_resumed_run_goes_on_from_and_what_has_changed(
+    folder: Path, straight: dict[int, tuple[Path, Any]], options: list[str], code: int, said: str
+) -> None:
+    last = straight[2][0] / "last"
+    recipe = folder / "asked.yaml"
+    recipe.write_text(yaml.safe_dump(settings(folder, "asked", data={"shuffle": True}, batch={"per_device": 2})))
+    result = CliRunner().invoke(app, ["check", str(recipe), "--quick", "--resume", str(last), *options])
+    told = " ".join(result.output.split())
+    assert result.exit_code == code, told
+    assert re.search(said.format(last=files.step_of(last.resolve())), told), told
 
 
 @pytest.mark.parametrize(

@@ -79,26 +79,26 @@ class _Mixed:
     def __init__(
         self, parts: list[Records], *, which: np.ndarray, local: np.ndarray, settings: str, notes: list[str]
     ) -> None:
-        self._parts, self._which, self._local, self._settings = parts, which, local, settings
+        self.parts, self._which, self._local, self._settings = parts, which, local, settings
         self.notes = notes + [note for part in parts for note in getattr(part, "notes", [])]
 
     def __len__(self) -> int:
         return len(self._which)
 
     def __getitem__(self, index: int) -> Record:
-        return self._parts[int(self._which[index])][int(self._local[index])]
+        return self.parts[int(self._which[index])][int(self._local[index])]
 
     def where(self, index: int) -> str:
-        return self._parts[int(self._which[index])].where(int(self._local[index]))
+        return self.parts[int(self._which[index])].where(int(self._local[index]))
 
     def fingerprint(self) -> str:
-        return combine("mixture", self._settings, *(part.fingerprint() for part in self._parts))
+        return combine("mixture", self._settings, *(part.fingerprint() for part in self.parts))
 
     def origins(self) -> np.ndarray:
         """The stored record behind each entry, so that a repeated one is never both trained and validated on."""
         result = np.empty(len(self), dtype=np.int64)
         start = 0
-        for number, part in enumerate(self._parts):
+        for number, part in enumerate(self.parts):
             ids = origins(part)
             here = self._which == number
             result[here] = start + ids[self._local[here]]

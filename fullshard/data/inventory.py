@@ -1,0 +1,76 @@
+"""What a source is made of, file by file, so that changed data can be told as what changed and not as two hashes.
+
+Must not know checkpoints, tokens or ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from fullshard.data.base import Records
+from fullshard.log.words import size
+from fullshard.plural import counted
+
+LIMIT = 2000
+"""Parts that are listed at most: a data set of a million files is told as a whole."""
+_SHOWN = 3
+
+Inventory = dict[str, dict[str, Any]]
+"""Records, bytes and a fingerprint of the content of each part, by its name."""
+
+
+def inventory(records: Records) -> Inventory:
+    """The parts of open records, a file each where they come from files; empty where there are too many."""
+    parts = _parts(records)
+    if len(parts) > LIMIT:
+        return {}
+    found: Inventory = {}
+    for part in parts:
+        name = re.sub(r"(:\d+|, record \d+)$", "", part.where(0)) if len(part) else f"part {len(found) + 1}"
+        while name in found:
+            name += "'"
+        path = Path(name)
+        found[name] = {
+            "records": len(part),
+            "size_bytes": path.stat().st_size if path.is_file() else None,
+            "content": part.fingerprint(),
+        }
+    return found
+
+
+def _parts(records: Records) -> list[Records]:
+    inner = getattr(records, "parts", None)
+    return [part for each in inner for part in _parts(each)] if inner else [records]
+
+
+def changes(before: Inventory, now: Inventory) -> list[str]:
+    """What was added, removed and changed between two inventories, in words; the same content under another name is no
+    change."""
+    contents = {entry["content"] for entry in before.values()}, {entry["content"] for entry in now.values()}
+    added = [name for name, entry in now.items() if name not in before and entry["content"] not in contents[0]]
+    removed = [name for name, entry in before.items() if name not in now and entry["content"] not in contents[1]]
+    other = [name for name in now if name in before and now[name]["content"] != before[name]["content"]]
+    lines = []
+    if added:
+        lines.append(f"added {_some(added, lambda name: _amount(now[name]))}")
+    if removed:
+        lines.append(f"removed {_some(removed, lambda name: _amount(before[name]))}")
+    if other:
+        lines.append(f"changed {_some(other, lambda name: f'{_amount(before[name])} then, {_amount(now[name])} now')}")
+    return lines
+
+
+def _amount(entry: dict[str, Any]) -> str:
+    records = counted(int(entry.get("records", 0)), "record")
+    held = entry.get("size_bytes")
+    return records if held is None else f"{records} in {size(held) if held >= 2**20 else f'{held:,} bytes'}"
+
+
+def _some(names: list[str], told: Any) -> str:
+    shown = ", ".join(f"{name} ({told(name)})" for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+
+
+__all__ = ["Inventory", "changes", "inventory"]
