@@ -208,7 +208,7 @@ def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
             loss=loss,
             lr=float(parts.optimizer.param_groups[0]["lr"]),
             grad_norm=grad_norm,
-            **peaks(parts.device),
+            memory_bytes=peaks(parts.device),
             **averages,
             **_scaling(parts),
         )

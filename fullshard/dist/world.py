@@ -114,4 +114,4 @@ def peaks(device: torch.device) -> dict[str, int]:
     """The most bytes in use so far: on the device, and on the host by this rank and its children. On a CPU that is the
     same memory."""
     host = peak_of_family() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"memory_bytes": peak_memory(device) if device.type == "cuda" else host, "host_memory_bytes": host}
+    return {"memory": peak_memory(device) if device.type == "cuda" else host, "host_memory": host}

@@ -8,7 +8,7 @@ Must not know where the numbers go, and must not import torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,8 +127,7 @@ class Meters:
         loss: float,
         lr: float,
         grad_norm: float | None = None,
-        memory_bytes: int | None = None,
-        host_memory_bytes: int | None = None,
+        memory_bytes: Mapping[str, int] | None = None,
         **metrics: float,
     ) -> dict[str, Any]:
         """The record of the window since the last one, for metrics.jsonl; begins a new window.
@@ -141,9 +140,8 @@ class Meters:
             record["grad_norm"] = grad_norm
         record |= {**metrics, "samples": self.samples, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
         record |= self._rates()
-        for name, held in (("memory_gib", memory_bytes), ("host_memory_gib", host_memory_bytes)):
-            if held is not None:  # children come and go
-                self._peaks[name] = max(self._peaks.get(name, 0.0), round(held / 2**30, 3))
+        for name, held in (memory_bytes or {}).items():  # of this rank's children some come and go
+            self._peaks[f"{name}_gib"] = max(self._peaks.get(f"{name}_gib", 0.0), round(held / 2**30, 3))
         record |= self._peaks
         record["time"] = {name: round(seconds, 4) for name, seconds in self._window.time.items()}
         self._window = _Window(self._clock())

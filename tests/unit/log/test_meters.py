@@ -29,7 +29,7 @@ def test_memory_is_the_peak_so_far_of_the_device_and_of_the_host() -> None:
     meters = Meters(clock=Clock())
     held = [(3, 20), (4, 52), (4, 22)]
     records = [
-        meters.record(step=1, epoch=0, loss=1, lr=1, memory_bytes=gpu * 2**30, host_memory_bytes=host * 2**30)
+        meters.record(step=1, epoch=0, loss=1, lr=1, memory_bytes={"memory": gpu * 2**30, "host_memory": host * 2**30})
         for gpu, host in held
     ]
     assert [(r["memory_gib"], r["host_memory_gib"]) for r in records] == [(3.0, 20.0), (4.0, 52.0), (4.0, 52.0)]
@@ -40,7 +40,9 @@ def test_a_record_states_totals_of_the_run_and_rates_of_the_window() -> None:
     meters = Meters(flops_per_token=6e9, peak_flops=1e13, ranks=2, clock=clock)
     run_steps(meters, clock, 1)
     run_steps(meters, clock, 4)
-    first = meters.record(step=5, epoch=0.5, loss=2.0, lr=1e-4, grad_norm=1.5, memory_bytes=3 * 2**30, accuracy=0.5)
+    first = meters.record(
+        step=5, epoch=0.5, loss=2.0, lr=1e-4, grad_norm=1.5, memory_bytes={"memory": 3 * 2**30}, accuracy=0.5
+    )
     assert first == {
         "kind": "train",
         "step": 5,
