@@ -25,6 +25,7 @@ def check_samples(module: Any, stored: Any, *, vae: Any) -> None:
     """Encoded samples have the shape that the model is configured for, and labels that it knows. `vae` is the frozen
     one that makes latents of them in every step."""
     _check_labels(module, stored)
+    require_text(module, {"text_states", "text_tokens"} & set(stored.store.names))
     if "image" not in stored.store.names:
         return  # samples of an encoder of the user's: the first batch is looked at
     values = stored.store.flat("image")
@@ -105,8 +106,14 @@ def last_times(num: int, device: torch.device) -> torch.Tensor:
 def require_data(model: Any, batch: dict[str, Any], *, shape: Sequence[int]) -> None:
     """Refuses a first batch whose images, which reach the model as (C, H, W), or texts are not those that it takes."""
     require_shape(model, shape, what="images or latents", scale=None)
+    require_text(model, {"text_states", "text_tokens"} & set(batch))
+    if "text_states" in batch:
+        require_texts(model, batch)
+
+
+def require_text(model: Any, has: set[str]) -> None:
+    """Refuses texts for a model that takes none, and none for one that does."""
     takes = getattr(model, "text_width", None)
-    has = "text_states" in batch or "text_tokens" in batch
     if takes is None and has:
         raise RecipeError(
             f"data.encode.text gives texts, and {name_of(model)} takes none. Leave data.encode.text out, or choose a "
@@ -117,8 +124,6 @@ def require_data(model: Any, batch: dict[str, Any], *, shape: Sequence[int]) -> 
             f"{name_of(model)} is conditioned on texts (states of {takes}), and the data has none. Name the text "
             "encoder in data.encode.text, with records that have a text."
         )
-    if "text_states" in batch:
-        require_texts(model, batch)
 
 
 @torch.no_grad()

@@ -110,6 +110,14 @@ def test_latents_are_compared_wherever_they_are_made(tmp_path: Path) -> None:
         ground(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, data=stored_latents)
 
 
+def test_a_model_that_is_conditioned_on_texts_needs_some(tmp_path: Path) -> None:
+    sizes = {"in_channels": 1, "sample_size": 8}
+    with pytest.raises(
+        RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of 32\), and the"
+    ):
+        ground(tmp_path, model={"architecture": "pixart", "classes": None, "overrides": sizes})
+
+
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "flux"])
 def test_a_stored_model_at_another_size_is_what_its_export_is(tmp_path: Path, name: str) -> None:
     """Trained at 4 x 4 by name; diffusers reads the export and predicts the same there."""

@@ -214,10 +214,8 @@ def test_a_model_that_is_not_told_where_a_text_ends_gets_padded_texts(folder: Pa
     ):
         encoder = decode(Encoder, {"kind": "image", "text": text}, where="data.encode")
         encoder.check_model(family(name).build(processor=None))
-    with pytest.raises(
-        RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of 24\), and the"
-    ):
-        Images().check_model(family("pixart").build(processor=None))
+    # An objective of the user's may have texts from elsewhere.
+    Images().check_model(family("pixart").build(processor=None))
 
 
 def test_a_model_that_also_looks_at_images_or_writes_is_read_without_that(tmp_path: Path) -> None:
