@@ -11,8 +11,11 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 quickstart: .venv/.installed
 	$(BIN)/fullshard train quickstart
 
-# The files in their order: the many small ones come last and fill both workers.
+# The files in their order: the many small ones come last and fill both workers. Two nodes are two network namespaces,
+# which `ip` makes and only root may.
 test: .venv/.installed-test
+	@test "$$(id -u)" != 0 || PATH="$$PATH:/usr/sbin:/sbin" command -v ip >/dev/null || \
+		{ apt-get update -qq && apt-get install -y -qq iproute2; }
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every test that compares floating-point numbers, with the kernels of other processors and other numbers of threads.

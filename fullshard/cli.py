@@ -40,10 +40,10 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except FullshardError as error:
-            tell(error)
-            raise typer.Exit(error.exit_code) from None
         except Exception as error:
+            if isinstance(error, FullshardError) and not crash.lost_a_rank(error):
+                tell(error)
+                raise typer.Exit(error.exit_code) from None
             if not crash.is_told_elsewhere(error):
                 raise
             typer.echo(f"Rank {os.environ.get('RANK', '0')} lost another rank.", err=True)
@@ -193,7 +193,7 @@ def train(
 
     if launch.launcher != "none" and not dry_run:
         raise typer.Exit(run.join(reading, resume=resume, anyway=resume_anyway))
-    ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank or 0, master=master)
+    ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank, master=master)
     if not dry_run:
         raise typer.Exit(run.train(reading, resume=resume, ranks=ranks, anyway=resume_anyway))
     if launch.rank == 0:
@@ -248,7 +248,7 @@ def check(
         raise typer.Exit(command.refused(mistake, wish)) from None
     ranks: Ranks | SetupError
     try:
-        ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank or 0, master=master)
+        ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank, master=master)
     except SetupError as mistake:
         ranks = mistake
     if launch.launcher != "none" and not isinstance(ranks, SetupError):
@@ -365,7 +365,7 @@ def _launch(*, node_rank: int | None, master: str | None) -> Launch:
     return Launch("none")
 
 
-def _ranks(topology: Topology, launch: Launch, *, node_rank: int, master: str | None) -> Ranks:
+def _ranks(topology: Topology, launch: Launch, *, node_rank: int | None, master: str | None) -> Ranks:
     from fullshard.launch.base import Ranks
 
     if launch.launcher != "none":

@@ -51,10 +51,11 @@ def report(error: BaseException, *, folder: Path, rank: int, world: int, step: i
     """Writes the crash folder of an error that ends the run, and sees that its last words are said: by the launcher
     that asked for them, or as a note at the end of the traceback. For a mistake of the user, does nothing."""
     with contextlib.suppress(Exception):
-        if not _is_crash(error):
+        lost = lost_a_rank(error)
+        if not lost and not _is_crash(error):
             return
         crash = write(error, folder=folder, rank=rank, world=world, step=step)
-        if TOLD_BY_LAUNCHER in os.environ and not isinstance(error, FullshardError):
+        if TOLD_BY_LAUNCHER in os.environ and (lost or not isinstance(error, FullshardError)):
             trace = "".join(traceback.format_exception(error))
             hand_over(f"{type(error).__name__}: {error}", traceback=trace, crash=str(crash) if crash else None)
         else:
@@ -264,7 +265,20 @@ def culprit(said: Mapping[int, Words], *, otherwise: int) -> int:
 def is_told_elsewhere(error: BaseException) -> bool:
     """Whether an error only follows from the end of another rank, of which the launcher will tell."""
     with contextlib.suppress(Exception):
-        return TOLD_BY_LAUNCHER in os.environ and is_victim("".join(traceback.format_exception(error)))
+        told = TOLD_BY_LAUNCHER in os.environ
+        return told and (lost_a_rank(error) or is_victim("".join(traceback.format_exception(error))))
+    return False
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether an error was raised because another rank went away. That is never a mistake of the user's, also where it
+    came up as one: a store that cannot be reached, a file that another rank did not write."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # gloo, NCCL and the store raise RuntimeErrors; a hub or a remote store that hangs up has other ones.
+        if isinstance(cause, RuntimeError) and is_victim(f"{type(cause).__name__}: {cause}"):
+            return True
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
@@ -282,10 +296,14 @@ def closing(said: Mapping[int, Words], *, rank: int, line: str) -> str:
     if crash is not None and not words.text:
         with contextlib.suppress(OSError), (crash / f"rank-{rank}.txt").open("x", encoding="utf-8") as file:
             file.write(line + "\n")
-    if not words.text and not (matches := explain(line)):
-        return f"\nCrash folder: {crash}" if crash else ""
-    return _closing(explain(words.text) if words.text else matches, crash)
+    if words.text:
+        return _closing(explain(words.text), crash)
+    # Nobody else lived to open a folder; that none could be written would be another matter.
+    place = f"\nCrash folder: {crash}" if crash else ""
+    matches = explain(line)
+    return f"\n{answer(matches)}{place and chr(10)}{place}" if matches else place
 
 
 __all__ = ["TOLD_BY_LAUNCHER", "Words", "closing", "culprit", "handed_over", "last_words", "left_behind", "report"]
+__all__ += ["is_told_elsewhere", "is_victim", "lost_a_rank"]
 __all__ += ["environment", "newest", "tail", "write"]

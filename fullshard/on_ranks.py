@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fullshard.log.console import Console
 
 
-def ranks_of(topology: Topology, *, node_rank: int = 0, master: str | None = None) -> Ranks:
+def ranks_of(topology: Topology, *, node_rank: int | None = None, master: str | None = None) -> Ranks:
     """How many ranks a topology means on this machine."""
     num_gpus = 0
     if topology.device != "cpu":

@@ -21,7 +21,7 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import remote, whole
 from fullshard.checkpoint.folder import write_json
 from fullshard.checkpoint.store import reaching
-from fullshard.dist import env
+from fullshard.dist import accelerate, env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.handover import TOLD_BY_LAUNCHER
 from fullshard.launch.base import Ranks
@@ -106,7 +106,8 @@ def as_rank(
 
     recipe, launch = reading.recipe, env.detect(os.environ)
     with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
-        for line in reading.overridden:
+        foreign = accelerate.notes(os.environ, world=launch.world) if launch.launcher == "accelerate" else []
+        for line in [*reading.overridden, *foreign]:
             console.note(line)
         ground = lay_ground(recipe, world_size=launch.world, console=console)
         if not checked and launch.local_rank == 0:

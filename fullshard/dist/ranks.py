@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from fullshard.errors import SetupError
 from fullshard.launch.base import Ranks
+from fullshard.launch.meeting import is_local
 from fullshard.plural import counted
 
 
@@ -20,12 +21,12 @@ def ranks_for(
     nodes: int,
     num_gpus: int,
     timeout_s: float,
-    node_rank: int = 0,
+    node_rank: int | None = None,
     master: str | None = None,
     backend: str = "auto",
 ) -> Ranks:
     """The ranks to start on this node: `devices` is a count, GPU ids or "auto" (every GPU; one process on a CPU)."""
-    check_nodes(nodes=nodes, node_rank=node_rank, master=master)
+    node_rank = check_nodes(nodes=nodes, node_rank=node_rank, master=master)
     on_cpu = device == "cpu" or (device == "auto" and num_gpus == 0)
     if isinstance(devices, str):
         check_devices(1, num_gpus=num_gpus, wanted_device=device, backend=backend)
@@ -65,15 +66,16 @@ def check_devices(per_node: int, *, num_gpus: int, wanted_device: str, backend: 
         )
 
 
-def check_nodes(*, nodes: int, node_rank: int, master: str | None) -> None:
-    """Raises SetupError when several nodes could not find each other; for ranks that fullshard starts itself."""
-    if node_rank < 0 or node_rank >= nodes:
+def check_nodes(*, nodes: int, node_rank: int | None, master: str | None) -> int:
+    """Which node this is. Raises SetupError when several could not find each other; for ranks that fullshard starts
+    itself."""
+    if node_rank is not None and not 0 <= node_rank < nodes:
         raise SetupError(
             f"--node-rank {node_rank} does not exist: {counted(nodes, 'node')} {'is' if nodes == 1 else 'are'} "
             f"numbered 0{f' to {nodes - 1}' if nodes > 1 else ''}. Check --nodes and --node-rank."
         )
     if nodes == 1:
-        return
+        return 0
     if master is None:
         raise SetupError(
             f"--nodes {nodes} needs a place where the nodes meet. On every node run the same command with --nodes "
@@ -82,8 +84,15 @@ def check_nodes(*, nodes: int, node_rank: int, master: str | None) -> None:
         )
     host, port = split_address(master)
     resolve_host(host, f"--master {master}")
-    if node_rank == 0:
+    if node_rank is None and not is_local(host):
+        others = "1" if nodes == 2 else f"1 to {nodes - 1}, another on each node"
+        raise SetupError(
+            f"--nodes {nodes} --master {master}: --node-rank is missing, and {host} is not an address of this machine, "
+            f"so this is not node 0. Give --node-rank {others}."
+        )
+    if not node_rank:
         probe_port(port, f"--master {master}")
+    return node_rank or 0
 
 
 def split_address(master: str) -> tuple[str, int]:

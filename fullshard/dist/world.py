@@ -12,9 +12,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fullshard.dist import interface
 from fullshard.errors import SetupError
 from fullshard.host import peak_of_family
+from fullshard.launch.meeting import Meeting, facts
 from fullshard.log.peaks import peak_flops
 
 
@@ -72,24 +75,37 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
     # A gloo group beside NCCL carries host tensors: offloaded gradients are clipped there.
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     if not dist.is_initialized():
-        _meet(backends, rank, size, timeout_s)
+        _meet(backends, rank, size, local_rank, timeout_s)
     return World(rank, size, local_rank, local_size, place, backend)
 
 
-def _meet(backends: str, rank: int, size: int, timeout_s: float) -> None:
+def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     if size == 1:  # whatever MASTER_ADDR says: there is nobody to meet
         dist.init_process_group(backends, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
         return
-    try:
-        dist.init_process_group(backends, timeout=timeout)
-    except dist.DistError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise SetupError(
-            f"rank {rank} of {size} waited topology.timeout_s = {timeout_s:g} s at {where} and not all ranks came. "
-            "Check that every node runs the same command, that this address is node 0's and can be reached from here, "
-            f"and that no rank has stopped. torch says: {str(error).splitlines()[0]}"
-        ) from error
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    meeting = Meeting(
+        "rank",
+        rank,
+        size,
+        f"{host}:{port}",
+        timeout_s,
+        advice="Check that every node runs the same command and that no rank has stopped.",
+        first_line_s=15.0,
+        silent=local_rank != 0,
+    )
+    # torchrun's agent holds the store for its ranks; otherwise rank 0 does.
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = meeting.connect(host, port, serve=rank == 0 and not by_agent)
+    start = "-".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
+    ours = dist.PrefixStore(f"fullshard-{start}", store)
+    found = meeting.gather(ours, facts(options={}, address=interface.address_towards(host)))
+    interface.choose(host, [each["address"] for each in found])
+    # Gloo waits five times its timeout for a connection; all ranks are here, so the rest of the time is enough.
+    dist.init_process_group(backends, store=ours, rank=rank, world_size=size, timeout=meeting.left / 5)
+    _set_pg_timeout(timeout)
+    ours.set_timeout(timeout)
 
 
 def leave() -> None:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -23,9 +24,11 @@ from fullshard import crash, signals
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
 from fullshard.handover import TOLD_BY_LAUNCHER
 from fullshard.launch.base import STARTED_BY, Launcher, Ranks
+from fullshard.launch.meeting import Facts, Meeting, facts, is_local
 from fullshard.launch.memory import MemoryWatch, watched
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
@@ -33,6 +36,7 @@ class Local(Launcher):
     """Processes on this machine, one per GPU (or as many as asked for on a CPU)."""
 
     def start(self, command: Sequence[str], ranks: Ranks) -> int:
+        from torch.distributed import DistError
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
@@ -44,11 +48,17 @@ class Local(Launcher):
             watched() as memory,
         ):
             try:
+                # Held until the end: on node 0 this is where ranks and agents of all nodes meet.
+                _store = _meet(ranks) if ranks.nodes > 1 else None
                 elastic_launch(_config(ranks, str(folder)), command[0])(*command[1:])
             except ChildFailedError as error:
                 return _ended(error.failures, received, memory)
-            except Exception as error:
-                raise _not_met(error, ranks) or error from error
+            except DistError as error:
+                _say(
+                    f"Lost the other nodes, which met this one at {ranks.master} (torch says: "
+                    f"{str(error).splitlines()[0]}). One of them has ended, or the network was cut: see their output."
+                )
+                return 1
         return 0
 
 
@@ -70,6 +80,45 @@ def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
+def _meet(ranks: Ranks) -> TCPStore:
+    """Waits for the other nodes, and says for whom; gives the store where they met."""
+    from torch.distributed import PrefixStore
+
+    if ranks.master is None:
+        raise SetupError(f"{ranks.nodes} nodes need a place to meet. Give --master HOST:PORT on every node.")
+    host, _, port = ranks.master.rpartition(":")
+    host = host.strip("[]")
+    meeting = Meeting(
+        "node",
+        ranks.node_rank,
+        ranks.nodes,
+        ranks.master,
+        ranks.timeout_s,
+        advice=f"Run the same command on every node, with --node-rank 0 to {ranks.nodes - 1} and the address of node 0 "
+        "as --master, and let firewalls pass the port.",
+        claim="--node-rank",
+    )
+    mine = facts(options={"--nodes": ranks.nodes, "--devices": ranks.per_node})
+    serve = ranks.node_rank == 0
+    store = meeting.connect(host, int(port), serve=serve)
+    if serve and not is_local(host):
+        _check_elsewhere(meeting, host, int(port), mine)
+    meeting.gather(PrefixStore("fullshard-nodes", store), mine)
+    return store
+
+
+def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> None:
+    """Node 0 where the address of the master is not: behind a port that is passed on to it, or a second node 0."""
+    from torch.distributed import PrefixStore
+
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
+        store = PrefixStore("fullshard-nodes", meeting.connect(host, port, serve=False))
+        if store.check(["member-0"]):
+            raise meeting.refuse_double(store, mine)
+        return
+    _say(f"{host} is not an address of this machine, and the other nodes look for node 0 there. Check --master.")
+
+
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -79,8 +128,6 @@ def _config(ranks: Ranks, folder: str) -> Any:
     from torch.distributed.launcher.api import LaunchConfig
 
     if ranks.nodes > 1:
-        if ranks.master is None:
-            raise SetupError(f"{ranks.nodes} nodes need a place to meet. Give --master HOST:PORT on every node.")
         meeting: dict[str, Any] = {
             "rdzv_backend": "static",
             "rdzv_endpoint": ranks.master,
@@ -123,7 +170,8 @@ def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: 
         if rank != 0 and message and message != _message(failures.get(0)):
             _say(f"Error: rank {rank}: {message}")
         return code
-    if received.first is not None and (code < 0 or rank in victims):
+    ended_by_it = received.at_once or rank in victims or -code in (received.first, signal.SIGTERM)
+    if received.first is not None and ended_by_it:
         return _stopped(received.first, at_once=received.at_once)
     if code > 0:  # one that was killed says nothing, and is the cause
         rank = crash.culprit(said, otherwise=rank)
@@ -188,19 +236,6 @@ def _how(code: int, *, traced: bool = False, victim: bool = False, killed: str =
         "SIGTERM": ": something outside the run ended it",
     }
     return f"was ended by {name}{meaning.get(name, '')}"
-
-
-def _not_met(error: Exception, ranks: Ranks) -> SetupError | None:
-    """Several nodes that did not find each other, in words; None for an error of another kind."""
-    from torch.distributed import DistError
-
-    if ranks.nodes == 1 or not isinstance(error, (DistError, TimeoutError)):
-        return None
-    return SetupError(
-        f"The {ranks.nodes} nodes did not meet at {ranks.master} within {ranks.timeout_s:.0f} s (this is node "
-        f"{ranks.node_rank}; torch says: {str(error).splitlines()[0]}). Start the same command on every node, with "
-        f"--node-rank 0 to {ranks.nodes - 1} and the address of node 0 as --master, and let firewalls pass the port."
-    )
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fullshard import crash
-from fullshard.errors import NumericalError, RecipeError
+from fullshard.errors import NumericalError, RecipeError, SetupError
 from fullshard.launch.local import _how
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.TOLD_BY_LAUNCHER)
@@ -238,9 +238,23 @@ def test_a_killed_rank_is_told_by_the_launcher(run: Path, tmp_path: Path, monkey
     # Nobody left anything: the line alone is explained.
     alone = crash.closing({1: crash.Words()}, rank=1, line=line)
     assert "(rank-killed)" in alone
+    assert "rash folder" not in alone, "nobody was left who could have written one"
     assert crash.closing({1: crash.Words()}, rank=1, line="Rank 1 ended.") == ""
 
 
 def test_what_is_no_handover_is_no_words() -> None:
     for data in (None, {}, "text", {"message": "text"}, {"message": {"message": "a mistake", "extraInfo": {}}}):
         assert crash.handed_over(data) == crash.Words()
+
+
+def test_a_lost_rank_is_no_mistake_of_the_users_whatever_it_was_raised_as() -> None:
+    def wrapped(cause: Exception) -> BaseException:
+        try:
+            raise SetupError("the ranks did not meet") from cause
+        except SetupError as error:
+            return raised(RecipeError(f"again: {error}"))  # with the first one as its context
+
+    lost = RuntimeError("[pair.cc:537] Read error: Connection closed by peer [127.0.0.1]:1")
+    assert crash.lost_a_rank(wrapped(lost))
+    assert not crash.lost_a_rank(wrapped(ConnectionResetError(104, "Connection reset by peer"))), "a hub hung up"
+    assert not crash.lost_a_rank(raised(SetupError("Connection closed by peer")))

@@ -217,6 +217,18 @@ def test_more_ranks_than_gpus() -> None:
 # Ranks that we start
 
 
+def test_a_node_without_a_number_is_node_0_only_where_the_master_is() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert ranks(nodes=2, master=f"127.0.0.1:{port}").node_rank == 0
+    with pytest.raises(SetupError) as error:
+        ranks(nodes=2, master="192.0.2.1:29500")  # an address that no machine has
+    assert str(error.value) == (
+        "--nodes 2 --master 192.0.2.1:29500: --node-rank is missing, and 192.0.2.1 is not an address of this machine, "
+        "so this is not node 0. Give --node-rank 1."
+    )
+
+
 def ranks(**changes: Any) -> Any:
     settings = {"device": "auto", "devices": "auto", "nodes": 1, "num_gpus": 4, "timeout_s": 60.0}
     return ranks_for(**{**settings, **changes})

@@ -219,6 +219,13 @@ def peer_lost__reset() -> None:
         ours.recv(1)
 
 
+def peer_lost__store() -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+    del server
+    client.get("never")
+
+
 def collective_timeout(ranks: RankPool) -> str:
     return str(ranks.run(_do_not_come, world=2)[0])
 

@@ -56,6 +56,7 @@ NOT_PROVOKED = {
     r"Signals\.SIGHUP death signal": "torch's launcher logs it while it ends the ranks",
     r"was ended by SIGHUP": "our launcher's words for a rank",
     **dict.fromkeys(QUOTED_PATTERNS, "needs NCCL between two nodes"),
+    "Gloo connectFullMesh failed": "needs two nodes that cannot reach each other",
 }
 QUOTED = {
     "nccl-system-error": (

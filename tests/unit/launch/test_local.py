@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -286,6 +287,49 @@ def test_nodes_that_do_not_meet_are_an_error_in_words() -> None:
     master = f"127.0.0.1:{free_port()}"
     with pytest.raises(SetupError) as error:
         start("pass", Ranks(per_node=1, nodes=2, node_rank=1, master=master, timeout_s=1))
-    assert f"The 2 nodes did not meet at {master} within 1 s (this is node 1" in str(error.value)
+    expected = f"Node 1 waited topology.timeout_s = 1 s at {master} for node 0 of 2: Connection refused. Run the same"
+    assert str(error.value).startswith(expected)
     with pytest.raises(SetupError, match="need a place to meet"):
         start("pass", Ranks(per_node=1, nodes=2))
+
+
+def test_a_node_says_whom_it_waits_for_and_hears_signals_meanwhile() -> None:
+    ranks = {"per_node": 1, "nodes": 3, "master": f"127.0.0.1:{free_port()}", "timeout_s": 300}
+    with launched("pass", node_rank=0, **ranks) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith(f"Waiting for nodes 1, 2 of 3 at {ranks['master']} (")
+        assert " s of 300 s). Run the same command on every node, with --node-rank 0 to 2" in line
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        (
+            {"node_rank": 1, "nodes": 3},
+            "The nodes disagree: node 0 ({}) was started with --nodes 2, node 1 ({}) with --nodes 3.",
+        ),
+        (
+            {"node_rank": 1, "per_node": 2},
+            "The nodes disagree: node 0 ({}) was started with --devices 1, node 1 ({}) with --devices 2.",
+        ),
+    ],
+    ids=["nodes", "devices"],
+)
+def test_nodes_that_disagree_all_hear_of_it(second: dict[str, int], problem: str) -> None:
+    ranks = {"per_node": 1, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
+    whose = r"host \S+, process \d+"
+    with launched("pass", node_rank=0, **ranks) as zero, launched("pass", **{**ranks, **second}) as one:
+        for process in (zero, one):
+            _, errors = process.communicate(timeout=90)
+            assert process.returncode == 1
+            assert re.search(re.escape(problem).replace(r"\{\}", whose), errors), errors
+
+
+def test_two_nodes_of_one_number_all_hear_of_it() -> None:
+    ranks = {"per_node": 1, "nodes": 3, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
+    with contextlib.ExitStack() as running:
+        nodes = [running.enter_context(launched("pass", node_rank=number, **ranks)) for number in (0, 1, 1)]
+        for process in nodes:
+            _, errors = process.communicate(timeout=90)
+            assert "Error: Two nodes claim --node-rank 1: host" in errors

@@ -1,0 +1,84 @@
+"""Two nodes with networks of their own, on which the host's own name is the loopback: they meet, and a cut is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.log.metrics import FILE, last_step
+from tests.dist.namespaces import ADDRESSES, Nodes, NotPermitted, two_nodes
+from tests.small import model_folder, recipe, token_file
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 30
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    try:
+        with two_nodes(tmp_path) as made:
+            yield made
+    except NotPermitted as reason:
+        pytest.skip(f"network namespaces are not permitted here: {reason}")
+
+
+def train(nodes: Nodes, folder: Path, node: int, *options: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "fullshard",
+        "train",
+        str(folder / "recipe.yaml"),
+        "--devices",
+        "1",
+        "--nodes",
+        "2",
+    ]
+    return nodes.start(node, [*command, *options], cwd=ROOT, start_new_session=True)
+
+
+def test_two_nodes_meet_train_and_notice_a_cut(nodes: Nodes, tmp_path: Path) -> None:
+    model_folder(tmp_path / "model", num_hidden_layers=1)
+    token_file(tmp_path / "train.jsonl", records=64)
+    sections: dict[str, Any] = {
+        "duration": {"steps": 1_000_000},
+        "topology": {"device": "cpu", "timeout_s": TIMEOUT_S},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe(tmp_path, name="two", **sections)))
+    nameless = train(nodes, tmp_path, 1, "--master", f"{ADDRESSES[0]}:29500")
+    assert "--node-rank is missing, and 10.77.0.1 is not an address of this machine" in nameless.communicate()[1]
+    assert nameless.returncode == 2
+    running = [
+        train(nodes, tmp_path, 0, "--master", "zero:29500"),  # without --node-rank: zero is this machine
+        train(nodes, tmp_path, 1, "--node-rank", "1", "--master", "zero:29500"),
+    ]
+    try:
+        metrics = tmp_path / "runs" / "two" / FILE
+        while not (metrics.exists() and (last_step(metrics) or 0) >= 2):
+            assert all(process.poll() is None for process in running), [p.communicate() for p in running]
+            time.sleep(0.1)
+        second = train(nodes, tmp_path, 1, "--node-rank", "0", "--master", "zero:29500")
+        assert "Two nodes claim --node-rank 0: host" in second.communicate()[1]
+        nodes.cut()
+        ends = [process.communicate() for process in running]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert [process.returncode for process in running] == [1, 1], ends
+    for rank, (_, err) in enumerate(ends):
+        assert f"Rank {rank} (process" in err
+        assert "lost the connection to another rank, and no rank of this node ended before it" in err
+        assert "(collective-timeout)" in err
+        assert "network between the nodes" in " ".join(err.split())
+        assert "traceback is above" not in err
+        assert "Crash folder: " in err
