@@ -225,7 +225,7 @@ def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     if recipe.optimizer.kind() == "adamw_8bit":
         needed.append(("torchao", "optim", "optimizer.kind = adamw_8bit"))
     for sink in recipe.log.sinks:
-        if sink.kind() == "wandb" and getattr(sink, "mode", "") != "disabled":
+        if sink.kind() == "wandb" and getattr(sink, "mode_in_force", "") != "disabled":
             needed.append(("wandb", "wandb", "log.sinks: wandb"))
     missing = [wanted for wanted in needed if wanted[0] not in machine.packages]
     for package, extra, part in missing:

@@ -23,6 +23,8 @@ class Sinks:
         self._open: list[tuple[str, OpenSink]] = []
         for index, sink in enumerate(sinks):
             where = f"log.sinks[{index}] ({sink.kind()})"
+            for note in sink.notes():
+                warn(f"{where}: {note}.")
             try:
                 self._open.append((where, sink.open(folder, name=name, recipe=recipe)))
             except Exception as error:

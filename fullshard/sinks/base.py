@@ -29,6 +29,10 @@ class Sink(Part):
     folder: ClassVar[str] = "fullshard.sinks"
     required: ClassVar[tuple[str, ...]] = ("open",)
 
+    def notes(self) -> list[str]:
+        """What the user should know of these settings before the run."""
+        return []
+
     def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:
         """Opens the sink for the run in `folder`."""
         raise NotImplementedError

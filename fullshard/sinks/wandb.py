@@ -1,6 +1,7 @@
 """Weights & Biases. All its files stay in the run's folder `wandb/`; `wandb sync RUN/wandb/offline-run-*` sends an
 offline run later.
 
+Wandb's own variables (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, ...) are in force where the recipe leaves a key out.
 Numbers are drawn over our own step, so a resumed run goes on in the same curves. Must not know what the numbers mean.
 """
 
@@ -21,19 +22,39 @@ from fullshard.sinks.base import OpenSink, Sink
 class WeightsAndBiases(Sink):
     """Curves on a Weights & Biases server."""
 
-    project: str = "fullshard"
-    """The project that the run appears in."""
+    project: str | None = None
+    """The project that the run appears in; null: that of WANDB_PROJECT, or fullshard."""
     entity: str | None = None
-    """The user or team; null: the one that is logged in."""
+    """The user or team; null: that of WANDB_ENTITY, or the one that is logged in."""
     tags: list[str] = []
-    """Words to find the run by."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """offline keeps everything in the run folder; disabled does nothing."""
+    """Words to find the run by; empty: those of WANDB_TAGS."""
+    mode: Literal["online", "offline", "disabled"] | None = None
+    """offline keeps everything in the run folder; disabled does nothing; null: that of WANDB_MODE, or online."""
     run_name: str | None = None
-    """The name shown for the run; null: the recipe's name."""
+    """The name shown for the run; null: that of WANDB_NAME, or the recipe's name."""
+
+    @property
+    def mode_in_force(self) -> str:
+        return self.mode or _mode_of_variables()
+
+    def notes(self) -> list[str]:
+        """The variables that a key of the recipe wins over."""
+        keys = {
+            "mode": (self.mode, "WANDB_MODE"),
+            "project": (self.project, "WANDB_PROJECT"),
+            "entity": (self.entity, "WANDB_ENTITY"),
+            "run_name": (self.run_name, "WANDB_NAME"),
+            "tags": (",".join(self.tags) or None, "WANDB_TAGS"),
+        }
+        return [
+            f"{key} = {value} wins over {variable}={os.environ[variable]}"
+            for key, (value, variable) in keys.items()
+            if value is not None and os.environ.get(variable, value) != value
+        ]
 
     def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:
-        if self.mode == "disabled":
+        mode = self.mode_in_force
+        if mode == "disabled":
             return _Disabled()
         try:
             import wandb
@@ -41,24 +62,27 @@ class WeightsAndBiases(Sink):
             raise missing_package("wandb", extra="wandb", needed_by="log.sinks: wandb") from error
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
+        project = self.project or os.environ.get("WANDB_PROJECT", "fullshard")
+        resumed = last_step(folder / FILE) is not None
         try:
             with _cache_in(home / "cache"):
+                # What is None here, wandb reads from its variables.
                 run = wandb.init(
-                    project=self.project,
+                    project=project,
                     entity=self.entity,
-                    tags=self.tags,
-                    name=self.run_name or name,
+                    tags=self.tags or None,
+                    name=self.run_name or _unless("WANDB_NAME", name),
                     mode=self.mode,
-                    dir=str(folder),
+                    dir=_unless("WANDB_DIR", str(folder)),
                     config=recipe,
-                    id=_run_id(home / "run-id", resumed=last_step(folder / FILE) is not None),
-                    resume="allow" if self.mode == "online" else None,
+                    id=_unless("WANDB_RUN_ID", _run_id(home / "run-id", resumed=resumed)),
+                    resume=_unless("WANDB_RESUME", "allow" if mode == "online" else None),
                     # It must neither wrap stdout, which the progress bars own, nor wait for a key to be typed in.
-                    settings=wandb.Settings(silent=True, console="off", login_timeout=30),
+                    settings=wandb.Settings(**_settings()),
                 )
         except Exception as error:
             raise SetupError(
-                f"log.sinks: wandb cannot start a run (project {self.project}, mode {self.mode}): {error} "
+                f"log.sinks: wandb cannot start a run (project {project}, mode {mode}): {error} "
                 "Log in with `wandb login` or set WANDB_API_KEY; without a network use mode: offline."
             ) from error
         run.define_metric("step", hidden=True)
@@ -81,6 +105,22 @@ class _Open(OpenSink):
 class _Disabled(OpenSink):
     def write(self, record: dict[str, Any]) -> None:
         """Nothing is kept."""
+
+
+def _mode_of_variables() -> str:
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
+        return "disabled"
+    mode = os.environ.get("WANDB_MODE") or "online"
+    return {"dryrun": "offline", "run": "online"}.get(mode, mode)
+
+
+def _settings() -> dict[str, Any]:
+    wanted = {"silent": True, "console": "off", "login_timeout": 30}
+    return {name: value for name, value in wanted.items() if not os.environ.get(f"WANDB_{name.upper()}")}
+
+
+def _unless(variable: str, value: str | None) -> str | None:
+    return None if os.environ.get(variable) else value
 
 
 def _run_id(path: Path, *, resumed: bool) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import RecipeError, SetupError
+from fullshard.log.sinks import Sinks
 from fullshard.part import decode
 from fullshard.sinks.base import Sink
 from fullshard.sinks.wandb import WeightsAndBiases
@@ -22,7 +23,8 @@ from fullshard.sinks.base import Sink
 
 folder, resume = Path(sys.argv[1]), int(sys.argv[2])
 metrics = Metrics(folder / "metrics.jsonl", step=resume)
-settings = {"kind": "wandb", "project": "p", "tags": ["fsdp", "multi-node"], "mode": "offline", "run-name": "shown"}
+given = {"project": "p", "tags": ["fsdp", "multi-node"], "mode": "offline", "run-name": "shown"}
+settings = {"kind": "wandb", **(given if len(sys.argv) < 4 else json.loads(sys.argv[3]))}
 sink = decode(Sink, settings, where="log.sinks[0]").open(folder, name="run", recipe={"seed": 7})
 for step in (resume + 1, resume + 2):
     record = {"kind": "train", "step": step, "loss": 0.5 * step, "time": {"data": 0.25}}
@@ -30,6 +32,7 @@ for step in (resume + 1, resume + 2):
     sink.write(record)
 run = sink._run
 answer = {"id": run.id, "name": run.name, "tags": list(run.tags), "config": dict(run.config)}
+answer |= {"project": run.project, "offline": run.offline, "group": run.group}
 answer["summary"] = {key: run.summary[key] for key in ("train/loss", "time/data", "step")}
 sink.close()
 metrics.close()
@@ -37,7 +40,7 @@ print(json.dumps(answer))
 """
 
 
-def run_offline(root: Path, *, resume: int) -> dict[str, object]:
+def run_offline(root: Path, *words: str, resume: int, **variables: str) -> dict[str, object]:
     """A run in a process of its own, with a home, a temporary and a working folder to look into afterwards."""
     places = {name: root / name for name in ("home", "tmp", "cwd", "run")}
     for place in places.values():
@@ -48,9 +51,10 @@ def run_offline(root: Path, *, resume: int) -> dict[str, object]:
         "TMPDIR": str(places["tmp"]),
         "PYTHONPATH": os.getcwd(),
         "PYTHONDONTWRITEBYTECODE": "1",
+        **variables,
     }
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RUN, str(places["run"]), str(resume)],
+        [sys.executable, "-W", "error", "-c", RUN, str(places["run"]), str(resume), *words],
         cwd=places["cwd"],
         env=environment,
         capture_output=True,
@@ -80,6 +84,41 @@ def test_offline_it_runs_without_a_network_and_leaves_nothing_outside_the_run_fo
 
     afresh = run_offline(tmp_path, resume=0)
     assert afresh["id"] != first["id"]
+
+
+VARIABLES = {
+    "WANDB_MODE": "offline",
+    "WANDB_PROJECT": "theirs",
+    "WANDB_NAME": "named",
+    "WANDB_TAGS": "a,b",
+    "WANDB_RUN_GROUP": "sweep",
+    "WANDB_RUN_ID": "chosen",
+}
+
+
+def test_wandbs_variables_are_in_force_where_the_recipe_says_nothing(tmp_path: Path) -> None:
+    found = run_offline(tmp_path, "{}", resume=0, **VARIABLES)
+    assert (found["offline"], found["project"], found["name"], found["group"]) == (True, "theirs", "named", "sweep")
+    assert (sorted(found["tags"]), found["id"]) == (["a", "b"], "chosen")  # type: ignore[call-overload]
+
+
+def test_keys_of_the_recipe_win_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = '{"project": "ours", "mode": "offline"}'
+    found = run_offline(tmp_path, given, resume=0, **{**VARIABLES, "WANDB_MODE": "online"})
+    assert (found["offline"], found["project"], found["name"]) == (True, "ours", "named")
+    monkeypatch.setenv("WANDB_PROJECT", "theirs")
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    said: list[str] = []
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(SetupError, match="pip install"):
+        Sinks([WeightsAndBiases(project="ours", mode="online")], tmp_path, name="run", recipe={}, warn=said.append)
+    assert said == [
+        "log.sinks[0] (wandb): mode = online wins over WANDB_MODE=disabled.",
+        "log.sinks[0] (wandb): project = ours wins over WANDB_PROJECT=theirs.",
+    ]
+    # Disabled by the variable: needs no package.
+    WeightsAndBiases().open(tmp_path / "none", name="run", recipe={}).close()
+    assert not (tmp_path / "none").exists()
 
 
 def test_settings_are_checked() -> None:
