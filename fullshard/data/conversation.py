@@ -38,8 +38,9 @@ _RESERVED = {
     *LISTS,
     *("chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
     *("return_assistant_tokens_mask", "self"),
+    *("cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now"),
 }
-"""Columns that are no variables of a template: the conversation, and how it is rendered."""
+"""Columns that are no variables of a template: the conversation, how it is rendered, and the functions it may call."""
 
 
 def read_messages(value: Any, *, column: str) -> list[Message]:

@@ -232,15 +232,19 @@ def _matters(messages: list[Message], other: list[Message], changed: list[int], 
     if not _same(other, whole, template):
         return True
     answers = [at for at in changed if messages[at]["role"] == "assistant"]
-    return any(not _same(other[: at + 1], template.render(messages[: at + 1])[0], template) for at in answers)
+    return any(not _same(other[: at + 1], _text(messages[: at + 1], template), template) for at in answers)
 
 
-def _same(messages: list[Message], text: str, template: Template) -> bool:
+def _same(messages: list[Message], text: str | None, template: Template) -> bool:
+    """What the template cannot do without has an effect: without a text it is another."""
+    return _text(messages, template) == text
+
+
+def _text(messages: list[Message], template: Template) -> str | None:
     try:
-        return template.render(messages)[0] == text
+        return template.render(messages)[0]
     except DataError:
-        # What the template cannot do without has an effect.
-        return False
+        return None
 
 
 __all__ = ["Layout", "Rendered", "Template", "render"]

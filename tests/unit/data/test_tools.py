@@ -275,6 +275,10 @@ def test_other_columns_reach_the_template(with_template: Callable[[str], Any]) -
         assert tokenizer.decode(encode(record, tokenizer)[0]["input_ids"]) == "glad|one|qa<eos>"
     asked = {"question": "q", "answer": "a", "chat_template_kwargs": {"mood": "sad"}}
     assert tokenizer.decode(encode(asked, tokenizer)[0]["input_ids"]) == "sad||qa<eos>"
+    # A column is never taken for a function that a template calls.
+    calls = {"namespace": "x", "raise_exception": "y", "range": 3}
+    tokenizer = with_template(QWEN3)
+    assert encode({"messages": CHAT[4:], **calls}, tokenizer)[0]["input_ids"].tolist() == reference(CHAT[4:], tokenizer)
     several = with_template("{{ 'none' }}")
     several.chat_template = {"default": "{{ 'no tools' }}", "tool_use": "{{ 'with ' + tools[0].function.name }}"}
     assert several.decode(encode({"messages": CHAT, "tools": TOOLS}, several)[0]["input_ids"]).startswith(
