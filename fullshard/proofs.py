@@ -89,7 +89,8 @@ def prove(probe: Probe, find: Callable[[], Features], *, packed: bool, longest: 
         lines += causal
         if packed:
             lines.append(_isolation(probe, rows, labelled=labelled, scale=scale))
-        lines.append(_padding(probe, rows, labelled=labelled, scale=scale))
+        # Without labels only the objective knows which positions are its terms.
+        lines += [_padding(probe, rows, scale=scale)] if labelled else []
     return lines
 
 
@@ -267,13 +268,13 @@ def _entangled(probe: Probe, first: Features, second: Features, rows: Rows) -> f
     return _moved(both + none, one + two)
 
 
-def _padding(probe: Probe, rows: Rows, *, labelled: bool, scale: float) -> str:
+def _padding(probe: Probe, rows: Rows, *, scale: float) -> str:
     """A row gives the same with and without padding after it."""
     row, half = rows.short(), rows.width // 2
     if _has_predictions(probe.objective):
         moved = _moved(probe.predictions(row)[0], probe.predictions(row, length=rows.width)[0, :half])
     else:
-        row = rows.counting(row, rows.carrying(row)[-LABELS:]) if labelled else row
+        row = rows.counting(row, rows.carrying(row)[-LABELS:])
         moved = _moved(probe.loss(row), probe.loss(row, length=rows.width))
     rounding = ROUNDING[probe.compute]
     # A row of another length is computed by other kernels, which round in another order.

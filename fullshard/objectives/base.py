@@ -41,8 +41,8 @@ class Objective(Part):
     required: ClassVar[tuple[str, ...]] = ("count", "loss")
     needs: ClassVar[tuple[str, ...]] = ()
     """The batch keys it reads. With input_ids among them, or none named, the engine proves before step 1 that documents
-    in a packed row and padding do not change each other's terms; with labels too, that no position sees later tokens
-    (fullshard/proofs.py)."""
+    in a packed row do not change each other's terms; with labels too, that each counts at its own position, that no
+    position sees later tokens, and that padding changes nothing (fullshard/proofs.py)."""
     bidirectional: ClassVar[bool] = False
     """Whether positions with a loss may see later tokens: only where labels are not the next tokens."""
     encoder: ClassVar[str | None] = None

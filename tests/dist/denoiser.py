@@ -187,7 +187,7 @@ def noisy(x: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tensor
 class Denoise(Objective):
     """Mean squared error of the noise, at a timestep for each sample."""
 
-    needs: ClassVar[tuple[str, ...]] = ("input_ids", "labels")
+    needs: ClassVar[tuple[str, ...]] = ("input_ids",)
     integers: bool = False
     """Timesteps as integers."""
     by_name: bool = False
