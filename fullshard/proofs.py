@@ -202,9 +202,7 @@ def _causality(probe: Probe, rows: Rows) -> tuple[list[str], float]:
         )
     if earlier == 0.0:
         return ["no token moves another one's prediction: the model looks at each token alone"], earlier
-    return [
-        f"positions with a loss do not see later tokens ({later:.1e}; earlier ones move them by {earlier:.1e})"
-    ], earlier
+    return [f"positions do not see later tokens ({later:.1e}; earlier ones move them by {earlier:.1e})"], earlier
 
 
 _OWN = (

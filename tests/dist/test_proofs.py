@@ -66,7 +66,7 @@ def test_an_architecture(found: dict[tuple[str, str, bool], str], case: tuple[st
         assert said.startswith("refused: data.pack: a document in a packed row changes the next one"), said
         assert "Set data.pack: false." in said
     else:
-        assert "positions with a loss do not see later tokens" in said, said
+        assert "positions do not see later tokens" in said, said
         assert "padding changes nothing" in said
         assert ("documents in a packed row do not see each other" in said) == packed
 
@@ -106,7 +106,7 @@ def zeroed(architecture: str, scale: float) -> str:
 def test_attention_that_has_no_effect_at_first(ranks: RankPool, scale: float) -> None:
     """Zero weights hide a leak for now; later training would find it."""
     decoder, encoder = (ranks.run(zeroed, name, scale, world=2)[0] for name in ("llama", "xlm"))
-    assert "positions with a loss do not see later tokens" in decoder
+    assert "positions do not see later tokens" in decoder
     assert "sees later tokens" in encoder
 
 
@@ -249,7 +249,7 @@ def of_prefix_model(honest: bool) -> str:
 
 
 def test_a_prefix_without_a_loss_may_be_seen_both_ways(ranks: RankPool) -> None:
-    assert "positions with a loss do not see later tokens" in ranks.run(of_prefix_model, True, world=1)[0]
+    assert "positions do not see later tokens" in ranks.run(of_prefix_model, True, world=1)[0]
     assert "sees later tokens" in ranks.run(of_prefix_model, False, world=1)[0]
 
 
