@@ -159,8 +159,9 @@ def test_running_it_again_says_that_it_is_finished(copy: Path) -> None:
     before = contents(copy)
     said = command(SHORT[0])
     assert f"runs/quickstart is finished: {STEPS} steps are done" in " ".join(said.split())
-    assert "fullshard train quickstart --resume never" in said
-    assert "fullshard train quickstart duration.epochs=2" in said
+    given = f"fullshard train quickstart --devices 1{{}} {SHORT[1]} duration.epochs={{}}\n"
+    assert given.format(" --resume never", 1) in said
+    assert given.format("", 2) in said
     assert contents(copy) == before
 
 
