@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -45,14 +46,15 @@ class Run:
     def __init__(self, process: subprocess.Popen[str], place: Path, run: Path) -> None:
         self.process, self.place, self.run = process, place, run
 
-    def ranks(self, number: int) -> list[int]:
-        """The process ids of the ranks, once so many have come to the phase."""
+    def ranks(self, number: int, *, first: int = 0) -> list[int]:
+        """The process ids of the ranks from `first` up to `number`, once they have come to the phase."""
         deadline = time.monotonic() + 150
-        while sum(1 for path in self.place.iterdir() if path.name.isdigit() and path.read_text()) < number:
+        places = [self.place / str(rank) for rank in range(first, number)]
+        while not all(path.exists() and path.read_text() for path in places):
             assert self.process.poll() is None, self.end()
             assert time.monotonic() < deadline, "the phase was not reached"
             time.sleep(0.05)
-        return [int((self.place / str(rank)).read_text()) for rank in range(number)]
+        return [int(path.read_text()) for path in places]
 
     def go_on(self) -> None:
         (self.place / "go").touch()
@@ -184,3 +186,41 @@ def test_a_second_ctrl_c_ends_launcher_and_ranks_at_once(start: Any) -> None:
         code, _, err = run.end()
         assert (code, err) == (75, "Stopped at once by a second signal: steps after the last checkpoint are lost.\n")
         assert not [pid for pid in ranks if psutil.pid_exists(pid)]
+
+
+def slurm(rank: int, port: int) -> dict[str, str]:
+    """What srun tells one of two tasks."""
+    tasks = {"NTASKS": "2", "STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "1", "STEP_TASKS_PER_NODE": "2", "JOB_ID": "7"}
+    own = {"PROCID": str(rank), "LOCALID": str(rank), "NODEID": "0", "STEP_NODELIST": "localhost"}
+    environ = {f"SLURM_{name}": value for name, value in (tasks | own).items()}
+    return environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_a_task_of_srun_says_whom_it_waits_for_and_ends_with_75(start: Any) -> None:
+    """The real rendezvous, in which the other task never comes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with start(MEET, environ=slurm(0, port)) as run:
+        run.ranks(1)
+        run.go_on()
+        line = next(line for line in run.process.stderr if "aiting" in line)
+        assert line.startswith(f"Waiting for rank 1 of 2 at 127.0.0.1:{port} (")
+        run.process.send_signal(signal.SIGUSR1)
+        code, _, err = run.end()
+        assert (code, err) == (75, f"Stopped by SIGUSR1 {UNSAVED}")
+
+
+def test_a_rank_whose_peer_is_gone_while_they_meet_is_no_mistake_of_the_users(start: Any) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with start(MEET, environ=slurm(1, store.port)) as run:
+        run.ranks(2, first=1)
+        run.go_on()
+        while not store.check(["fullshard--/member-1"]):
+            assert run.process.poll() is None, run.end()
+            time.sleep(0.05)
+        del store  # rank 0 is gone, and the store with it
+        code, _, err = run.end()
+        assert code == 1
+        assert "Another rank went away (peer-lost)" in err
