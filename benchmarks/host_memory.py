@@ -34,17 +34,17 @@ GIB = 2**30
 SAVED = ["checkpoint.every_steps={save}", "checkpoint.keep=1", "checkpoint.best=null", "checkpoint.asynchronous=true"]
 FULL_8B = ["model.size=8B", "batch.per_device=4", "sharding.activation_checkpointing=full"]
 RUNS: dict[str, list[str]] = {
-    "8B": [*FULL_8B, "precision=bf16-pure", "data.workers=2", "duration.steps=40", *SAVED],
+    "8B": [*FULL_8B, "precision=bf16-pure", "data.workers=2", "duration.steps=30", *SAVED],
     "8B-8bit": [
         *FULL_8B,
         "precision=bf16-pure",
         "optimizer.kind=adamw_8bit",
         "data.workers=2",
-        "duration.steps=40",
+        "duration.steps=30",
         *SAVED,
     ],
-    "1.7B-0": ["batch.per_device=8", "data.workers=0", "duration.steps=40", *SAVED],
-    "1.7B-2": ["batch.per_device=8", "data.workers=2", "duration.steps=40", *SAVED],
+    "1.7B-0": ["batch.per_device=8", "data.workers=0", "duration.steps=30", *SAVED],
+    "1.7B-2": ["batch.per_device=8", "data.workers=2", "duration.steps=30", *SAVED],
     "1.7B-unsaved": ["batch.per_device=8", "data.workers=2", "duration.steps=15"],
 }
 TINY = ["model.size=tiny", "data.sequence_length=128", "batch.per_device=2", "topology.device=cpu", "precision=fp32"]
@@ -197,9 +197,9 @@ def main() -> None:
         total = number(Path("/proc/meminfo"), r"^MemTotal:\s+(\d+) kB")
         print(f"host memory {total / GIB:.0f} GiB, disk {shutil.disk_usage(folder).free / 1e9:.0f} GB free", flush=True)
         for name in options.runs:
-            overrides = [word.format(save=30) for word in RUNS[name]]
+            overrides = [word.format(save=24) for word in RUNS[name]]
             if options.tiny:
-                overrides = [word.replace("steps=40", "steps=16").replace("steps=30", "steps=10") for word in overrides]
+                overrides = [word.replace("steps=30", "steps=16").replace("steps=24", "steps=10") for word in overrides]
             settings = dict(word.split("=", 1) for word in [*overrides, *(TINY if options.tiny else []), *options.set])
             found = run(folder, name, [f"{key}={value}" for key, value in settings.items()])
             rows.append(row(name, *found))

@@ -38,7 +38,9 @@ class OneByOne(DefaultSavePlanner):
         data = super().resolve_data(write_item)
         if isinstance(data, torch.Tensor):
             data = data.detach()
-            if data.device.type != "cpu" or data.untyped_storage().nbytes() != data.nbytes:
+            # A tensor of a kind of its own that is on the host already may hand out itself as its copy.
+            part = type(data) is torch.Tensor and data.untyped_storage().nbytes() != data.nbytes
+            if data.device.type != "cpu" or part:
                 data = data.to("cpu", copy=True)
                 self._written.parts = list(flat("", data).values())
         return data
