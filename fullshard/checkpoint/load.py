@@ -86,14 +86,18 @@ def _check_fit(shapes: dict[str, tuple[int, ...]], state: Tensors, *, left_out: 
     other = [name for name in state if name in shapes and shapes[name] != tuple(state[name].shape)]
     found = []
     if missing:
-        found.append(f"{counted(len(missing), 'tensor')} are missing in it, first {missing[0]}")
+        found.append(f"{counted(len(missing), 'tensor')} {_be(missing)} missing in it, first {missing[0]}")
     if unexpected:
-        found.append(f"{len(unexpected)} in it are not known here, first {unexpected[0]}")
+        found.append(f"{len(unexpected)} in it {_be(unexpected)} not known here, first {unexpected[0]}")
     if other:
         shape = f"{list(shapes[other[0]])} in it, {list(state[other[0]].shape)} here"
-        found.append(f"{len(other)} have another shape, first {other[0]} {shape}")
+        found.append(f"{len(other)} {_be(other)} of another shape, first {other[0]} {shape}")
     if found:
         raise CheckpointError("; ".join(found))
+
+
+def _be(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"
 
 
 def _prove(path: Path, state: Tensors) -> None:
