@@ -202,9 +202,9 @@ class Evaluate(Section):
     """When the model is validated, and how."""
 
     every_steps: int | None = Field(None, ge=1)
-    """Validate every so many steps."""
+    """Steps between two validations."""
     every_epochs: int | None = Field(1, ge=1)
-    """Validate at the end of every so many epochs."""
+    """Epochs between two validations, each at the end of one."""
     at_start: bool = False
     """Validate before the first step, too."""
     per_device: int | None = Field(None, ge=1)
@@ -212,9 +212,9 @@ class Evaluate(Section):
     parts: list[Evaluation] = Field(
         default_factory=lambda: [decode(Evaluation, {"kind": "loss"}, where="evaluate.parts[0]")]
     )
-    """What is found out."""
+    """The evaluations to run."""
     patience: int | None = Field(None, ge=1)
-    """Stop after so many validations without a better `checkpoint.best`."""
+    """Stop after this many validations without a better `checkpoint.best`."""
 
 
 class Log(Section):

@@ -27,11 +27,11 @@ class Checkpoint(Section):
     """When and how the run is saved."""
 
     every_steps: int | None = Field(None, ge=1)
-    """Save every so many steps."""
+    """Steps between two saves."""
     every_epochs: int | None = Field(1, ge=1)
-    """Save at the end of every so many epochs."""
+    """Epochs between two saves, each at the end of one."""
     every_minutes: float | None = Field(None, gt=0)
-    """Save when so many minutes have passed since the last save."""
+    """Minutes after which the run is saved again."""
     at_end: bool = True
     """Save and export when the run ends; false for trials and benchmarks."""
     format: Literal["sharded", "full"] = "sharded"

@@ -15,7 +15,7 @@ from fullshard.objectives.base import Numbers
 
 
 class Sample(Evaluation):
-    """Continues each prompt token by token."""
+    """Continues each prompt, token by token."""
 
     numbers: ClassVar[Numbers | None] = {}
 

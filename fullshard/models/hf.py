@@ -56,7 +56,7 @@ class Hf(Family):
     )
 
     path: str | None = None
-    """A folder or hub name with weights to start from; a PEFT adapter is trained on."""
+    """A folder or hub name with weights to start from; the training of a PEFT adapter is continued."""
     base: str | None = None
     """The base model of the adapter in `path`, where it is not the one that the adapter names."""
     start: str | None = Field(None, alias="from")

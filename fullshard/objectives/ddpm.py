@@ -51,7 +51,7 @@ class DDPM(Objective):
     betas: Betas = "linear"
     """How fast noise comes in: linear from 0.0001 to 0.02, or cosine (squaredcos_cap_v2 of diffusers)."""
     num_timesteps: int = Field(1000, ge=2)
-    """Amounts of noise; the model is told their number, from 0."""
+    """How many noise levels there are; the model is told the level, from 0."""
     min_snr: float | None = Field(None, gt=0)
     """Weigh timesteps down whose ratio of signal to noise is above this, so that easy ones do not lead; 5 is usual."""
     label_drop: float | None = None

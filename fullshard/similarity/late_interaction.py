@@ -27,7 +27,7 @@ class LateInteraction(SimilarityLoss):
     normalise_by_length: bool = True
     """Divide a score by the number of the query's tokens, so that long queries do not count more."""
     block: int = Field(64, ge=1)
-    """So many queries and documents are compared at a time: memory grows with its square, time hardly falls with it."""
+    """Queries and documents compared at a time: memory grows with its square, time hardly falls with it."""
     mask_labels: bool = True
     """Another sample's positive is no negative when both samples have the same label."""
     mask_equal: bool = True

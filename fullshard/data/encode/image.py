@@ -59,15 +59,15 @@ class Images(Encoder):
     root: Path | None = None
     """Where relative paths begin; null: in the current folder."""
     size: int | None = Field(None, ge=1)
-    """Images are resized until their shorter side is so long, and cropped to a square in the middle; null: not."""
+    """Resize the shorter side to this many pixels, then crop the centre square; null: off."""
     channels: Literal[1, 3] | None = None
     """1: all images become grey; 3: all become coloured; null: as they are stored, without transparency."""
     mean: float | Literal["measure"] = 0.0
-    """What is taken off every value; measure: what all values of data.train have in the mean."""
+    """Subtracted from every value; measure: the mean of all values of data.train."""
     scale: Annotated[float, Field(gt=0)] | Literal["measure"] = 1.0
-    """What every value is multiplied with then; measure: 1 over the standard deviation of all values of data.train."""
+    """Then every value is multiplied by this; measure: 1 / the standard deviation of all values of data.train."""
     flip: bool = False
-    """Whether about half of the images, drawn anew in each epoch, are learned with left and right exchanged."""
+    """Mirror about half of the images, drawn anew in each epoch."""
     unreadable: Literal["error", "skip"] = "error"
     """What an image that is not there or is damaged does: stop, or leave its record out and be counted. Found when the
     data is encoded, and kept with it in data.cache."""

@@ -64,7 +64,7 @@ class Pairs(Encoder):
     prompts: Prompts = Prompts()
     """What is put before each text."""
     negatives: int | None = Field(None, ge=0)
-    """At most so many negatives of a record, the first ones, texts before images; null: all."""
+    """At most this many negatives of a record, the first ones, texts before images; null: all."""
 
     _vision: Any = PrivateAttr(None)
     """The processor that makes pixels, in whatever process a batch is made."""
