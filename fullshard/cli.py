@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup
 
 from fullshard import crash, shelf
 from fullshard.checkpoint.command import verify
@@ -36,6 +36,14 @@ if TYPE_CHECKING:
 class Commands(TyperGroup):
     """The commands; a FullshardError of any of them prints without a traceback. So does the end of a rank that
     only lost another: its launcher says what happened to that one, and the traceback is in the crash folder."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """An argument's name says what it takes; typer would add `<str>` and `<list[str]>` to the help."""
+        command = super().get_command(ctx, cmd_name)
+        for parameter in getattr(command, "params", ()):
+            if isinstance(parameter, TyperArgument):
+                setattr(parameter, "display_type_rich", lambda ctx: None)  # noqa: B010
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         try:

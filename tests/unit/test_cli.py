@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -297,3 +298,10 @@ def test_a_rank_of_our_launcher_follows_it_and_its_own_children_do_not(monkeypat
         with pytest.raises(SystemExit):
             main()
     assert followed == [12]
+
+
+@pytest.mark.parametrize("command", ["train", "check", "prove", "verify", "explain", "export", "mine", "sample"])
+def test_help_names_no_type_of_python(command: str) -> None:
+    said = CliRunner().invoke(app, [command, "--help"]).output
+    assert "Usage" in said
+    assert not re.search(r"<\w+>|list\[|\bNone\b|\bTrue\b|\bFalse\b", said)
