@@ -13,6 +13,7 @@ from typing import Any
 from fullshard.data.base import Records, Source
 from fullshard.data.encode.pairs import Pair, Pairs
 from fullshard.data.formats import TextPieces
+from fullshard.data.records import check_text
 from fullshard.errors import DataError
 from fullshard.log.bar import Pace
 from fullshard.log.console import Bar, Console
@@ -53,6 +54,7 @@ def _read(records: Records, take: Callable[[Any], Any], label: str, console: Con
             # Read before the try: what cannot be read is named with its place already.
             record = records[index]
             try:
+                check_text(record)
                 found.append(take(record))
             except DataError as error:
                 hint = " On this command line: --column OURS=THEIRS." if "column" in str(error) else ""

@@ -15,6 +15,8 @@ from fullshard.data.formats import open_file
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError
+from fullshard.log.console import Console
+from fullshard.mine.texts import read_pairs
 
 HALF = "\ud83d"
 GOOD: dict[str, list[dict[str, Any]]] = {
@@ -74,6 +76,13 @@ def test_half_of_a_character_where_nobody_reads_it_does_no_harm(tokenizer: Any, 
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": "the fox", "note": HALF, "emoji": "\U0001f600"}) for _ in range(3)))
     assert encoded(path, tokenizer).train_from.store.counts.samples == 3
+
+
+def test_mining_names_it_too(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps(damaged(GOOD["positive"][0])))
+    with pytest.raises(DataError, match=r"pairs\.jsonl:1: 'positive' contains .ud83d, a lone surrogate"):
+        read_pairs(open_file(path), Pairs(), Console(silent=True))
 
 
 def test_tables_that_cannot_be_read_are_named(tmp_path: Path) -> None:
