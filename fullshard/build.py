@@ -60,7 +60,7 @@ def build(
     precision = resolve_precision(recipe.precision, world.device)
     if line := precision.switched():
         console.note(line)
-    model = sharded_model(recipe, ground, world, precision, say=console.note)
+    model = sharded_model(recipe, ground.module, world, precision, say=console.note)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
     average = Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None

@@ -19,10 +19,13 @@ from typer.core import TyperArgument, TyperGroup
 
 from fullshard import crash, shelf
 from fullshard.checkpoint.command import verify
+from fullshard.elsewhere import refuse_foreign
 from fullshard.errors import FullshardError, RecipeError, SetupError
 from fullshard.explain.command import explain
 from fullshard.export.command import export
+from fullshard.generate.command import generate
 from fullshard.handover import hand_over
+from fullshard.judge.command import evaluate
 from fullshard.mine.command import mine
 from fullshard.sample.command import sample
 
@@ -44,6 +47,10 @@ class Commands(TyperGroup):
             if isinstance(parameter, TyperArgument):
                 setattr(parameter, "display_type_rich", lambda ctx: None)  # noqa: B010
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        refuse_foreign(args, self.commands)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -383,10 +390,9 @@ def _ranks(topology: Topology, launch: Launch, *, node_rank: int | None, master:
     return ranks_of(topology, node_rank=node_rank, master=master)
 
 
-app.command()(verify)
-app.command("explain", context_settings={"ignore_unknown_options": True})(explain)
-app.command("export")(export)
-app.command()(mine)
-app.command()(sample)
+for _plain in (verify, export, generate, mine, sample):
+    app.command()(_plain)
+for _free in (explain, evaluate):
+    app.command(context_settings={"ignore_unknown_options": True})(_free)
 app.add_typer(shelf.recipes, name="recipes")
 app.command()(shelf.presets)

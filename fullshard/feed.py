@@ -85,6 +85,8 @@ def evaluation_inputs(
         device=world.device,
         bar=console.validation_bar,
         show=gallery.show,
+        encoder=ground.data.encoder,
+        length=recipe.data.sequence_length,
     )
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from fullshard.dist.mesh import make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.world import World
-from fullshard.ground import Ground
+from fullshard.models.base import Weights
 from fullshard.placement import shard_plan, sync_batchnorm
 from fullshard.precision import ResolvedPrecision
 from fullshard.recipe import Recipe
@@ -33,10 +33,15 @@ class ShardedModel:
 
 
 def sharded_model(
-    recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, *, say: Callable[[str], None]
+    recipe: Recipe,
+    module: nn.Module,
+    world: World,
+    precision: ResolvedPrecision,
+    *,
+    say: Callable[[str], None],
+    values: Weights | None = None,
 ) -> ShardedModel:
-    """Shards the module of the ground, with the weights that the recipe starts from."""
-    module = ground.module
+    """Shards the empty module, with the weights that the recipe starts from, or with those of a checkpoint."""
     if recipe.sharding.sync_batchnorm:
         module = sync_batchnorm(module, world, say=say)
     plan = shard_plan(recipe, module, world, precision)
@@ -44,7 +49,7 @@ def sharded_model(
         module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
     )
     flops = recipe.model.flops_per_token(module, length=recipe.data.sequence_length)
-    weights = recipe.model.weights(module)
+    weights = values or recipe.model.weights(module)
     units = shard(
         module,
         plan,

@@ -33,6 +33,10 @@ class EvaluationInputs:
     """A progress bar over so many batches: `with bar(n) as b: b.advance(running_loss)`."""
     show: Callable[..., Any]
     """Keeps a grid of images in the run folder: `show(name, images, columns=8)`, on rank 0, gives the file's path."""
+    encoder: Any = None
+    """How records become samples, for evaluations that bring their own."""
+    length: int = 0
+    """The longest sample, in tokens."""
 
 
 @dataclass(frozen=True)

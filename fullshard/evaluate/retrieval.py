@@ -19,6 +19,7 @@ from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
 from fullshard.objectives.base import Numbers, Objective
+from fullshard.ops.ranking import quality_sums
 
 BLOCK = 2**24
 """Scores that are compared at once."""
@@ -91,25 +92,14 @@ class Retrieval(Evaluation):
     def _of_some(self, scores: torch.Tensor, relevant: list[np.ndarray]) -> torch.Tensor:
         """Sums over some queries: recall at each depth, reciprocal rank, nDCG, and their number. Equal scores stand in
         the order of the corpus."""
-        device, furthest = scores.device, max(self.at)
+        device = scores.device
         counts = torch.tensor([len(each) for each in relevant], device=device)
         query = torch.arange(len(relevant), device=device).repeat_interleave(counts)
         document = torch.from_numpy(np.concatenate(relevant)).to(device)
         own, others = scores[query, document][:, None], scores[query]
         before = torch.arange(scores.shape[1], device=device) < document[:, None]
         place = ((others > own) | ((others == own) & before)).sum(-1).double()
-
-        def per_query(values: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(len(relevant), dtype=torch.float64, device=device).index_add(0, query, values.double())
-
-        recall = [(per_query(place < k) / counts).sum() for k in self.at]
-        best = torch.full((len(relevant),), torch.inf, dtype=torch.float64, device=device)
-        best = best.scatter_reduce(0, query, place, "amin")
-        reciprocal = torch.where(best < furthest, 1 / (best + 1), 0.0).sum()
-        discount = 1 / torch.log2(torch.arange(furthest, device=device).double() + 2)
-        gain = per_query(torch.where(place < furthest, 1 / torch.log2(place + 2), 0.0))
-        ideal = discount.cumsum(0)[counts.clamp(max=furthest) - 1]
-        return torch.stack([*recall, reciprocal, (gain / ideal).sum(), torch.ones_like(best).sum()])
+        return quality_sums(place, query, torch.ones_like(place), len(relevant), self.at)
 
 
 def require_embeddings(evaluation: Evaluation, objective: Objective) -> None:

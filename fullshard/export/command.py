@@ -59,11 +59,12 @@ def export(
     from fullshard.export import write as writing
     from fullshard.log import libraries
     from fullshard.log.console import Console
+    from fullshard.options import one_of
 
     size = parse_size(shard_size)
-    _one_of("--as", form, (None, *writing.FORMS))
-    _one_of("--weights", weights, (None, "ema", "model"))
-    _one_of("--dtype", dtype, tuple(writing.DTYPES))
+    one_of("--as", form, (None, *writing.FORMS))
+    one_of("--weights", weights, (None, "ema", "model"))
+    one_of("--dtype", dtype, tuple(writing.DTYPES))
     found = named(checkpoint)
     target = writing.free(out, found)
     console = Console()
@@ -85,14 +86,6 @@ def parse_size(text: str) -> int:
     if found is None or unit is None or float(found[1]) * unit < 1:
         raise SetupError(f"--shard-size {text!r} is not a size. Write a number and a unit: 5GB, 500MB, 2GiB.")
     return int(float(found[1]) * unit)
-
-
-def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
-    if value not in allowed:
-        from fullshard.part import did_you_mean
-
-        known = [word for word in allowed if word]
-        raise SetupError(f"{option} {value}: allowed are {', '.join(known)}{did_you_mean(str(value), known)}.")
 
 
 def _check(checkpoint: Path, console: Console) -> None:

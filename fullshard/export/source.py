@@ -117,18 +117,46 @@ class _Rows:
         return self.dtype.is_floating_point
 
 
+class Values:
+    """The tensors of a checkpoint, and of the frozen base that it leaves out, by rows: weights for a sharded model."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained, self._stored = trained, trained.stored.names()
+        self._names = self._stored | (trained.base.names() if trained.base is not None else set())
+        for name, _ in trained.module.named_parameters():
+            if name not in self._names:
+                next(trained.tensors([name]))  # raises, in words
+
+    def names(self) -> set[str]:
+        return self._names
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name in self._stored:
+            return self._trained.stored.read(name, start, stop)
+        _, tensor = next(self._trained.tensors([name]))  # whole, so that it can be proven
+        return tensor[start:stop] if tensor.dim() else tensor
+
+
 def open_trained(checkpoint: Path, *, base: str | None, trust_remote_code: bool, weights: str | None = None) -> Trained:
     """The model that a checkpoint's own recipe describes, checked against the checkpoint's tensors."""
-    state = files.read_state(checkpoint)
-    family = decode(Family, _settings(checkpoint, state, base, trust_remote_code), where="model")
-    stored = weights_of(checkpoint, weights)
+    settings = model_settings(checkpoint, files.read_state(checkpoint), base, trust_remote_code)
+    family = decode(Family, settings, where="model")
     with _advised():
         processor = _processor(checkpoint, family)
         module = family.build(processor=processor)
+    return trained_as(checkpoint, family, processor, module, weights=weights)
+
+
+def trained_as(
+    checkpoint: Path, family: Family, processor: Any, module: nn.Module, *, weights: str | None = None
+) -> Trained:
+    """The tensors of a checkpoint for a module that is there, checked against it."""
+    stored = weights_of(checkpoint, weights)
     _check_fit(checkpoint, module, stored)
     with _advised():
         start = _weights(family, module, needed=set(_tensors_of(module)) - stored.names())
-    return Trained(checkpoint, family, processor, module, stored, start, state.get("frozen") or {})
+    frozen = files.read_state(checkpoint).get("frozen") or {}
+    return Trained(checkpoint, family, processor, module, stored, start, frozen)
 
 
 @contextlib.contextmanager
@@ -140,7 +168,9 @@ def _advised() -> Iterator[None]:
         raise
 
 
-def _settings(checkpoint: Path, state: dict[str, Any], base: str | None, trust_remote_code: bool) -> dict[str, Any]:
+def model_settings(
+    checkpoint: Path, state: dict[str, Any], base: str | None, trust_remote_code: bool
+) -> dict[str, Any]:
     """The model section of the run's recipe; `base` replaces where its weights come from."""
     recipe = state.get("recipe")
     if not isinstance(recipe, Mapping) or not isinstance(recipe.get("model"), Mapping):
@@ -153,7 +183,7 @@ def _settings(checkpoint: Path, state: dict[str, Any], base: str | None, trust_r
         # A checkpoint may come from anywhere; running code is for the person at the keyboard to allow.
         raise CheckpointError(
             f"{checkpoint}: its model {settings.get('path')!r} runs Python code of its own. Read that code, then "
-            "export with --trust-remote-code."
+            "run this again with --trust-remote-code."
         )
     if base is None:
         return settings
@@ -215,4 +245,4 @@ def _check_fit(checkpoint: Path, module: nn.Module, stored: StoredTensors) -> No
         )
 
 
-__all__ = ["Trained", "open_trained"]
+__all__ = ["Trained", "Values", "model_settings", "open_trained", "trained_as"]

@@ -6,9 +6,10 @@ Must not know configs, modules or ranks.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fullshard.errors import RecipeError, SetupError
 
@@ -36,6 +37,19 @@ def local_folder(name: str, *, revision: str | None, where: str) -> Path:
             f"{where} = {name!r} is no folder here, and the hub's cache does not hold it ({_first_line(error)}). "
             f"Fetch it on a machine with network access: hf download {name}"
         ) from error
+
+
+def kind_of(folder: Path) -> Literal["model", "sentence", "denoiser"] | None:
+    """Whose model lies in a folder: of Transformers, of sentence-transformers or of diffusers; None: no model."""
+    if (folder / "modules.json").is_file():
+        return "sentence"
+    if (folder / "model_index.json").is_file():
+        return "denoiser"
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "model" if (folder / "adapter_config.json").is_file() else None
+    return "denoiser" if "_class_name" in config else "model"
 
 
 def lasting(name: str, *, folder: Path) -> str:

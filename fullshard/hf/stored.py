@@ -5,6 +5,7 @@ Must not know modules, names of parameters or ranks.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,6 +81,12 @@ class Stored(Mapping[str, Entry]):
 def open_folder(folder: Path) -> Stored:
     """Opens `model.safetensors`, or the files of `model.safetensors.index.json`, and reads their headers."""
     return open_files(files_of(folder))
+
+
+@functools.lru_cache(maxsize=8)
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The dtype that most values of a folder are stored in."""
+    return open_folder(folder).dtype()
 
 
 def open_files(files: Sequence[Path]) -> Stored:

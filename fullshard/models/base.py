@@ -5,7 +5,8 @@ A family builds plain single-device modules. Must not know objectives, ranks or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -28,6 +29,21 @@ class Weights(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Continuation:
+    """How a text is continued."""
+
+    tokens: int
+    """At most so many."""
+    temperature: float
+    """0: always the most likely token."""
+    top_p: float
+    """With a temperature: only the most likely tokens that together have this share."""
+    seed: int
+    ends: frozenset[int]
+    """Tokens that end a text."""
+
+
 class Family(Part):
     """A family of models."""
 
@@ -40,6 +56,15 @@ class Family(Part):
     """The same for exported adapters, where it is another."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
     """Methods of the module, besides `forward`, that an objective calls."""
+
+    usual: ClassVar[dict[str, Any] | None] = None
+    """What a recipe needs beside model and data to evaluate one of its models by itself: objective and evaluations;
+    None: only a run's recipe says that."""
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        """Whether a folder holds a model of this family, and of no other, by the files in it."""
+        return False
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -83,6 +108,23 @@ class Family(Part):
         where the family does not say what reads it."""
         loader = (self.adapter_loader if adapter else None) or self.loader
         return f"{loader}({folder!r})" if loader else None
+
+    def stop_tokens(self, module: nn.Module) -> set[int]:
+        """Tokens that end a text, beside the tokenizer's own."""
+        return set()
+
+    def continued(
+        self,
+        module: nn.Module,
+        rows: Sequence[Sequence[int]],
+        way: Continuation,
+        *,
+        device: torch.device,
+        in_step: bool,
+    ) -> list[list[int]] | None:
+        """The tokens after each row, with keys and values kept from one to the next; None where the family has no such
+        way, and the objective is asked for every token. `in_step`: other ranks call this, too."""
+        return None
 
     def longest(self, module: nn.Module) -> int | None:
         """The longest sequence that the model has positions for; None: any."""

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from fullshard.diffusion.shapes import FLUX, class_of, completed, implied, named_size
 from fullshard.errors import RecipeError
+from fullshard.hf.hub import kind_of
 from fullshard.hf.lora import Lora
 from fullshard.models.base import Family, Weights
 
@@ -65,6 +66,10 @@ class Diffusers(Family):
         if self.architecture is not None and self.size is None and not self.overrides:
             raise ValueError("from scratch, give model.size, or the shape in model.overrides")
         return self
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return kind_of(folder) == "denoiser"
 
     def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:
         from fullshard.hf.hub import fetch

@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr, model_validator
 from fullshard.errors import RecipeError
 from fullshard.hf import recorded
 from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
+from fullshard.hf.hub import kind_of
 from fullshard.hf.lora import Lora
 from fullshard.hf.own_tokenizer import check_tokenizer
 from fullshard.hf.sizes import check_architecture, check_size, make_config
@@ -28,7 +29,7 @@ from fullshard.hf.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from fullshard.models.base import Family, Weights
+from fullshard.models.base import Continuation, Family, Weights
 from fullshard.part import did_you_mean
 
 if TYPE_CHECKING:
@@ -46,13 +47,11 @@ class Hf(Family):
     loader: ClassVar[str | None] = "transformers.AutoModelForCausalLM.from_pretrained"
     adapter_loader: ClassVar[str | None] = "peft.AutoPeftModelForCausalLM.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
+    usual: ClassVar[dict[str, Any] | None] = {"objective": {"kind": "causal_lm"}, "evaluate": {"parts": ["loss"]}}
     headless: ClassVar[bool] = False
     """Whether the model is the backbone alone."""
-    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
-        ("path", "architecture"),
-        ("path", "size"),
-        ("base", "architecture"),
-        ("base", "size"),
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = tuple(
+        (stored, scratch) for stored in ("path", "base") for scratch in ("architecture", "size")
     )
 
     path: str | None = None
@@ -85,6 +84,10 @@ class Hf(Family):
     """auto, sdpa, eager, flex_attention, flash_attention_2 or varlen."""
 
     _trained_tokenizer: Path | None = PrivateAttr(None)
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return kind_of(folder) == ("sentence" if cls.headless else "model")
 
     @model_validator(mode="before")
     @classmethod
@@ -211,6 +214,16 @@ class Hf(Family):
     def load_with(self, folder: str, *, adapter: bool) -> str | None:
         return None if adapter and self.stored_in() is None else super().load_with(folder, adapter=adapter)
 
+    def stop_tokens(self, module: nn.Module) -> set[int]:
+        from fullshard.hf.generate import stop_tokens
+
+        return stop_tokens(module, self._source())
+
+    def continued(self, module: nn.Module, rows: Any, way: Continuation, **placed: Any) -> list[list[int]] | None:
+        from fullshard.hf.generate import continue_rows
+
+        return continue_rows(module, rows, way, source=self._source(), **placed)
+
     def longest(self, module: nn.Module) -> int | None:
         model: Any = module
         positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -261,12 +274,13 @@ class Hf(Family):
         import torch
 
         from fullshard.hf.start import frozen_dtype
+        from fullshard.hf.stored import stored_dtype
 
         if parameter.requires_grad:
             return torch.float32
         stored = frozen_dtype(self.start) if self.start is not None else None
         if stored is None and self.path is not None:
-            stored = _stored_dtype(self._folder())
+            stored = stored_dtype(self._folder())
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
@@ -294,12 +308,13 @@ class Hf(Family):
         """Adapters in PEFT's layout, everything else in Transformers' own, in the dtype it was stored in."""
         from fullshard.hf.edits import has_adapters
         from fullshard.hf.export import Form, export_adapter, export_model
+        from fullshard.hf.stored import stored_dtype
 
         if has_adapters(module) and not merged:
             export_adapter(module, tensors, folder, processor=processor, dtype=dtype)
             return
-        source = self._folder() if self.path is not None else None
-        form = Form(dtype or (_stored_dtype(source) if source else None), shard_bytes, merged)
+        source = self._source()
+        form = Form(dtype or (stored_dtype(source) if source else None), shard_bytes, merged)
         export_model(module, tensors, folder, form, source=source, processor=processor)
 
     def _adapter(self) -> Path | None:
@@ -354,6 +369,9 @@ class Hf(Family):
         recorded.refuse_checkpoint(folder, str(self.path))
         return folder
 
+    def _source(self) -> Path | None:
+        return self._folder() if self.path is not None else None
+
     def _config(self) -> Any:
         """A fresh config, before it is fitted to a tokenizer."""
         if self.architecture is not None:
@@ -379,11 +397,4 @@ class Hf(Family):
             take_special_tokens(config, processor)
 
 
-@functools.lru_cache(maxsize=8)
-def _stored_dtype(folder: Path) -> torch.dtype:
-    from fullshard.hf.stored import open_folder
-
-    return open_folder(folder).dtype()
-
-
-__all__ = ["Hf", "Tokenizer"]
+__all__ = ["Hf"]

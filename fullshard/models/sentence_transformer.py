@@ -33,6 +33,10 @@ class SentenceTransformer(Hf):
     """A model that turns a text into one vector."""
 
     forward_methods: ClassVar[tuple[str, ...]] = ("embed",)
+    usual: ClassVar[dict[str, Any] | None] = {
+        "objective": {"kind": "contrastive"},
+        "evaluate": {"parts": ["loss", "retrieval"]},
+    }
     headless: ClassVar[bool] = True
     loader: ClassVar[str | None] = "sentence_transformers.SentenceTransformer"
     adapter_loader: ClassVar[str | None] = None

@@ -6,7 +6,6 @@ Must not know objectives, data, ranks or sharding.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -58,7 +57,9 @@ class TextEncoder(Family):
         """As it is stored: half precision stays so."""
         import torch
 
-        stored = _stored_dtype(self.stored_in())
+        from fullshard.hf.stored import stored_dtype
+
+        stored = stored_dtype(self.stored_in())
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
     def rehearse(self, module: nn.Module) -> None:
@@ -66,13 +67,6 @@ class TextEncoder(Family):
 
         model: Any = module
         model.encode_texts(torch.zeros(1, self.encoder.max_tokens, dtype=torch.int64, device="meta"))
-
-
-@functools.lru_cache(maxsize=8)
-def _stored_dtype(folder: Path) -> torch.dtype:
-    from fullshard.hf.stored import open_folder
-
-    return open_folder(folder).dtype()
 
 
 __all__ = ["TextEncoder"]

@@ -18,10 +18,10 @@ from fullshard.errors import SetupError
 if TYPE_CHECKING:
     import torch
 
+    from fullshard.chosen import Chosen
     from fullshard.dist.world import World
     from fullshard.log.console import Console
     from fullshard.sample.images import Loaded, Wish
-    from fullshard.sample.source import Chosen
 
 
 def sample(
@@ -71,16 +71,17 @@ def sample(
 
     Exit codes: 0 done; 2 a mistake in the options or the run; 3 the images hold NaN or Inf.
     """
+    from fullshard.chosen import choose, on_this_machine
     from fullshard.dist import env
     from fullshard.on_ranks import start_own
-    from fullshard.sample.source import choose
+    from fullshard.options import one_of
 
     # Before anything is loaded: what can be refused by the words alone.
     wanted, written = _classes(classes), _texts(texts)
-    _one_of("--method", method, ("heun", "euler"))
-    _one_of("--weights", weights, (None, "ema", "model"))
+    one_of("--method", method, ("heun", "euler"))
+    one_of("--weights", weights, (None, "ema", "model"))
     launch = env.detect(os.environ)
-    chosen = choose(run, checkpoint, devices=devices, nodes=launch.num_nodes)
+    chosen = choose(run, checkpoint, here=on_this_machine(devices=devices, nodes=launch.num_nodes))
     picture = Path(grid).expanduser() if grid else chosen.run / "pictures" / f"sample-{chosen.name}.png"
     target = _Target(_grid(picture), _folder(images))
     if launch.rank == 0:
@@ -183,14 +184,6 @@ def _texts(given: list[str] | None) -> tuple[str, ...]:
     if given is not None and not all(text.strip() for text in found or [""]):
         raise SetupError(f"--texts {' '.join(given)}: there is no text, or a blank one. Give one or several.")
     return tuple(found)
-
-
-def _one_of(option: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
-    if value not in allowed:
-        from fullshard.part import did_you_mean
-
-        known = [word for word in allowed if word]
-        raise SetupError(f"{option} {value}: allowed are {', '.join(known)}{did_you_mean(str(value), known)}.")
 
 
 def _grid(path: Path) -> Path:

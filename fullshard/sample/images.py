@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fullshard.chosen import Chosen
 from fullshard.data.base import Encoder
 from fullshard.data.prepare import prepare
 from fullshard.diffusion.grid import Way, collected, make_images
@@ -23,7 +24,7 @@ from fullshard.dist.mesh import make_mesh
 from fullshard.dist.shard import shard
 from fullshard.dist.world import World
 from fullshard.errors import CheckpointError, DataError, NumericalError, SetupError
-from fullshard.export.source import Trained, open_trained
+from fullshard.export.source import Values, open_trained
 from fullshard.frozen import frozen_models, text_encoders
 from fullshard.ground import Ground, cache_folder, encoder_of
 from fullshard.log.console import Console
@@ -31,7 +32,6 @@ from fullshard.models.base import Family, Weights
 from fullshard.ops.denoising import Text, texts_of
 from fullshard.placement import shard_plan
 from fullshard.precision import ResolvedPrecision, resolve_precision
-from fullshard.sample.source import Chosen
 
 MOST_ROWS = 10
 """So many classes are shown where none are named."""
@@ -139,7 +139,7 @@ def _vae(objective: Any, encoder: Any) -> Any:
 def _trained(chosen: Chosen, wish: Wish) -> tuple[nn.Module, Family, Weights]:
     assert chosen.checkpoint is not None
     trained = open_trained(chosen.checkpoint, base=None, trust_remote_code=False, weights=wish.weights)
-    return trained.module, trained.family, _Values(trained)
+    return trained.module, trained.family, Values(trained)
 
 
 def _exported(chosen: Chosen, wish: Wish) -> tuple[nn.Module, Family, Weights]:
@@ -153,26 +153,6 @@ def _exported(chosen: Chosen, wish: Wish) -> tuple[nn.Module, Family, Weights]:
     weights = family.weights(module)
     assert weights is not None, "a folder has weights"
     return module, family, weights
-
-
-class _Values:
-    """The tensors of a checkpoint, and of the frozen base that it leaves out, by rows."""
-
-    def __init__(self, trained: Trained) -> None:
-        self._trained, self._stored = trained, trained.stored.names()
-        self._names = self._stored | (trained.base.names() if trained.base is not None else set())
-        for name, _ in trained.module.named_parameters():
-            if name not in self._names:
-                next(trained.tensors([name]))  # raises, in words
-
-    def names(self) -> set[str]:
-        return self._names
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        if name in self._stored:
-            return self._trained.stored.read(name, start, stop)
-        _, tensor = next(self._trained.tensors([name]))  # whole, so that it can be proven
-        return tensor[start:stop] if tensor.dim() else tensor
 
 
 def _check(module: Any, encoder: Any, wish: Wish, chosen: Chosen) -> None:

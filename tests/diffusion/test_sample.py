@@ -99,13 +99,13 @@ def by_hand(run: Path) -> np.ndarray:
 
 def made(run: str, batch_size: int) -> torch.Tensor | None:
     """What one rank makes; sent to the rank pool."""
+    from fullshard.chosen import choose, on_this_machine
     from fullshard.dist.world import join
     from fullshard.log.console import Console
     from fullshard.sample import images
-    from fullshard.sample.source import choose
 
     wish = images.Wish(WANTED, 3, Way(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
-    chosen = choose(run, None, devices="auto", nodes=1)
+    chosen = choose(run, None, here=on_this_machine(devices="auto", nodes=1))
     loaded = images.load(chosen, wish, Console(silent=True))
     world = join(device="cpu", backend="gloo", timeout_s=60)
     return images.make(loaded, chosen, wish, world, images.no_bar)

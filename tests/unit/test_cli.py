@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import fullshard.run
 from fullshard import builtin
 from fullshard.cli import OPTIONS, app, main
+from fullshard.elsewhere import ELSEWHERE
 from fullshard.errors import NumericalError, RecipeError
 from fullshard.launch.base import Ranks
 from fullshard.read import Reading
@@ -300,8 +301,26 @@ def test_a_rank_of_our_launcher_follows_it_and_its_own_children_do_not(monkeypat
     assert followed == [12]
 
 
-@pytest.mark.parametrize("command", ["train", "check", "prove", "verify", "explain", "export", "mine", "sample"])
+@pytest.mark.parametrize(
+    "command", ["train", "check", "prove", "verify", "explain", "export", "evaluate", "generate", "mine", "sample"]
+)
 def test_help_names_no_type_of_python(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"]).output
     assert "Usage" in said
     assert not re.search(r"<\w+>|list\[|\bNone\b|\bTrue\b|\bFalse\b", said)
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_commands_of_other_tools_point_to_what_does_the_same(name: str) -> None:
+    result = call(name, "runs/some", "--option", code=2)
+    meant = ELSEWHERE[name]
+    assert f"there is no command {name!r}. Use: {meant}" in result.output
+    assert meant.split()[1] in app_commands(), "it is a command"
+
+
+def test_other_unknown_commands_are_refused_as_before() -> None:
+    assert "No such command 'nonsense'" in call("nonsense", code=2).output
+
+
+def app_commands() -> set[str]:
+    return {found.name or str(getattr(found.callback, "__name__", "")) for found in app.registered_commands}

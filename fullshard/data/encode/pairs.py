@@ -224,6 +224,18 @@ class Pairs(Encoder):
             document = next((own[name] for name in _DOCUMENT if own.get(name)), None)
         return query or "", document or ""
 
+    def lone(self, texts: Sequence[str], side: str, processor: Any, *, length: int) -> list[Features]:
+        """Samples of one text each, a `query` or a `document`, cut and with the prompts as in training."""
+        prompt = self.prompts_for(processor)[side != "query"]
+        if _sees(processor):
+            self._vision = processor
+            given = [Input(text, 0, prompt) for text in texts]
+            return [
+                _features([ids], 0.0) | features_of([None]) for ids in tokenise_written(given, processor, length=length)
+            ]
+        tokenizer = tokenizer_of(processor, needed_by="pairs")
+        return [_features([ids], 0.0) for ids in _tokenise([prompt + text for text in texts], tokenizer, length=length)]
+
     def pair(self, record: Record) -> Pair:
         """What a record of texts alone holds."""
         found = self._pair(record)

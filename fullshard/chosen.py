@@ -1,11 +1,11 @@
 """A run as a place that weights come from: which of its checkpoints is meant, and the recipe it was trained by.
 
-Must not know images, nor import torch.
+Must not know what is done with them, nor import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ _LATEST = ("latest", "last")
 
 @dataclass(frozen=True)
 class Chosen:
-    """What images are made with."""
+    """A run, and weights of it."""
 
     run: Path
     """The run folder."""
@@ -42,19 +42,31 @@ class Chosen:
         return str(files.step_of(self.checkpoint)) if self.checkpoint else MODEL
 
 
-def choose(run: str, which: str | None, *, devices: str, nodes: int) -> Chosen:
-    """The run that a path names, and its checkpoint: a step, `best` or `latest`; None: the latest, or without any the
-    exported model."""
+Here = Callable[[dict[str, Any], Path | None], Reading]
+"""Makes of a run's recipe, and the checkpoint that is meant, the recipe for the ranks of this machine."""
+
+
+def choose(run: str, which: str | None, *, here: Here, best_first: bool = False) -> Chosen:
+    """The run that a path names, and its checkpoint: a step, `best` or `latest`; None: the latest (or the best, where
+    there is one and it comes first), or without any the exported model."""
     place = files.place(run)
     with store.reaching(place):
-        checkpoint = _checkpoint(place, run, which)
+        checkpoint = _checkpoint(place, run, which, best_first=best_first)
         named = checkpoint is not None and not store.exists(place / RESOLVED)
         folder = checkpoint.parent if checkpoint is not None and named else place
         recipe = _recipe(folder, checkpoint)
-    return Chosen(folder, checkpoint, _here(recipe, devices=devices, nodes=nodes))
+    return Chosen(folder, checkpoint, here(recipe, checkpoint))
 
 
-def _checkpoint(place: Path, run: str, which: str | None) -> Path | None:
+def is_run(text: str) -> bool:
+    """Whether a path names a run or one of its checkpoints, by what lies there."""
+    place = files.place(text)
+    with store.reaching(place):
+        marks = (files.MANIFEST, RESOLVED)
+        return any(store.exists(place / mark) for mark in marks) or bool(files.candidates(place))
+
+
+def _checkpoint(place: Path, run: str, which: str | None, *, best_first: bool) -> Path | None:
     if store.exists(place / files.MANIFEST) or place.name in ("best", *_LATEST):
         if which is not None:
             raise SetupError(f"RUN = {run} is a checkpoint already. Leave --checkpoint {which} out, or name the run.")
@@ -67,6 +79,8 @@ def _checkpoint(place: Path, run: str, which: str | None) -> Path | None:
             f"RUN = {run} is no run: {what}. Name the folder that fullshard train has written: OUTPUT/NAME."
         )
     if kept := place if among else _elsewhere(resolved):
+        if which is None and best_first and (best := files.pointed(kept, "best")):
+            return best
         return _among(kept, which)
     _require_exported(place, run, which)
     return None
@@ -113,11 +127,15 @@ def _recipe(place: Path, checkpoint: Path | None) -> dict[str, Any]:
     return plain(read(place / RESOLVED).recipe)
 
 
-def _here(recipe: dict[str, Any], *, devices: str, nodes: int) -> Reading:
-    """The recipe on this machine, which need not be the one that it was trained on."""
-    topology = {key: value for key, value in recipe.get("topology", {}).items() if key in ("timeout_s", "launcher")}
-    sharding = {**recipe.get("sharding", {}), "strategy": "auto"}
-    return read({**recipe, "topology": {**topology, "devices": devices, "nodes": nodes}, "sharding": sharding})
+def on_this_machine(*, devices: str, nodes: int) -> Here:
+    """The recipe on the devices asked for, which need not be those that it was trained on."""
+
+    def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
+        topology = {key: value for key, value in recipe.get("topology", {}).items() if key in ("timeout_s", "launcher")}
+        sharding = {**recipe.get("sharding", {}), "strategy": "auto"}
+        return read({**recipe, "topology": {**topology, "devices": devices, "nodes": nodes}, "sharding": sharding})
+
+    return here
 
 
-__all__ = ["Chosen", "choose"]
+__all__ = ["Chosen", "Here", "choose", "is_run", "on_this_machine"]

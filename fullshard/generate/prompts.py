@@ -1,0 +1,115 @@
+"""Prompts as rows of tokens, laid out as the run's data was: plain text, or a conversation through the chat template.
+
+Must not know models, ranks or how a row is continued.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import DataError, SetupError
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One thing to go on from."""
+
+    text: str
+    """As it was given, to be shown."""
+    messages: list[Message] | None = None
+    """None: plain text, or one message of the user where the run was trained on conversations."""
+
+
+def gathered(texts: Sequence[str], files: Sequence[str], conversations: Sequence[str]) -> list[Prompt]:
+    """All prompts of a command line, in the order of the options."""
+    found = [Prompt(text) for text in texts]
+    for name in files:
+        found += _of_file(name)
+    found += [_conversation(text) for text in conversations]
+    if not found:
+        raise SetupError(
+            "there is nothing to go on from. Give --prompt TEXT, --prompts FILE (a prompt a line, or .jsonl), or "
+            '--messages \'[{"role": "user", "content": "..."}]\'.'
+        )
+    if any(not prompt.text for prompt in found):
+        raise SetupError("--prompt: an empty text gives nothing to go on from. Give at least a word.")
+    return found
+
+
+def _read(name: str, option: str) -> str:
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{option} {name} cannot be read ({error}). Check its name.") from error
+
+
+def _of_file(name: str) -> list[Prompt]:
+    """A prompt a line; in .jsonl a line is a string, or has `prompt` or `text`, or `messages`."""
+    lines = [line for line in _read(name, "--prompts").splitlines() if line.strip()]
+    if not name.endswith(".jsonl"):
+        return [Prompt(line) for line in lines]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{name}, line {number}: this is no JSON ({error}). Fix the line.") from error
+        text = record if isinstance(record, str) else record.get("prompt") or record.get("text")
+        if isinstance(text, str):
+            found.append(Prompt(text))
+        elif isinstance(record, dict) and record.get("messages"):
+            found.append(_checked(record["messages"], f"{name}, line {number}"))
+        else:
+            raise DataError(f'{name}, line {number}: no "prompt", "text" or "messages" in it. Add one of them.')
+    return found
+
+
+def _conversation(text: str) -> Prompt:
+    """`--messages`: JSON, or the name of a file that holds it."""
+    written = text if text.lstrip()[:1] in ("[", "{") else _read(text, "--messages")
+    try:
+        found = json.loads(written)
+    except ValueError as error:
+        raise DataError(f"--messages {text[:60]}: this is no JSON ({error}).") from error
+    return _checked(found.get("messages") if isinstance(found, dict) else found, "--messages")
+
+
+def _checked(messages: Any, where: str) -> Prompt:
+    good = isinstance(messages, list) and messages
+    if not good or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
+        raise DataError(
+            f'{where}: a conversation is a list of messages: [{{"role": "user", "content": "..."}}]. Found '
+            f"{json.dumps(messages)[:60]}."
+        )
+    return Prompt(str(messages[-1]["content"]), messages)
+
+
+def tokens_of(prompt: Prompt, processor: Any, *, chat: bool) -> list[int]:
+    """The row that a prompt is; `chat`: the run was trained on conversations, so a text is a message of the user."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    messages = prompt.messages or ([{"role": "user", "content": prompt.text}] if chat else None)
+    if messages is not None:
+        if not tokenizer.chat_template:
+            raise SetupError(
+                "--messages: the tokenizer has no chat template to lay out a conversation. Give the text itself: "
+                "--prompt TEXT."
+            )
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        # The template writes the special tokens itself.
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        ids = tokenizer(prompt.text)["input_ids"]
+        if ids and ids[-1] == tokenizer.eos_token_id:
+            ids = ids[:-1]  # some tokenizers end every text; here it goes on
+    if not ids:
+        raise DataError(f"the tokenizer makes no token of the prompt {prompt.text[:40]!r}. Give another one.")
+    return list(ids)
+
+
+__all__ = ["Prompt", "gathered", "tokens_of"]

@@ -1,0 +1,117 @@
+"""What generates: a checkpoint of a run, or a model by itself, with its tokenizer and the layout it was trained on.
+
+Must not know prompts, ranks or how a row is continued.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fullshard.checkpoint import folder as files
+from fullshard.chosen import RESOLVED, Here, choose, is_run
+from fullshard.errors import SetupError
+from fullshard.export.source import Values, model_settings, open_trained
+from fullshard.ground import cache_folder, encoder_of
+from fullshard.judge.source import Wish, subject_of
+from fullshard.models.base import Family, Weights
+from fullshard.objectives.base import Objective
+from fullshard.read import Reading, read
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A model with its edits, still on meta, where its values come from, and how a prompt is laid out for it."""
+
+    name: str
+    why: str
+    reading: Reading
+    family: Family
+    processor: Any
+    module: nn.Module
+    values: Weights | None
+    chat: bool
+    """It was trained on conversations; a model by itself: it has a chat template."""
+
+
+def speaker_of(target: str, wish: Wish, *, nodes: int) -> Speaker:
+    """The run or model that RUN|MODEL means."""
+    if is_run(target) or Path(target).name in ("best", "last"):
+        chosen = choose(target, wish.checkpoint, here=_for_generating(wish, nodes=nodes), best_first=True)
+        if chosen.checkpoint is not None:
+            return _trained(chosen.checkpoint, chosen.reading, wish)
+        target = str(chosen.weights)
+    # Data is never opened.
+    subject = subject_of(
+        target, Wish("none", None, None, wish.devices, (), wish.base, wish.trust_remote_code), nodes=nodes
+    )
+    reading = read({**_leaner(_plain(subject.reading)), "data": {"train": "none", "pack": False}})
+    recipe = reading.recipe
+    _require_tokens(recipe.objective, target)
+    recipe.model.prepare((), cache=cache_folder(recipe))
+    processor = recipe.model.processor(cache=cache_folder(recipe))
+    module = recipe.model.build(processor=processor)
+    chat = bool(getattr(getattr(processor, "tokenizer", processor), "chat_template", None))
+    return Speaker(target, "its own weights", reading, recipe.model, processor, module, None, chat)
+
+
+def _trained(checkpoint: Path, reading: Reading, wish: Wish) -> Speaker:
+    recipe = reading.recipe
+    _require_tokens(recipe.objective, str(checkpoint))
+    trained = open_trained(checkpoint, base=wish.base, trust_remote_code=wish.trust_remote_code, weights=wish.weights)
+    recipe.objective.extend(trained.module)
+    step = f"step {files.step_of(checkpoint):,}"
+    chat = hasattr(_encoder(checkpoint, reading), "conversation")
+    values = Values(trained)
+    return Speaker(str(checkpoint), step, reading, recipe.model, trained.processor, trained.module, values, chat)
+
+
+def _encoder(checkpoint: Path, reading: Reading) -> Any:
+    """How the run's records became samples; where the recipe leaves it open, the run has written it down."""
+    resolved = checkpoint.parent / RESOLVED
+    found = encoder_of(reading.recipe)
+    return found if found is not None or not resolved.is_file() else encoder_of(read(resolved).recipe)
+
+
+def _for_generating(wish: Wish, *, nodes: int) -> Here:
+    """The run's recipe for the ranks of this machine; what only training needs is off."""
+
+    def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
+        topology = {**recipe.get("topology", {}), "nodes": nodes}
+        topology |= {"devices": wish.devices} if wish.devices is not None else {}
+        model = recipe["model"]
+        if checkpoint is not None:
+            model = model_settings(checkpoint, files.read_state(checkpoint), wish.base, wish.trust_remote_code)
+        return read(_leaner({**recipe, "topology": topology, "model": model}))
+
+    return here
+
+
+def _leaner(recipe: dict[str, Any]) -> dict[str, Any]:
+    sharding = {**recipe.get("sharding", {}), "compile": False, "activation_checkpointing": "none"}
+    if sharding.get("strategy") == "hybrid" and recipe["topology"]["nodes"] == 1:
+        sharding["strategy"] = "auto"
+    model = dict(recipe["model"])
+    if model.get("attention") in ("varlen", "flex_attention"):
+        model["attention"] = "auto"  # kernels for packed rows
+    return {**recipe, "sharding": sharding, "model": model, "data": {**recipe["data"], "pack": False}}
+
+
+def _plain(reading: Reading) -> dict[str, Any]:
+    from fullshard.part import plain
+
+    return dict(plain(reading.recipe))
+
+
+def _require_tokens(objective: Objective, name: str) -> None:
+    if type(objective).next_token_logits is Objective.next_token_logits:
+        raise SetupError(
+            f"{name}: its objective is {objective.kind()}, which predicts no tokens. fullshard generate is for "
+            "language models; images of a diffusion run are made by fullshard sample."
+        )
+
+
+__all__ = ["Speaker", "speaker_of"]

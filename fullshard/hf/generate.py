@@ -1,0 +1,89 @@
+"""Continues rows of tokens with Transformers' own `generate`, which keeps keys and values from token to token.
+
+Works on sharded modules: every rank calls it with as many rows at a time, and goes on until all ranks are done.
+Must not know prompts, texts or recipes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.models.base import Continuation
+
+
+@torch.no_grad()
+def continue_rows(
+    module: nn.Module,
+    rows: Sequence[Sequence[int]],
+    way: Continuation,
+    *,
+    source: Path | None,
+    device: torch.device,
+    in_step: bool,
+) -> list[list[int]]:
+    """The tokens after each row, the stop token included where one ended it."""
+    model: Any = module
+    settings = _settings(model, way, source=source)
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), settings.pad_token_id, device=device)
+    real = torch.zeros_like(ids)
+    for at, row in enumerate(rows):
+        ids[at, width - len(row) :] = torch.tensor(row, device=device)
+        real[at, width - len(row) :] = 1
+    if way.temperature:
+        torch.manual_seed(way.seed)
+    given = model.generate(ids, attention_mask=real, generation_config=settings, synced_gpus=in_step)
+    return [_up_to_the_end(row, way.ends) for row in given[:, width:].tolist()]
+
+
+def stop_tokens(model: Any, source: Path | None) -> set[int]:
+    """The tokens that end a text, as the model itself says."""
+    found = _stored(model, source).eos_token_id
+    return set(found if isinstance(found, list) else [] if found is None else [found])
+
+
+def _stored(model: Any, source: Path | None) -> Any:
+    """What an export would write: the settings beside the weights, or what follows from the model's config."""
+    from transformers import GenerationConfig
+
+    if source is not None and (source / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(source)
+    return GenerationConfig.from_model_config(model.config)
+
+
+def _settings(model: Any, way: Continuation, *, source: Path | None) -> Any:
+    """The stored settings, with what is asked for: nothing is drawn unless there is a temperature."""
+    found = copy.deepcopy(_stored(model, source))
+    ends = sorted(way.ends)
+    changed: dict[str, Any] = {
+        "max_new_tokens": way.tokens,
+        "max_length": None,
+        "eos_token_id": ends or None,
+        "pad_token_id": found.pad_token_id if found.pad_token_id is not None else (ends or [0])[0],
+        "do_sample": way.temperature > 0,
+        "temperature": way.temperature or None,
+        "top_p": way.top_p if way.temperature else None,
+        "top_k": 0 if way.temperature else None,
+        "num_beams": 1,
+        "num_return_sequences": 1,
+        "use_cache": True,
+        "return_dict_in_generate": False,
+    }
+    for name, value in changed.items():
+        setattr(found, name, value)
+    return found
+
+
+def _up_to_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """Without the padding that follows the end of a row."""
+    stop = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
+    return tokens[:stop]
+
+
+__all__ = ["continue_rows", "stop_tokens"]
