@@ -6,9 +6,11 @@ Axes: `dp_replicate` (copies) and `dp_shard` (slices). Must not know models or d
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fullshard.dist.world import World
 
@@ -67,4 +69,7 @@ def make_mesh(layout: Layout, world: World) -> DeviceMesh:
     if layout.replicas == 1 and layout.strategy != "none":
         return init_device_mesh(world.device.type, (layout.shards,), mesh_dim_names=("dp_shard",))
     shape = (layout.replicas, layout.shards)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    for group in mesh.get_all_groups():  # torch gives them timeouts of its own, up to half an hour
+        _set_pg_timeout(timedelta(seconds=world.timeout_s), group)
+    return mesh

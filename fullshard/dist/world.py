@@ -31,6 +31,7 @@ class World:
     local_size: int
     device: torch.device
     backend: str
+    timeout_s: float = 600.0
 
     @property
     def num_nodes(self) -> int:
@@ -76,7 +77,7 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     if not dist.is_initialized():
         _meet(backends, rank, size, local_rank, timeout_s)
-    return World(rank, size, local_rank, local_size, place, backend)
+    return World(rank, size, local_rank, local_size, place, backend, timeout_s)
 
 
 def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float) -> None:

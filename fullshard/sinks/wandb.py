@@ -76,7 +76,7 @@ class WeightsAndBiases(Sink):
                     dir=_unless("WANDB_DIR", str(folder)),
                     config=recipe,
                     id=_unless("WANDB_RUN_ID", _run_id(home / "run-id", resumed=resumed)),
-                    resume=_unless("WANDB_RESUME", "allow" if mode == "online" else None),
+                    resume="allow" if mode == "online" and not os.environ.get("WANDB_RESUME") else None,
                     # It must neither wrap stdout, which the progress bars own, nor wait for a key to be typed in.
                     settings=wandb.Settings(**_settings()),
                 )
