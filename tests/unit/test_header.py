@@ -205,7 +205,7 @@ def test_workers_and_saves_in_the_background(run: Run) -> None:
     ],
 )
 def test_only_intervals_that_come_to_pass(due: Due, done: int, expected: list[str]) -> None:
-    plan = StepPlan(num_samples=32, per_device=4, accumulate=4, world=1, steps_per_epoch=2, total_steps=STEPS)
+    plan = StepPlan(num_rows=32, per_device=4, accumulate=4, world=1, steps_per_epoch=2, total_steps=STEPS)
     assert intervals(due, plan, done) == expected
     epochs = {-(-step // 2) for step in range(done + 1, STEPS + 1)}
     steps = any(due.after_step(step) for step in range(done + 1, STEPS + 1))
