@@ -122,9 +122,13 @@ def _generate(target: str, wish: Wish, ask: _Ask, words: list[str], *, say: bool
     """This rank's part, from loading to the last line; gives what is left to print, on rank 0."""
     from fullshard.dist import env
     from fullshard.generate.source import speaker_of
+    from fullshard.log import libraries
+    from fullshard.log.console import Console
     from fullshard.on_ranks import as_rank, start_own
 
-    speaker = speaker_of(target, wish, nodes=env.detect(os.environ).num_nodes)
+    launch = env.detect(os.environ)
+    with libraries.route(Console(silent=launch.rank != 0)):
+        speaker = speaker_of(target, wish, nodes=launch.num_nodes)
     topology = speaker.reading.recipe.topology
     if (code := start_own(["generate", speaker.name, *words], topology)) is not None:
         raise typer.Exit(code)
