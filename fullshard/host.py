@@ -33,7 +33,7 @@ def memory_total(root: Path = Path("/")) -> int:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed for want of memory, here and in the control groups around this process;
+    """How many processes the kernel has killed for lack of memory, here and in the control groups around this process;
     None where nobody counts them."""
     counted = [root / "proc/vmstat"]
     for folder, names in _group_folders(root):

@@ -14,7 +14,7 @@ SPARE = 0.1
 
 
 def shortage(num_bytes: int, world: World, *, group: Any = None) -> str | None:
-    """Why a copy does not fit, in words, where each rank needs so many bytes; the same answer on all ranks."""
+    """Why a copy does not fit, in words; `num_bytes` is what each rank needs. The same answer on all ranks."""
     per_node: dict[int, list[int]] = {}
     for node, each, left in reduce.gather_objects(
         (world.rank // world.local_size, num_bytes, memory_left()), group=group

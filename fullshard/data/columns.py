@@ -197,15 +197,15 @@ def _image_entry(value: Any, column: str) -> Entry:
 
 
 def _text(value: Any, column: str, name: str) -> str:
-    mend = "Give it a text, or take the record out."
+    fix = "Give it a text, or take the record out."
     if value is None:
-        raise DataError(f"{column!r} is null in the record. {mend}")
+        raise DataError(f"{column!r} is null in the record. {fix}")
     if not isinstance(value, str):
         if isinstance(value, (bytes, Mapping)) or type(value).__module__.startswith("PIL."):
-            mend = f"Is it an image? Then set {MAPPING} = {{{_IMAGE_OF[name]}: {column.partition('[')[0]}}}."
-        raise DataError(f"{column!r} must be a string, found {found(value)}. {mend}")
+            fix = f"Is it an image? Then set {MAPPING} = {{{_IMAGE_OF[name]}: {column.partition('[')[0]}}}."
+        raise DataError(f"{column!r} must be a string, found {found(value)}. {fix}")
     if not value.strip():
-        raise DataError(f"{column!r} is blank in the record. {mend}")
+        raise DataError(f"{column!r} is blank in the record. {fix}")
     return value
 
 

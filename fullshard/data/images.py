@@ -146,13 +146,13 @@ def quiet() -> Iterator[None]:
 
 
 def _complaint(image: Given, error: Exception, root: Path | None) -> str:
-    mend = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+    fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
     if not isinstance(image.value, str):
         what = "bytes" if isinstance(image.value, bytes) else "image"
-        return f"the {what} of {image.column!r} cannot be read as an image: {reason(error)}. {mend}"
+        return f"the {what} of {image.column!r} cannot be read as an image: {reason(error)}. {fix}"
     if isinstance(error, FileNotFoundError) and not Path(image.value).is_absolute():
-        mend = f"Relative paths are taken from {root or Path.cwd()}: see data.encode.image_root. {mend}"
-    return f"the image {place(image.value, root)} of {image.column!r} cannot be read: {reason(error)}. {mend}"
+        fix = f"Relative paths are taken from {root or Path.cwd()}: see data.encode.image_root. {fix}"
+    return f"the image {place(image.value, root)} of {image.column!r} cannot be read: {reason(error)}. {fix}"
 
 
 def reason(error: Exception) -> str:

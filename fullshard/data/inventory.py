@@ -14,7 +14,7 @@ from fullshard.log.words import size
 from fullshard.plural import counted
 
 LIMIT = 2000
-"""Parts that are listed at most: a data set of a million files is told as a whole."""
+"""The most parts that are listed one by one; a data set of more files is described as a whole."""
 _SHOWN = 3
 
 Inventory = dict[str, dict[str, Any]]

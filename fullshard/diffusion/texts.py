@@ -64,8 +64,8 @@ class Texts(Section):
     """Longer texts are cut."""
     padded: bool | None = None
     """Whether every text is filled up to max_tokens and the filling counts as text, as Stable Diffusion, SD3 and Flux
-    have it; false: the model is told where the text ends, as PixArt has it. null: true for CLIP and for each of several
-    encoders, false for another one alone."""
+    have it; false: the model gets a mask of where the text ends, as PixArt does. null: true for CLIP and for each of
+    several encoders, false for another one alone."""
     lowercase: bool | None = None
     """Whether texts are read in lower case and without blanks around them; null: as PixArt's pipeline does, where
     padded is false."""

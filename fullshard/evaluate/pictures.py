@@ -42,8 +42,8 @@ class Pictures(Evaluation):
     """euler asks the model once a step, heun twice, and needs fewer steps for the same."""
     guidance: float | None = Field(None, ge=0)
     """How much a label or a text counts: 1 is what the model learned, more is clearer and less varied; null: 2, and 1
-    for a model without labels and texts, one that is told its guidance (Flux with guidance_embeds), and one from
-    scratch that never saw them dropped (objective.label_drop = 0)."""
+    for a model without labels and texts, one that takes its guidance as an input (Flux with guidance_embeds), and one
+    from scratch that never saw them dropped (objective.label_drop = 0)."""
     seed: int = 0
     """Decides the noise."""
 

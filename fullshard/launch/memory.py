@@ -1,4 +1,4 @@
-"""Follows host memory while a run lasts, so that a rank which was killed for want of it is told as that.
+"""Watches host memory during a run, so that a rank the kernel killed for lack of memory is reported as such.
 
 The kernel kills without a word, and frees the memory at once: only what was seen before says how it came. A launcher
 looks in a thread; a rank that is alone has a small process beside it, which outlives it. Must not import torch.
@@ -102,7 +102,7 @@ def told_by_a_witness(rank: int) -> Iterator[None]:
     try:
         # Of its own session: what is sent to this one's process group is not meant for it.
         witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    except OSError:  # no process to be had: the run goes on without
+    except OSError:  # no process can be started: the run goes on without one
         yield
         return
     try:

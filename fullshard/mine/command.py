@@ -182,10 +182,10 @@ def _check_reach(rules: Rules, task: Task) -> None:
     """Refuses a window that begins beyond the last hit of every query, before anything is embedded."""
     reach = len(task.documents.texts) - min(len(own) for own in task.own)
     if rules.first > reach:
-        mend = f"Set --ranks 1:{reach}, or give" if reach else "Give"
+        fix = f"Set --ranks 1:{reach}, or give" if reach else "Give"
         raise DataError(
             f"--ranks {rules.first}:{rules.last} lies beyond the corpus: it has {len(task.documents.texts):,} "
-            f"different documents, of which at most {reach:,} are not a query's own. {mend} more documents with "
+            f"different documents, of which at most {reach:,} are not a query's own. {fix} more documents with "
             "--corpus."
         )
 

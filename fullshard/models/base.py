@@ -34,7 +34,7 @@ class Continuation:
     """How a text is continued."""
 
     tokens: int
-    """At most so many."""
+    """The most that are added."""
     temperature: float
     """0: always the most likely token."""
     top_p: float

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GUIDANCE = 3.5
-"""What a model that is told its guidance is told, as in diffusers' pipelines."""
+"""The guidance given to a model that takes it as an input, as in diffusers' pipelines."""
 REHEARSED = 2
 """Images in a forward pass without values."""
 
@@ -49,7 +49,7 @@ class Diffusers(Family):
     classes: int | None = Field(None, ge=1)
     """Labels from 0 to one less; one more row stands for none. null: as stored, and without labels from scratch."""
     guidance: float = Field(GUIDANCE, ge=0)
-    """What a model that takes its guidance as an input (Flux with guidance_embeds) is told, always."""
+    """What a model that takes its guidance as an input (Flux with guidance_embeds) is always given."""
     lora: Lora | None = None
     """Train adapters instead of the model: true, a rank, or settings."""
     revision: str | None = None
@@ -89,7 +89,7 @@ class Diffusers(Family):
         told = name == FLUX and settings.get("guidance_embeds")
         if not told and self.guidance != GUIDANCE:
             raise RecipeError(
-                f"model.guidance = {self.guidance:g} is told to models that take their guidance as an input (Flux with "
+                f"model.guidance = {self.guidance:g} is for models that take their guidance as an input (Flux with "
                 f"guidance_embeds), and {name} takes none. Leave it out; images are guided by evaluate.parts and "
                 "fullshard sample --guidance."
             )

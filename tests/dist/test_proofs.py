@@ -188,7 +188,7 @@ def test_objectives_of_the_user(ranks: RankPool) -> None:
     said = ranks.run(of_objectives, world=1)[0]
     assert "sees later tokens" in said["Unmasked"]
     assert "bidirectional: ClassVar[bool] = True" in said["Unmasked"]
-    # It may look ahead; that padding changes it without a mask is told.
+    # It may look ahead; that padding changes it without a mask is an error.
     assert "Padding after a row moves its loss" in said["Masked"]
     assert said["Random"].startswith("nothing of objective.kind = tests.dist.test_proofs.Random: its loss differs by")
     assert "nothing shows that objective.kind = tests.dist.test_proofs.Random keeps" in said["Random packed"]

@@ -1,4 +1,4 @@
-"""Two nodes with networks of their own, on which the host's own name is the loopback: they meet, and a cut is told."""
+"""Two nodes, each with its own network, whose own names mean the loopback: they meet, and a cut cable is reported."""
 
 from __future__ import annotations
 

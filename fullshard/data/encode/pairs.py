@@ -276,14 +276,14 @@ def _check_mode(pair: Pair, mode: str) -> None:
         wanted = document if at else query
         if entry.kind == wanted:
             continue
-        mend = "Fix the record, or set it to null to take each record by its columns."
+        fix = "Fix the record, or set it to null to take each record by its columns."
         if (entry.kind, wanted) == ("t", "i"):
             role = f"{name}_image{'s' if at > 1 else ''}"
-            mend = f"Where {entry.column!r} holds images, set {MAPPING} = {{{role}: {entry.column}}}."
+            fix = f"Where {entry.column!r} holds images, set {MAPPING} = {{{role}: {entry.column}}}."
         sides = ", ".join(f"{side} {KINDS[e.kind]}" for side, e in zip(names[:2], pair.entries[:2], strict=True))
         raise DataError(
             f"the record is {pair.mode} ({sides}) and its {name} is {KINDS[entry.kind]}, but data.encode.mode = "
-            f"{mode} wants {KINDS[wanted]} there. {mend}"
+            f"{mode} wants {KINDS[wanted]} there. {fix}"
         )
 
 

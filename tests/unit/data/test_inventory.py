@@ -1,4 +1,4 @@
-"""Changed data is told as what changed: files added, removed and changed, with their records and sizes."""
+"""Changed data is described by what changed: files added, removed and changed, with their records and sizes."""
 
 from __future__ import annotations
 

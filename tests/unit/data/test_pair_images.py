@@ -414,7 +414,7 @@ def test_an_image_that_cannot_be_read_is_named_with_the_reason(vision: Vision, s
     def reason(value: Any, **settings: Any) -> str:
         return fault({"query": "a", "positive_image": value}, vision, **settings)
 
-    mend = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+    fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
     for name, why in (
         ("cut.png", "image file is truncated"),
         ("cut.jpg", "image file is truncated"),
@@ -423,7 +423,7 @@ def test_an_image_that_cannot_be_read_is_named_with_the_reason(vision: Vision, s
     ):
         message = reason(str(shots / name))
         assert message.startswith(f"the image {shots / name} of 'positive_image' cannot be read: {why}")
-        assert message.endswith(mend)
+        assert message.endswith(fix)
         data = (shots / name).read_bytes()
         assert reason(data).startswith(f"the bytes of 'positive_image' cannot be read as an image: {why}")
     assert "Is a directory" in reason(str(shots))

@@ -1,4 +1,4 @@
-"""A tokenizer that is not the one of the stored weights is refused, and every new size of an embedding is told."""
+"""A tokenizer that is not the one of the stored weights is refused, and every resize of an embedding is printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that the kernel killed is told as that: by its counters, or by the memory that was in use a moment before."""
+"""A rank that the kernel killed is reported as such: by its counters, or by the memory in use a moment before."""
 
 from __future__ import annotations
 
