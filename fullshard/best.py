@@ -193,7 +193,7 @@ def outcome(rule: BestRule | None, progress: Progress) -> str:
     """The best in a line, for the end of the run."""
     if progress.best is None or rule is None:
         return "none"
-    text = f"{progress.best:.6f} at step {progress.best_step}"
+    text = f"{words.precise(progress.best)} at step {progress.best_step}"
     if progress.first == progress.best:
         return f"{text}, the first evaluation; no later one was better" if progress.only_worse else text
     beaten = progress.first is not None and rule.better(progress.first, progress.best)

@@ -22,8 +22,8 @@ def make_decoder(config: Any, *, trust_remote_code: bool) -> None:
     if getattr(text, "is_decoder", None) is False and _looks_ahead(config, trust_remote_code=trust_remote_code):
         text.is_decoder = True
         logger.warning(
-            "model: is_decoder = true is set in the config of %s, which else sees the tokens that it is to predict; it "
-            "is exported with the model",
+            "model: is_decoder = true is set in the config of %s, which would otherwise see the tokens it has to "
+            "predict; the exported config has it too",
             config.model_type,
         )
 

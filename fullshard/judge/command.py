@@ -110,9 +110,11 @@ def _announce(console: Console, subject: Subject, wish: Wish, ground: Ground, wo
 
 
 def _say(console: Console, found: Found) -> None:
+    from fullshard.log import words
+
     wide = max(map(len, found.numbers), default=0)
     for name, value in found.numbers.items():
-        console.say(f"  {name:<{wide}}  {value:.6f}")
+        console.say(f"  {name:<{wide}}  {words.precise(value)}")
     for text in found.texts:
         console.say(text)
 

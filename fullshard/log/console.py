@@ -168,7 +168,7 @@ class Console:
         self._emit(f"Epoch {epoch} {ended}{part}" + (f" in {seconds:.2f} seconds" if seconds else ""))
         self._emit(f"Average Train Loss: {train_loss:.6f}")
         if val_loss is not None:
-            self._emit(f"Average Val Loss: {val_loss:.6f}")
+            self._emit(f"Average Val Loss: {words.precise(val_loss)}")
 
     def validated(self, numbers: Mapping[str, float]) -> None:
         """What a validation found beside the loss, which ends the epoch's lines."""
@@ -177,11 +177,11 @@ class Console:
 
     def new_best(self, value: float, metric: str = "loss") -> None:
         """Better than every validation before it."""
-        self._emit(f">>>>>> New Best Val {words.title(metric)}: {value:.6f}", style="green")
+        self._emit(f">>>>>> New Best Val {words.title(metric)}: {words.precise(value)}", style="green")
 
     def first_value(self, value: float, metric: str = "loss") -> None:
         """The first validation of a run: there is nothing yet that it could be better than."""
-        self._emit(f"First Val {words.title(metric)}: {value:.6f} (the baseline)")
+        self._emit(f"First Val {words.title(metric)}: {words.precise(value)} (the baseline)")
 
     def saved(self, path: Path, *, seconds: float, size_bytes: int) -> None:
         self._emit(f"Saved {path} ({words.size(size_bytes)}) in {seconds:.1f} s", style="dim", whole=True)

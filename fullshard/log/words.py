@@ -86,13 +86,19 @@ def loss(value: float) -> str:
 
 LARGEST = 5e34
 """e^80, where a perplexity is cut off, is more than this."""
+_TOO_LARGE = f"> {LARGEST:.0e}".replace("e+", "e")
 
 
 def number(value: float) -> str:
     """A validation number: `0.1234`, `2.1`, `456,809`, and `> 5e34` for what is too large to mean anything."""
     if value > LARGEST:
-        return f"> {LARGEST:.0e}".replace("e+", "e")
+        return _TOO_LARGE
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.5g}"
+
+
+def precise(value: float) -> str:
+    """The same with six decimals."""
+    return _TOO_LARGE if value > LARGEST else f"{value:.6f}"
 
 
 def title(metric: str) -> str:

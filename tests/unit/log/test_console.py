@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.judge.command import _say
+from fullshard.judge.measure import Found
 from fullshard.log.console import Console
 from fullshard.objectives.causal_lm import CausalLM
 
@@ -76,6 +78,19 @@ def test_a_perplexity_that_was_cut_off_is_not_printed_as_a_number(console: Conso
         console.validated({"loss": loss, **objective.derived({"loss": loss})})
     console.validated({"loss": 2.0, **objective.derived({"loss": 2.0})})
     assert lines(out) == ["Validation: perplexity > 5e34"] * 2 + ["Validation: perplexity 7.3891"]
+
+
+def test_no_line_prints_a_perplexity_that_was_cut_off_as_a_number(console: Console, out: File) -> None:
+    cut = CausalLM().derived({"loss": 456_809.0})["perplexity"]
+    console.first_value(cut, "perplexity")
+    console.new_best(cut, "perplexity")
+    _say(console, Found({"perplexity": cut, "loss": 2.0}, []))
+    assert lines(out) == [
+        "First Val Perplexity: > 5e34 (the baseline)",
+        ">>>>>> New Best Val Perplexity: > 5e34",
+        "  perplexity  > 5e34",
+        "  loss        2.000000",
+    ]
 
 
 def test_a_best_by_another_metric_names_it(console: Console, out: File) -> None:
