@@ -130,6 +130,7 @@ def code(settings: Mapping[str, Any], module: nn.Module) -> dict[str, str | None
     """Our own sources, those of the user's parts and of the model's class, each by version and hash."""
     found: dict[str, str | None] = {"fullshard": _own()}
     for name, path in [*_user_files(settings), (type(module).__module__, _file_of(type(module)))]:
+        found[name] = None
         if path is not None and path.is_file():
             found[name] = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
     return found
@@ -150,12 +151,13 @@ def _own() -> str:
 
 
 def _user_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path | None]]:
-    """`my_package.my_module.Name` and `path.py:Name` among the settings."""
+    """`my_package.my_module.Name` and `path.py:Name` among the settings. A module without a file here is not loaded:
+    what only encodes the data is loaded by the rank that encodes, and others find the result."""
     for value in map(str, _leaves(settings)):
         if match := re.fullmatch(r"(.+\.py):\w+", value):
             yield match[1], Path(match[1]).expanduser()
-        elif (name := value.rpartition(".")[0]) in sys.modules and not name.startswith("fullshard."):
-            file = getattr(sys.modules[name], "__file__", None)
+        elif (name := value.rpartition(".")[0]) and not name.startswith("fullshard."):
+            file = getattr(sys.modules.get(name), "__file__", None)
             yield name, Path(file) if file else None
 
 

@@ -152,6 +152,25 @@ def by_rank(settings: dict[str, Any], resume: list[str]) -> str:
     return refusal(settings, None, resume[int(os.environ["RANK"])])
 
 
+def test_a_module_that_only_one_rank_needed_is_no_difference(ranks: RankPool) -> None:
+    assert ranks.run(code_that_differs, world=2) == [[], []]
+
+
+def code_that_differs() -> list[str]:
+    """Rank 0 has loaded the module of a part, as the rank does that encodes the data; rank 1 has not."""
+    import importlib
+
+    from fullshard.dist.agreement import differences
+    from fullshard.same_run import code
+
+    sys.modules.pop("colorsys", None)
+    if os.environ["RANK"] == "0":
+        importlib.import_module("colorsys")
+    found = code({"data": {"encode": {"kind": "colorsys.Hue"}}}, torch.nn.Linear(1, 1))
+    assert (found["colorsys"] is None) == (os.environ["RANK"] == "1")
+    return differences(found)
+
+
 def test_replicas_and_buffers_that_differ(ranks: RankPool) -> None:
     found = ranks.run(differing_values, world=2)
     assert found[0] == found[1]

@@ -1,4 +1,8 @@
-"""Stop signals: the first is a wish, its echo is nothing, the next one ends the process."""
+"""Stop signals: the first is a wish, its echo is nothing, the next one ends the process.
+
+Where the next line looks for what a signal did, it is raised in that thread: one that is sent to a process may go to
+any of its threads, and Python hears of it later.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ def in_child(act: Callable[[], None]) -> int:
 def test_a_signal_is_a_wish(number: signal.Signals) -> None:
     with signals.StopSignals() as stop:
         assert stop.heard is None
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         assert stop.heard == number.name
 
 
@@ -41,7 +45,7 @@ def test_the_echo_of_a_signal_is_no_second_one() -> None:
     def act() -> None:
         with signals.StopSignals() as stop:
             for _ in range(3):
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             assert stop.heard == "SIGTERM"
 
     assert in_child(act) == 0
@@ -55,8 +59,8 @@ def test_a_second_signal_ends_the_process_at_once(
 
     def act() -> None:
         with signals.StopSignals():
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), number)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
 
     assert in_child(act) == 75
     assert capfd.readouterr().err.endswith(f"{signals.AT_ONCE}.\n")
@@ -65,8 +69,8 @@ def test_a_second_signal_ends_the_process_at_once(
 def test_a_second_ctrl_c_never_waits() -> None:
     def act() -> None:
         with signals.StopSignals():
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     assert in_child(act) == 75
 
@@ -83,11 +87,11 @@ def test_in_a_program_of_the_users_its_own_handlers_and_ctrl_c_stay() -> None:
         heard: list[int] = []
         signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
         with signals.in_library():
-            os.kill(os.getpid(), signal.SIGUSR2)
+            signal.raise_signal(signal.SIGUSR2)
             assert heard == [signal.SIGUSR2]
             with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGUSR1)  # nobody's: the default would end the process without a word
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)  # nobody's: the default would end the process without a word
 
     assert in_child(act) == 75
 

@@ -30,7 +30,7 @@ def test_ranks_that_never_come_are_named_not_waited_for(rank: int) -> None:
     place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     environment = {**os.environ, **place, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     done = subprocess.run([sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, check=True)
-    assert f"rank {rank} of 2 waited topology.timeout_s = 1 s at localhost:{port}" in done.stdout
+    assert f"Rank {rank} waited topology.timeout_s = 1 s at localhost:{port} for rank {1 - rank} of 2" in done.stdout
     assert "Check that every node runs the same command" in done.stdout
 
 

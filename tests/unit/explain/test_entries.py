@@ -55,6 +55,7 @@ NOT_PROVOKED = {
     r"`rope_scaling` must be a dictionary with": "older Transformers",
     r"Signals\.SIGHUP death signal": "torch's launcher logs it while it ends the ranks",
     r"was ended by SIGHUP": "our launcher's words for a rank",
+    "killed by the kernel": "our launcher's words for a rank on a host that ran out of memory",
     **dict.fromkeys(QUOTED_PATTERNS, "needs NCCL between two nodes"),
     "Gloo connectFullMesh failed": "needs two nodes that cannot reach each other",
 }
