@@ -70,7 +70,11 @@ def test_whole_runs_learn_from_a_sharded_teacher(ranks: Any, folder: Path) -> No
     for world in (1, 2):
         taught = texts.recipe(folder, name=f"on-{world}", objective=settings(folder / "teacher", cache=4))
         found.append(curve(ranks.run(train, taught, world=world)[0], "loss"))
-    assert torch.allclose(*(torch.tensor(each).double() for each in found), rtol=2e-6, atol=0)
+    one, two = (torch.tensor(each).double() for each in found)
+    apart = ((one - two) / one).abs()
+    # Adam moves a weight whose gradient is nothing but rounding by the whole learning rate, in either direction.
+    assert float(apart[0]) <= 1e-6, apart
+    assert float(apart.max()) <= 1e-5, apart
     assert found[0][-1] < found[0][0]
 
 
