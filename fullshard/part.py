@@ -268,6 +268,8 @@ def _plain_value(value: Any) -> Any:
         return {str(k): _plain_value(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain_value(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_plain_value, value), key=str)  # in one order on every rank
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 

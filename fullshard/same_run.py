@@ -42,8 +42,6 @@ PACKAGES = (
 """Libraries that take part in the numbers of a run."""
 _OWN = ("topology.", "data.cache", "data.workers")
 """Settings that may differ from node to node."""
-_SAYS_NOTHING = ("_name_or_path", "transformers_version", "_diffusers_version")
-"""Keys of a model's config that name where it came from."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,11 @@ def _model(module: nn.Module) -> dict[str, str | None]:
     config: Any = getattr(module, "config", None)
     config = config.to_dict() if hasattr(config, "to_dict") else config
     if isinstance(config, Mapping):
-        found |= {f"config.{key}": str(value) for key, value in flat(dict(config)).items() if key not in _SAYS_NOTHING}
+        # Keys with an underscore are the library's own notes: where a model came from, and lists made of sets, whose
+        # order is another in every process.
+        values = {key: value for key, value in flat(dict(config)).items() if not key.rpartition(".")[2].startswith("_")}
+        values.pop("transformers_version", None)
+        found |= {f"config.{key}": str(value) for key, value in values.items()}
     return found
 
 

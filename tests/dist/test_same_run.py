@@ -204,3 +204,24 @@ def differing_values() -> list[str]:
             agree(module)
         said.append(str(refused.value))
     return said
+
+
+def test_the_order_of_a_set_is_no_difference() -> None:
+    """Strings hash differently in every process; diffusers' config and a user's part both make lists of sets."""
+    code = (
+        "from diffusers import DiTTransformer2DModel\n"
+        "from fullshard.part import Section, plain\n"
+        "from fullshard.same_run import _model\n"
+        "class Own(Section):\n    words: set[str]\n"
+        "model = DiTTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=4, sample_size=4)\n"
+        "print(_model(model), plain(Own(words=set('abcdefgh'))))\n"
+    )
+    command = [sys.executable, "-c", code]
+    found = {
+        subprocess.run(
+            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1, found
+    assert "config.num_layers" in found.pop()
