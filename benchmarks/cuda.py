@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[list[str], float]] = {  # overrides, allowed distance of t
 
 
 def run(folder: Path, name: str, overrides: list[str]) -> float:
-    from fullshard.read import read
+    from fullshard.recipes.read import read
     from fullshard.run import execute
 
     settings = {**RECIPE, "name": name, "output": str(folder / "runs")}

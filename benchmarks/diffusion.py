@@ -60,7 +60,7 @@ class Bench:
     def model(self) -> Any:
         from diffusers import DiTTransformer2DModel
 
-        from fullshard.diffusion.shapes import named_size
+        from fullshard.families.diffusion.shapes import named_size
 
         size = named_size("DiTTransformer2DModel", "tiny" if self.tiny else "XL/2")
         with torch.device(self.device):
@@ -107,7 +107,7 @@ class Bench:
 
     def fullshard(self, table: Path, name: str, *, profile: bool = False, **sections: Any) -> dict[str, Any]:
         """Through `fullshard train`'s own path; the median of the logged windows of ten steps."""
-        from fullshard.read import read
+        from fullshard.recipes.read import read
         from fullshard.run import execute
 
         kernels = profile_a_step() if profile else []

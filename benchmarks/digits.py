@@ -44,7 +44,7 @@ class Quality:
 
 def real(part: Any) -> tuple[np.ndarray, np.ndarray]:
     """Pixels (N, 64) from -1 to 1, and classes."""
-    from fullshard.data.sources.digits import Digits
+    from fullshard.families.diffusion.sources.digits import Digits
 
     records = Digits(part=part).open()
     rows = [records[number] for number in range(len(records))]
@@ -54,10 +54,10 @@ def real(part: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def make(run: Path, *, each: int, guidance: float, steps: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Samples of the model that the run exported, in one process: pixels (N, 64) and the classes asked for."""
-    from fullshard.diffusion.denoise import bind
-    from fullshard.diffusion.sampler import sample
-    from fullshard.objectives.flow_matching import FlowMatching
-    from fullshard.precision import avoid_broken_amx
+    from fullshard.dist.precision import avoid_broken_amx
+    from fullshard.families.diffusion.denoise import bind
+    from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
+    from fullshard.families.diffusion.sampler import sample
 
     avoid_broken_amx()
     diffusers: Any = __import__("diffusers")

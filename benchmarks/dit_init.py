@@ -36,7 +36,7 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 
 def ours(model: nn.Module) -> None:
-    from fullshard.diffusion.init import initialise
+    from fullshard.families.diffusion.init import initialise
 
     initialise(model)
 
@@ -80,7 +80,7 @@ INITS = {"ours": ours, "paper": paper, "narrow_labels": narrow_labels, "torch_ow
 
 
 def build(init: str, seed: int) -> Any:
-    from fullshard.models.diffusers import Diffusers
+    from fullshard.families.diffusion.models.diffusers import Diffusers
 
     model = Diffusers(architecture="dit", classes=CLASSES, overrides=SHAPE).build(processor=None)
     for name, parameter in list(model.named_parameters()):
@@ -93,8 +93,8 @@ def build(init: str, seed: int) -> Any:
 
 def read(model: Any, reader: Any, *, guidance: float, each: int) -> float:
     """The share of samples that the classifier reads as the class asked for."""
-    from fullshard.diffusion.sampler import sample
-    from fullshard.objectives.flow_matching import FlowMatching
+    from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
+    from fullshard.families.diffusion.sampler import sample
 
     labels = torch.arange(CLASSES).repeat_interleave(each)
     numbers = torch.arange(len(labels))
@@ -107,7 +107,7 @@ def read(model: Any, reader: Any, *, guidance: float, each: int) -> float:
 def train(init: str, seed: int, steps: list[int], *, lr: float, batch: int, each: int) -> None:
     from sklearn.svm import SVC  # type: ignore[import-untyped, unused-ignore]
 
-    from fullshard.objectives.flow_matching import FlowMatching
+    from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
 
     pixels, classes = real("train")
     reader = SVC(C=10).fit(pixels, classes)

@@ -55,7 +55,7 @@ class Bench:
 
     def run(self, pairs: Path, *, batch: int, cache: Any, steps: int, **settings: Any) -> dict[str, float]:
         """Trains with fullshard; pairs per second (median step), peak GiB, share of padding."""
-        from fullshard.read import read
+        from fullshard.recipes.read import read
         from fullshard.run import execute
 
         self.runs += 1

@@ -96,8 +96,8 @@ def search(model: Any) -> dict[str, float]:
 
 
 def pairs(part: str) -> list[Any]:
-    from fullshard.data.base import Source
-    from fullshard.part import decode
+    from fullshard.config.part import decode
+    from fullshard.contracts.data import Source
 
     records = decode(Source, {"kind": "docstrings", "part": part}, where="data").open()
     return [records[index] for index in range(len(records))]

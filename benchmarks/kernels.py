@@ -76,7 +76,7 @@ class Bench:
 
 
 def norms(bench: Bench) -> None:
-    from fullshard.ops.modulated_norm import gated_norm, modulated_norm
+    from fullshard.families.diffusion.kernels.modulated_norm import gated_norm, modulated_norm
 
     def normed(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale[:, None]) + shift[:, None]
@@ -101,7 +101,7 @@ def norms(bench: Bench) -> None:
 
 
 def gelu(bench: Bench) -> None:
-    from fullshard.ops.biased_gelu import biased_gelu
+    from fullshard.families.diffusion.kernels.biased_gelu import biased_gelu
 
     def plain(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(x + bias, approximate="tanh")
@@ -114,7 +114,7 @@ def gelu(bench: Bench) -> None:
 
 def attention(bench: Bench) -> None:
     """With the projections, whose cost depends on where queries, keys and values lie."""
-    from fullshard.ops.packed_attention import packed_attention
+    from fullshard.families.diffusion.kernels.packed_attention import packed_attention
 
     heads = (bench.heads, bench.width)
 

@@ -76,7 +76,7 @@ def run(folder: Path, name: str, settings: list[str], model: Path | None) -> tup
         if done.returncode:
             raise RuntimeError(f"{done.stdout[-500:]}{done.stderr[-1500:]}")
     else:
-        from fullshard.read import read
+        from fullshard.recipes.read import read
         from fullshard.run import execute
 
         with (folder / "console.txt").open("a") as console, contextlib.redirect_stdout(console):

@@ -10,50 +10,50 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.data.base import Encoder, Records, Source
+    from fullshard.contracts.data import Encoder, Records, Source
+    from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
+    from fullshard.contracts.launcher import Launcher, Ranks
+    from fullshard.contracts.model import Family, Weights
+    from fullshard.contracts.objective import Objective, Terms
+    from fullshard.contracts.optimizer import Optimizer
+    from fullshard.contracts.progress import Result
+    from fullshard.contracts.schedule import Schedule
+    from fullshard.contracts.sink import OpenSink, Sink
     from fullshard.errors import CheckpointError, DataError, FullshardError, NumericalError, RecipeError, SetupError
-    from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-    from fullshard.launch.base import Launcher, Ranks
-    from fullshard.models.base import Family, Weights
-    from fullshard.objectives.base import Objective, Terms
-    from fullshard.optim.base import Optimizer
-    from fullshard.read import load
     from fullshard.recipe import Recipe
+    from fullshard.recipes.read import load
     from fullshard.run import train_recipe as train
-    from fullshard.schedules.base import Schedule
     from fullshard.similarity.base import Embedded, SimilarityLoss
-    from fullshard.sinks.base import OpenSink, Sink
-    from fullshard.state import Result
 
 # Where each public name lives. They are imported on first use, so that `import fullshard` costs nothing.
 _HOMES = {
     "CheckpointError": "errors",
     "DataError": "errors",
     "Embedded": "similarity.base",
-    "Encoder": "data.base",
-    "Evaluation": "evaluate.base",
-    "EvaluationInputs": "evaluate.base",
-    "Family": "models.base",
-    "Findings": "evaluate.base",
+    "Encoder": "contracts.data",
+    "Evaluation": "contracts.evaluation",
+    "EvaluationInputs": "contracts.evaluation",
+    "Family": "contracts.model",
+    "Findings": "contracts.evaluation",
     "FullshardError": "errors",
-    "Launcher": "launch.base",
+    "Launcher": "contracts.launcher",
     "NumericalError": "errors",
-    "Objective": "objectives.base",
-    "OpenSink": "sinks.base",
-    "Optimizer": "optim.base",
-    "Ranks": "launch.base",
+    "Objective": "contracts.objective",
+    "OpenSink": "contracts.sink",
+    "Optimizer": "contracts.optimizer",
+    "Ranks": "contracts.launcher",
     "Recipe": "recipe",
     "RecipeError": "errors",
-    "Records": "data.base",
-    "Result": "state",
-    "Schedule": "schedules.base",
+    "Records": "contracts.data",
+    "Result": "contracts.progress",
+    "Schedule": "contracts.schedule",
     "SetupError": "errors",
     "SimilarityLoss": "similarity.base",
-    "Sink": "sinks.base",
-    "Source": "data.base",
-    "Terms": "objectives.base",
-    "Weights": "models.base",
-    "load": "read",
+    "Sink": "contracts.sink",
+    "Source": "contracts.data",
+    "Terms": "contracts.objective",
+    "Weights": "contracts.model",
+    "load": "recipes.read",
     "train": "run",
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from fullshard import signals
+from fullshard.launch import signals
 
 
 def main() -> None:

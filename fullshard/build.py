@@ -6,44 +6,31 @@ The one file that sees everything. Must not loop, log metrics or compute losses.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.checkpoint.saver import Saver
+from fullshard.contracts.ema import evaluations
+from fullshard.contracts.progress import Progress
+from fullshard.control.triggers import Due
 from fullshard.dist import values
 from fullshard.dist.average import Average
 from fullshard.dist.gradients import FirstUpdate
+from fullshard.dist.precision import ResolvedPrecision, resolve_precision
 from fullshard.dist.shard import ShardPlan
 from fullshard.dist.world import World, peak_of
-from fullshard.ema import evaluations
-from fullshard.feed import evaluation_inputs, loaders, num_workers, proven
-from fullshard.frozen import frozen_models
-from fullshard.ground import Ground, acting_best
 from fullshard.log.console import Console
+from fullshard.log.image_grids import Gallery
 from fullshard.log.meters import Meters
-from fullshard.log.pictures import Gallery
 from fullshard.loop import Parts
-from fullshard.precision import ResolvedPrecision, resolve_precision
 from fullshard.recipe import Recipe
-from fullshard.rules import Due
-from fullshard.saving import go_background, make_saver, saves_to_come
-from fullshard.spread import ShardedModel, sharded_model
-from fullshard.state import Progress
-
-
-@dataclass(frozen=True)
-class Built:
-    """The parts, and the facts that the run header states."""
-
-    parts: Parts
-    model: ShardedModel
-    precision: ResolvedPrecision
-    saver: Saver
-    proofs: list[str]
-    resolved: Recipe
+from fullshard.setup.auxiliary_models import frozen_models
+from fullshard.setup.loaders import evaluation_inputs, loaders, num_workers, proven
+from fullshard.setup.run_inputs import Ground, acting_best
+from fullshard.setup.run_summary import Built
+from fullshard.setup.saving import go_background, make_saver, saves_to_come
+from fullshard.setup.sharded_model import sharded_model
 
 
 def build(

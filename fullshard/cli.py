@@ -6,9 +6,12 @@ and must not know how anything is done.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -17,23 +20,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperArgument, TyperGroup
 
-from fullshard import crash, shelf
-from fullshard.checkpoint.command import verify
-from fullshard.elsewhere import refuse_foreign
+from fullshard.commands import recipes
+from fullshard.commands.explain import explain
+from fullshard.commands.other_tools import refuse_foreign
+from fullshard.commands.verify import verify
+from fullshard.config import families
 from fullshard.errors import FullshardError, RecipeError, SetupError
-from fullshard.explain.command import explain
+from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
 from fullshard.generate.command import generate
-from fullshard.handover import hand_over
-from fullshard.judge.command import evaluate
-from fullshard.mine.command import mine
-from fullshard.sample.command import sample
+from fullshard.launch import crash
+from fullshard.launch.error_file import hand_over
 
 if TYPE_CHECKING:
+    from fullshard.contracts.launcher import Ranks
     from fullshard.dist.env import Launch
-    from fullshard.launch.base import Ranks
-    from fullshard.read import Reading
     from fullshard.recipe import Topology
+    from fullshard.recipes.read import Reading
 
 
 class Commands(TyperGroup):
@@ -95,8 +98,8 @@ def main() -> None:
 
 def _follow_launcher() -> None:
     """A rank that fullshard has started ends with its launcher; processes that the rank starts are its own matter."""
-    from fullshard.launch.base import STARTED_BY
-    from fullshard.signals import end_with
+    from fullshard.contracts.launcher import STARTED_BY
+    from fullshard.launch.signals import end_with
 
     if launcher := os.environ.pop(STARTED_BY, None):
         end_with(int(launcher))
@@ -134,7 +137,7 @@ def _whole(
 RecipeName = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=shelf.complete_recipe
+        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=recipes.complete_recipe
     ),
 ]
 Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe.")]
@@ -158,7 +161,7 @@ Master = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Settings under those of the recipe.", autocompletion=shelf.complete_preset),
+    typer.Option(metavar="NAME", help="Settings under those of the recipe.", autocompletion=recipes.complete_preset),
 ]
 Output = Annotated[
     str | None, typer.Option(metavar="DIR", help="The folder that holds run folders; a URL for a remote store.")
@@ -311,9 +314,9 @@ def prove(
 
 def _read(command: str, recipe: str, words: list[str] | None, options: dict[str, Any]) -> Reading:
     """The recipe with the settings in `words` and the options that were given."""
-    from fullshard.read import read
+    from fullshard.config.arguments import Typed, to_overrides
     from fullshard.recipe import Recipe
-    from fullshard.words import Typed, to_overrides
+    from fullshard.recipes.read import read
 
     if recipe.startswith("-"):
         raise RecipeError(
@@ -348,7 +351,7 @@ _KEYS = {
 
 def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:
     """The options and the settings of the command line as one list; the same key twice is an error."""
-    from fullshard.words import key_of
+    from fullshard.config.arguments import key_of
 
     given = {option: (_KEYS[option], value) for option, value in options.items() if option in _KEYS}
     if "--gpus" in given:
@@ -381,18 +384,25 @@ def _launch(*, node_rank: int | None, master: str | None) -> Launch:
 
 
 def _ranks(topology: Topology, launch: Launch, *, node_rank: int | None, master: str | None) -> Ranks:
-    from fullshard.launch.base import Ranks
+    from fullshard.contracts.launcher import Ranks
 
     if launch.launcher != "none":
         return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
-    from fullshard.on_ranks import ranks_of
+    from fullshard.setup.on_ranks import ranks_of
 
     return ranks_of(topology, node_rank=node_rank, master=master)
 
 
-for _plain in (verify, export, generate, mine, sample):
+def _of_families() -> Iterator[Callable[..., Any]]:
+    """The commands that families bring: `commands/sample.py` has a function `sample`."""
+    for package in families.folders("commands"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            yield getattr(importlib.import_module(f"{package}.{module.name}"), module.name)
+
+
+for _plain in (verify, export, generate, *_of_families()):
     app.command()(_plain)
 for _free in (explain, evaluate):
     app.command(context_settings={"ignore_unknown_options": True})(_free)
-app.add_typer(shelf.recipes, name="recipes")
-app.command()(shelf.presets)
+app.add_typer(recipes.recipes, name="recipes")
+app.command()(recipes.presets)

@@ -16,24 +16,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard import best
-from fullshard.approach import Approach
-from fullshard.best import BestRule
 from fullshard.checkpoint.saver import Saver
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs
+from fullshard.contracts.objective import Objective
+from fullshard.contracts.progress import Progress, Result
+from fullshard.contracts.schedule import Schedule
+from fullshard.control import best
+from fullshard.control.averages import average, flush
+from fullshard.control.best import BestRule
+from fullshard.control.next_save import Approach
+from fullshard.control.triggers import Due
 from fullshard.dist import reduce
 from fullshard.dist.world import peaks
 from fullshard.errors import NumericalError
-from fullshard.evaluate.base import Evaluation, EvaluationInputs
+from fullshard.formatting.readable import Steps
+from fullshard.launch.signals import StopSignals
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
-from fullshard.log.words import Steps
-from fullshard.objectives.base import Objective
-from fullshard.rules import Due
-from fullshard.schedules.base import Schedule
-from fullshard.signals import StopSignals
-from fullshard.state import Progress, Result
 from fullshard.step import StepResult, seed_everything, train_step
-from fullshard.sums import average, flush
 
 
 @dataclass

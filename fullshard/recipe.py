@@ -13,17 +13,17 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.checkpoint import folder
 from fullshard.checkpoint.settings import Checkpoint, remote_output
-from fullshard.data.base import Encoder, Source
-from fullshard.ema import Ema
-from fullshard.evaluate.base import Evaluation
-from fullshard.launch.base import Launcher
-from fullshard.models.base import Family
-from fullshard.objectives.base import Objective
-from fullshard.optim.base import Optimizer
-from fullshard.part import Section, decode
-from fullshard.precision import check_word
-from fullshard.schedules.base import Schedule
-from fullshard.sinks.base import Sink
+from fullshard.config.part import Section, decode
+from fullshard.contracts.data import Encoder, Source
+from fullshard.contracts.ema import Ema
+from fullshard.contracts.evaluation import Evaluation
+from fullshard.contracts.launcher import Launcher
+from fullshard.contracts.model import Family
+from fullshard.contracts.objective import Objective
+from fullshard.contracts.optimizer import Optimizer
+from fullshard.contracts.schedule import Schedule
+from fullshard.contracts.sink import Sink
+from fullshard.dist.precision import check_word
 
 Precision = Annotated[str, BeforeValidator(check_word)]
 

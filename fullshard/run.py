@@ -7,38 +7,41 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard import again, crash, on_ranks, signals
+from fullshard.checkpoint import completeness, remote
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import remote, whole
 from fullshard.checkpoint.folder import write_json
-from fullshard.checkpoint.store import reaching
-from fullshard.dist import accelerate, env
+from fullshard.checkpoint.paths import reaching
+from fullshard.config.part import plain
+from fullshard.contracts.launcher import Ranks
+from fullshard.contracts.progress import Progress, Result
+from fullshard.control.resume import candidates, choose, stand
+from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
-from fullshard.handover import TOLD_BY_LAUNCHER
-from fullshard.launch.base import Ranks
-from fullshard.launch.memory import told_by_a_witness
-from fullshard.part import plain
-from fullshard.plural import counted
-from fullshard.read import Reading, hand_on, run_facts, save_resolved
+from fullshard.formatting.plural import counted
+from fullshard.formatting.yaml_text import render
+from fullshard.launch import crash, signals
+from fullshard.launch.error_file import TOLD_BY_LAUNCHER
+from fullshard.launch.memory_watch import told_by_a_witness
 from fullshard.recipe import Recipe
-from fullshard.resume import candidates, choose, stand
-from fullshard.state import Progress, Result
-from fullshard.yaml_text import render
+from fullshard.recipes import rerun
+from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
+from fullshard.setup import on_ranks
 
 if TYPE_CHECKING:
+    from fullshard.dist.env import Launch
     from fullshard.dist.world import World
-    from fullshard.ground import Ground
     from fullshard.log.console import Console
-    from fullshard.same_run import Subject
+    from fullshard.setup.run_inputs import Ground
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
@@ -82,10 +85,16 @@ def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
 
 def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
     """One rank of the run, from the environment check to the last line."""
+    from fullshard.setup.rank_of_run import as_rank
+
     recipe = reading.recipe
     try:
         options = {"--resume": resume, "--resume-anyway": str(anyway)}
-        with as_rank(reading, options=options) as (ground, world, console), _claimed(recipe, world, console=console):
+        preflight = functools.partial(_preflight, reading)
+        with (
+            as_rank(reading, preflight=preflight, options=options) as (ground, world, console),
+            _claimed(recipe, world, console=console),
+        ):
             return _run(reading, ground, world, resume=resume, anyway=anyway, console=console)
     except BaseException as error:  # not Exception alone: a failed load or save of torch's is none
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
@@ -93,51 +102,19 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
         raise
 
 
-@contextlib.contextmanager
-def as_rank(
-    reading: Reading, *, silent: bool = False, checked: bool = False, options: Mapping[str, str] | None = None
-) -> Iterator[tuple[Ground, World, Console]]:
-    """This process as one rank of a run: environment checked, ground laid, then the other ranks met, and everything
-    compared that all must have alike, the `options` of the command too. With `checked` the caller does the cheap part
-    of the preflight and the comparison. Left again at the end."""
-    from fullshard import same_run
+def _preflight(reading: Reading, ground: Ground, launch: Launch, console: Console) -> None:
     from fullshard.check.preflight import before_ranks_meet
-    from fullshard.ground import lay_ground
 
-    recipe, launch = reading.recipe, env.detect(os.environ)
-    with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
-        foreign = accelerate.notes(os.environ, world=launch.world) if launch.launcher == "accelerate" else []
-        for line in [*reading.overridden, *foreign]:
-            console.note(line)
-        ground = lay_ground(recipe, world_size=launch.world, console=console)
-        if not checked and launch.local_rank == 0:
-            before_ranks_meet(reading, ground, Ranks(launch.local_world, launch.num_nodes), console=console)
-        world = meet()
-        if not checked and world.size > 1:
-            same_run.require(compared(recipe, ground, world, options or {}))
-        yield ground, world, console
-
-
-def compared(recipe: Recipe, ground: Ground, world: World, options: Mapping[str, str]) -> list[Subject]:
-    """What this rank must have in common with all others."""
-    from fullshard.precision import resolve_precision
-    from fullshard.same_run import subjects
-
-    try:
-        precision = resolve_precision(recipe.precision, world.device).word
-    except FullshardError as error:  # raised again where the model is built, if all ranks have it
-        precision = str(error)
-    realised = {"the device": world.device.type, "the precision in force": precision, **options}
-    return subjects(plain(recipe), ground, realised=realised)
+    before_ranks_meet(reading, ground, Ranks(launch.local_world, launch.num_nodes), console=console)
 
 
 def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
-    from fullshard.header import header_rows
     from fullshard.hf.edits import has_adapters
+    from fullshard.log.all_sinks import Sinks
     from fullshard.log.metrics import FILE, Metrics
-    from fullshard.log.sinks import Sinks
+    from fullshard.setup.run_summary import header_rows
 
     recipe = reading.recipe
     checkpoint, exported = _start(recipe, world, resume=resume, console=console)
@@ -242,7 +219,7 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tu
         raise CheckpointError(problem)
 
     def problems(checkpoint: Path) -> list[str]:
-        mine = whole.problems(checkpoint, rank=world.rank, world=world.size)
+        mine = completeness.problems(checkpoint, rank=world.rank, world=world.size)
         return sorted({line for lines in reduce.gather_objects(mine) for line in lines})
 
     checkpoint = choose(among, resume, problems=problems, warn=console.warn)
@@ -281,9 +258,9 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
     why = "it stopped early, out of patience" if out_of_patience else "the recipe asks for no more"
     console.say(f"{recipe.folder} is finished: {counted(progress.step, 'step')} are done, and {why}.")
     console.whole("  Start over (the finished run is moved aside, not deleted):")
-    console.whole(f"    {again.command(reading, resume='never')}")
+    console.whole(f"    {rerun.command(reading, resume='never')}")
     console.whole("  Go on:")
-    console.whole(f"    {again.go_on(reading, out_of_patience=out_of_patience)}")
+    console.whole(f"    {rerun.go_on(reading, out_of_patience=out_of_patience)}")
     with contextlib.suppress(CheckpointError, OSError):
         return read_result(recipe.folder)
     return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
@@ -293,9 +270,9 @@ def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bo
     """What to try next, or how to go on."""
     if result.stopped == "signal":
         console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on:")
-        console.whole(f"  {again.command(reading)}")
+        console.whole(f"  {rerun.command(reading)}")
     else:
-        console.next_steps(again.next_steps(reading, result, adapted=adapted))
+        console.next_steps(rerun.next_steps(reading, result, adapted=adapted))
 
 
 def read_result(folder: Path) -> Result:
@@ -310,9 +287,9 @@ def read_result(folder: Path) -> Result:
 
 def describe(reading: Reading, *, ranks: Ranks) -> str:
     """What a run would do: every value in force, and the step arithmetic. Starts nothing."""
-    from fullshard.ground import lay_ground
     from fullshard.log import libraries
     from fullshard.log.console import Console
+    from fullshard.setup.run_inputs import lay_ground
 
     recipe, console = reading.recipe, Console(silent=True)
     with libraries.route(console):

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from fullshard.contracts.objective import Batch, Objective, Terms
 from fullshard.dist import reduce
+from fullshard.dist.gradient_sync import one_by_one
 from fullshard.dist.gradients import not_finite
-from fullshard.dist.turns import one_by_one
+from fullshard.dist.precision import SMALLEST_SCALE
+from fullshard.dist.upload import upload
 from fullshard.errors import NumericalError
-from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.ops.upload import upload
-from fullshard.precision import SMALLEST_SCALE
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ SHARED = [
     "fullshard.build",
     "fullshard.check.preflight",
     "fullshard.loop",
-    "fullshard.objectives.causal_lm",
+    "fullshard.families.language.objectives.causal_lm",
     "peft",
     "torch.distributed.checkpoint",
     "transformers.models.qwen3.modeling_qwen3",
@@ -79,7 +79,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from fullshard.precision import avoid_broken_amx
+    from fullshard.dist.precision import avoid_broken_amx
 
     avoid_broken_amx()
     torch.set_num_threads(1)

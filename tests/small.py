@@ -78,7 +78,7 @@ def train(settings: dict[str, Any], resume: str = "auto") -> list[dict[str, Any]
     import os
 
     from fullshard.log.metrics import FILE, read
-    from fullshard.read import read as read_recipe
+    from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
     reading = read_recipe(settings)

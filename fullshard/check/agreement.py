@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from fullshard.check.findings import Finding, error, ok, warning
-from fullshard.checkpoint import store
+from fullshard.checkpoint import paths
 from fullshard.dist import agreement, reduce
 from fullshard.dist.agreement import on_ranks, spread
 from fullshard.dist.world import World
 from fullshard.recipe import Recipe
-from fullshard.same_run import Subject, compare
+from fullshard.setup.same_run import Subject, compare
 
 SKEW_WARNING_S = 1.0
 """Logs of two nodes can no longer be laid side by side, and files seem to come from the future."""
@@ -49,7 +49,7 @@ def among_ranks(
     found += _alike(compared)
     found += _clocks(clock, hosts)
     address = recipe.checkpoint.store
-    folder = folder or (store.place(address) if address else recipe.output)
+    folder = folder or (paths.place(address) if address else recipe.output)
     found += _files(folder, hosts, world, patience_s=patience_s)
     # Only rank 0 words them: paths may be spelled another way elsewhere.
     agreed: list[Finding] = reduce.from_main(found)
@@ -130,9 +130,9 @@ def _judged_files(
 ) -> Iterator[Finding]:
     failed = [rank for rank, problem in enumerate(problems) if problem]
     blind = {rank for rank, missing in enumerate(unseen) if 0 in missing} | {rank for rank in unseen[0] if rank}
-    key = "checkpoint.store" if store.is_remote(folder) else "output"
+    key = "checkpoint.store" if paths.is_remote(folder) else "output"
     share = f"Put output on a file system that all nodes share, at one path: output=/shared/runs (now {folder})."
-    if store.is_remote(folder):
+    if paths.is_remote(folder):
         share = f"Use a store that all nodes reach under one address: checkpoint.store=s3://bucket/runs (now {folder})."
     if failed:
         reasons = "; ".join(dict.fromkeys(str(problems[rank]) for rank in failed))
@@ -157,13 +157,13 @@ def _judged_files(
 
 def _make(folder: Path) -> list[Path]:
     """Makes the folder; gives those that were not there, outermost first."""
-    missing = [] if store.is_flat(folder) else [path for path in (folder, *folder.parents) if not path.exists()]
-    store.make(folder)
+    missing = [] if paths.is_flat(folder) else [path for path in (folder, *folder.parents) if not path.exists()]
+    paths.make(folder)
     return missing[::-1]
 
 
 def _note_absent(folder: Path, patience_s: float) -> None:
-    if not store.is_flat(folder) and not _wait(folder.is_dir, patience_s=patience_s):
+    if not paths.is_flat(folder) and not _wait(folder.is_dir, patience_s=patience_s):
         raise FileNotFoundError(2, "there is no such folder", str(folder))
 
 
@@ -178,7 +178,7 @@ def _attempt(act: Callable[[], object]) -> str | None:
     except OSError as problem:
         return problem.strerror or str(problem)
     except Exception as problem:
-        return store.words(problem)
+        return paths.words(problem)
     return None
 
 

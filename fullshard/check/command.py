@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.check.findings import Finding, error, guarded, of, ok
 from fullshard.check.report import Report
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import EXIT_DONE, EXIT_USER, DataError, FullshardError, SetupError
 from fullshard.explain.match import explain_exception
-from fullshard.launch.base import Ranks
-from fullshard.read import Reading, hand_on
+from fullshard.recipes.read import Reading, hand_on
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fullshard.ground import Ground
     from fullshard.log.console import Console
     from fullshard.recipe import Recipe, Topology
+    from fullshard.setup.run_inputs import Ground
 
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -87,7 +87,7 @@ def _launch_problem(topology: Topology) -> tuple[SetupError | None, bool]:
     """What is wrong with the launcher's variables, as `train` would find it; and whether they were set by hand, so that
     there is no launcher to show what another rank says."""
     from fullshard.dist import env
-    from fullshard.on_ranks import check_launch
+    from fullshard.setup.on_ranks import check_launch
 
     launch = env.detect(os.environ)
     try:
@@ -130,7 +130,7 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, wish: Wis
     """Sections 1 to 4, without any rank; gives what the verdict carries beside findings."""
     with report.working("Looking at this machine"):  # importing torch takes seconds
         from fullshard.check import earlier, environment, preflight
-        from fullshard.check.machine import inspect
+        from fullshard.launch.machine import inspect
         from fullshard.log import libraries
         from fullshard.log.console import Console
 
@@ -166,7 +166,7 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
     """Goes on after a mistake as far as it can, so that one check finds them all."""
     from torch import nn
 
-    from fullshard.ground import build_module, find_best, find_processor, lay_data
+    from fullshard.setup.run_inputs import build_module, find_best, find_processor, lay_data
 
     laid = _Laid()
 

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from fullshard.check.findings import Finding, ok, warning
-from fullshard.data.base import IGNORE, Samples
+from fullshard.contracts.data import IGNORE, Samples
 from fullshard.data.loader import Batch, Loader
 from fullshard.data.order import FILLER, permutation
 from fullshard.data.prepare import Prepared, Stored, reasons, remarks
 from fullshard.data.records import origins
 from fullshard.data.store import Store
-from fullshard.ground import Ground
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
+from fullshard.setup.run_inputs import Ground
 
 MOST_MASKED = 0.95
 """Share of positions without a loss term above which a warning is due."""

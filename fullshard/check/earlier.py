@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fullshard import resume
 from fullshard.check.findings import Finding, ok, warning
+from fullshard.checkpoint import completeness
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import whole
-from fullshard.ground import Ground
-from fullshard.part import plain
+from fullshard.config.part import plain
+from fullshard.control import resume
 from fullshard.recipe import Recipe
+from fullshard.setup.run_inputs import Ground
 
 _NAME = "earlier run"
 
@@ -29,7 +29,7 @@ def look(recipe: Recipe, ground: Ground, *, asked: str | None = None, anyway: bo
     warnings: list[str] = []
     among = resume.candidates(recipe.checkpoints, asked or "auto")
     checkpoint = resume.choose(
-        among, asked or "auto", problems=lambda path: whole.problems(path, checksums=False), warn=warnings.append
+        among, asked or "auto", problems=lambda path: completeness.problems(path, checksums=False), warn=warnings.append
     )
     for line in warnings:
         yield warning(_NAME, line, "train goes on from the newest one before it that is whole.")

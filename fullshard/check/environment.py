@@ -14,20 +14,20 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from fullshard.check import store
+from fullshard.check import remote_store
 from fullshard.check.agreement import among_ranks
+from fullshard.check.capacity import disk, memory, standing
 from fullshard.check.findings import Finding, error, of, ok, warning
 from fullshard.check.kernels import attention, compiler
-from fullshard.check.machine import Gpu, Machine, inspect
-from fullshard.check.room import disk, memory, standing
+from fullshard.contracts.launcher import Ranks
+from fullshard.dist.precision import ResolvedPrecision, resolve_for
 from fullshard.dist.ranks import ranks_for
 from fullshard.errors import RecipeError, SetupError, missing_package
-from fullshard.ground import cache_folder
-from fullshard.launch.base import Ranks
-from fullshard.log.words import size
-from fullshard.plural import counted
-from fullshard.precision import ResolvedPrecision, resolve_for
+from fullshard.formatting.plural import counted
+from fullshard.formatting.readable import size
+from fullshard.launch.machine import Gpu, Machine, inspect
 from fullshard.recipe import Recipe, Topology
+from fullshard.setup.run_inputs import cache_folder
 
 OLDEST_PYTHON = (3, 11)
 TORCH = (Version("2.11"), Version("2.16"))
@@ -75,7 +75,7 @@ def look(
     yield from _variables(environ, gpus=len(gpus), nodes=ranks.nodes, compiled=recipe.sharding.compile)
     yield from _hub(recipe, environ)
     yield from _folders(recipe)
-    yield from store.look(recipe, num_ranks=ranks.per_node * ranks.nodes)
+    yield from remote_store.look(recipe, num_ranks=ranks.per_node * ranks.nodes)
     yield from _limits(recipe, machine, ranks, on_gpu=on_gpu)
 
 

@@ -15,23 +15,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard.check import stored, tokenizer
+from fullshard.check import tokenizer
+from fullshard.check import weights as stored
 from fullshard.check.findings import Finding, error, guarded, ok, warning
 from fullshard.check.norms import LowNorm, low_precision_norms
 from fullshard.check.settings import device_of
 from fullshard.check.units import units_table
+from fullshard.contracts.launcher import Ranks
+from fullshard.dist.precision import ResolvedPrecision, resolve_for, resolve_precision
 from fullshard.dist.shard import Unit, describe, store
 from fullshard.dist.world import World
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.errors import SetupError
-from fullshard.ground import Ground
-from fullshard.hf.stored import open_folder
-from fullshard.launch.base import Ranks
-from fullshard.log.words import short
-from fullshard.models.hf import Hf
-from fullshard.placement import shard_plan
-from fullshard.precision import ResolvedPrecision, resolve_for, resolve_precision
+from fullshard.formatting.readable import short
+from fullshard.hf.safetensors_folder import open_folder
 from fullshard.recipe import Recipe
+from fullshard.setup.run_inputs import Ground
+from fullshard.setup.shard_plan import shard_plan
 
 LARGE = 100_000_000
 """Below so many parameters it does not matter how they are divided into units."""
@@ -234,7 +234,7 @@ def _tokenizer(recipe: Recipe, ground: Ground, module: nn.Module) -> Iterator[Fi
         yield from tokenizer.token_ids(ground.data.train, rows=rows)
         return
     found = getattr(ground.processor, "tokenizer", ground.processor)
-    stored = recipe.model.stored_rows() if isinstance(recipe.model, Hf) else None
+    stored = recipe.model.stored_rows()
     config = getattr(module, "config", None)
     texts, writes = _texts(recipe, ground), not ground.data.encoder.lays_out
     yield from tokenizer.look(found, rows=rows, texts=texts, config=config, writes=writes, stored=stored)

@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from fullshard.arithmetic import StepPlan
-from fullshard.check import data, environment, model, room, settings
+from fullshard.check import capacity, data, environment, model, settings
 from fullshard.check.findings import Finding
-from fullshard.check.machine import Machine, inspect
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
-from fullshard.ground import Ground
-from fullshard.launch.base import Ranks
+from fullshard.launch.machine import Machine, inspect
 from fullshard.log.console import Console
-from fullshard.read import Reading
 from fullshard.recipe import Recipe
+from fullshard.recipes.read import Reading
+from fullshard.setup.run_inputs import Ground
+from fullshard.setup.step_plan import StepPlan
 
 
 def before_ranks_meet(reading: Reading, ground: Ground, ranks: Ranks, *, console: Console) -> None:
@@ -65,9 +65,9 @@ def space(
     """Room on the disk and in memory for a model of this size."""
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in module.parameters())
-    sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": room.weight_bytes(recipe, module)}
-    yield from room.disk(recipe, plan=plan, **sizes)
-    yield from room.memory(recipe, ranks, machine=machine, **sizes)
+    sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": capacity.weight_bytes(recipe, module)}
+    yield from capacity.disk(recipe, plan=plan, **sizes)
+    yield from capacity.memory(recipe, ranks, machine=machine, **sizes)
 
 
 __all__ = ["before_ranks_meet", "look"]

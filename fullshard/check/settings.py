@@ -12,18 +12,18 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from fullshard.arithmetic import StepPlan, plan_steps
-from fullshard.check import idle
+from fullshard.check import unused_settings
 from fullshard.check.findings import Finding, error, guarded, ok, warning
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import RecipeError
-from fullshard.launch.base import Ranks
-from fullshard.plural import counted
-from fullshard.read import Reading
+from fullshard.formatting.plural import counted
+from fullshard.recipes.read import Reading
+from fullshard.setup.step_plan import StepPlan, plan_steps
 
 if TYPE_CHECKING:
     from fullshard.dist.mesh import Layout
-    from fullshard.ground import Ground
     from fullshard.recipe import Recipe
+    from fullshard.setup.run_inputs import Ground
 
 LARGEST_LR = 0.1
 """AdamW moves every weight by about the learning rate at each step, and weights are mostly below 0.1."""
@@ -47,9 +47,9 @@ def look(reading: Reading, ranks: Ranks, ground: Ground | None) -> Iterator[Find
         *prompts(recipe, ground),
         *learning_rate(recipe),
         *course(recipe, ground),
-        *idle.of_sharding(recipe, ranks, device=device_of(recipe), shards=layout.shards if layout else None),
-        *idle.of_evaluation(recipe, ground),
-        *idle.of_intervals(recipe, ground),
+        *unused_settings.of_sharding(recipe, ranks, device=device_of(recipe), shards=layout.shards if layout else None),
+        *unused_settings.of_evaluation(recipe, ground),
+        *unused_settings.of_intervals(recipe, ground),
     ]
     yield from found or [ok("settings", "none contradicts another, all of them have an effect")]
 
@@ -154,7 +154,7 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
                 "topology.backend = gloo with a GPU for every rank: all traffic goes through the hosts' memory.",
                 "Leave topology.backend out: NCCL is many times faster. gloo is for ranks that share a GPU.",
             )
-    if checkpoint.export == "best" and (checkpoint.best is None or not idle.gives_numbers(recipe, ground)):
+    if checkpoint.export == "best" and (checkpoint.best is None or not unused_settings.gives_numbers(recipe, ground)):
         why = "checkpoint.best = null" if checkpoint.best is None else "nothing is validated"
         yield error(
             "conflict",
@@ -174,7 +174,7 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
 
 def best_model(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
     """A direction that contradicts what the evaluation says of its number."""
-    from fullshard.ground import find_best
+    from fullshard.setup.run_inputs import find_best
 
     with contextlib.suppress(RecipeError):  # found when the ground was laid
         rule = find_best(recipe, ground.module) if ground else None

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from fullshard.check.findings import Finding, error, ok, warning
-from fullshard.data.base import Encoder, Samples
-from fullshard.data.encode.chat import PLAIN, Chat
-from fullshard.plural import counted
+from fullshard.contracts.data import Encoder, Samples
+from fullshard.formatting.plural import counted
 
 SCRIPTS = "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂 x = 3.14"
 """One line in many scripts, the same in every Unicode normal form that tokenizers use but for the full-width marks."""
@@ -151,10 +150,8 @@ def unknown_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
 
 def chat_template(tokenizer: Any, encoder: Encoder) -> Iterator[Finding]:
     """How conversations are laid out."""
-    if not isinstance(encoder, Chat):
-        return
-    plain = encoder.template == "plain" or tokenizer.chat_template in (None, "", PLAIN)
-    yield ok("chat template", "plain (User: ... / Assistant: ...)" if plain else "the tokenizer's own")
+    if (words := encoder.chat_template(tokenizer)) is not None:
+        yield ok("chat template", words)
 
 
 def token_ids(samples: Samples, *, rows: int) -> Iterator[Finding]:

@@ -14,24 +14,25 @@ from pathlib import Path
 
 import torch
 
-from fullshard import build, run
+from fullshard import build
 from fullshard.check.agreement import among_ranks
 from fullshard.check.data import longest_batch
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import store
+from fullshard.checkpoint import paths
+from fullshard.contracts.objective import Batch
+from fullshard.contracts.progress import Progress
 from fullshard.dist import reduce
 from fullshard.dist.bandwidth import all_gather_speed
 from fullshard.dist.gradients import checksums
 from fullshard.dist.world import World, peak_memory
 from fullshard.errors import NumericalError
-from fullshard.ground import Ground
-from fullshard.log.words import duration, size
-from fullshard.objectives.base import Batch
-from fullshard.plural import counted
-from fullshard.read import Reading
+from fullshard.formatting.plural import counted
+from fullshard.formatting.readable import duration, size
 from fullshard.recipe import Recipe
-from fullshard.state import Progress
+from fullshard.recipes.read import Reading
+from fullshard.setup.rank_of_run import as_rank, compared
+from fullshard.setup.run_inputs import Ground
 from fullshard.step import seed_everything, train_step
 
 MOST_OVERFLOWS = 20
@@ -52,13 +53,13 @@ def clear(recipe: Recipe) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if recipe.checkpoint.store is not None:
         with contextlib.suppress(Exception):  # a store that fails has failed the trial, which says so
-            store.remove(recipe.model_copy(update={"name": folder.name}).checkpoints)
+            paths.remove(recipe.model_copy(update={"name": folder.name}).checkpoints)
 
 
 def run_trial(reading: Reading) -> list[Finding]:
     """The findings of all ranks together; the same list on every rank."""
-    with run.as_rank(reading, silent=True, checked=True) as (ground, world, console):
-        found = among_ranks(reading.recipe, world, run.compared(reading.recipe, ground, world, {}))
+    with as_rank(reading, silent=True) as (ground, world, console):
+        found = among_ranks(reading.recipe, world, compared(reading.recipe, ground, world, {}))
         if any(finding.level == "error" for finding in found):
             return found
         with _hidden_folder(reading.recipe, world) as recipe:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 
 from fullshard.dist.shard import Unit
-from fullshard.log.words import short
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
+from fullshard.formatting.readable import short
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _HEADINGS = ("unit", "class", "parameters", "trained", "storage", "compute", "reduce", "tied")

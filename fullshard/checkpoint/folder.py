@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-from fullshard.checkpoint import store
-from fullshard.checkpoint.store import is_remote, place
+from fullshard.checkpoint import paths
+from fullshard.checkpoint.paths import is_remote, place
 from fullshard.errors import CheckpointError
 
 STATE = "state.json"
@@ -46,7 +46,7 @@ def unfinished(run: Path, step: int) -> Path:
 
 def published(run: Path) -> list[Path]:
     """Published checkpoints, oldest first."""
-    return sorted((p for p in _numbered(run) if store.exists(p / MANIFEST)), key=step_of)
+    return sorted((p for p in _numbered(run) if paths.exists(p / MANIFEST)), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -60,8 +60,8 @@ def _numbered(run: Path) -> list[Path]:
 def _inside(run: Path) -> list[Path]:
     """What lies in a folder, also in one that is not there, or in a file; of a store that cannot be reached nobody
     knows."""
-    with store.reaching(run):
-        return list(run.iterdir()) if store.exists(run) and not run.is_file() else []
+    with paths.reaching(run):
+        return list(run.iterdir()) if paths.exists(run) and not run.is_file() else []
 
 
 def begin(run: Path, step: int) -> Path:
@@ -71,11 +71,11 @@ def begin(run: Path, step: int) -> Path:
     if not is_remote(run):
         target.mkdir(parents=True)
         return target
-    if store.exists(target / MANIFEST):
+    if paths.exists(target / MANIFEST):
         # The same step again, perhaps the only one: a copy stays until the new one is published.
-        store.copy(target, run / f"{_OLD}{target.name}", last=MANIFEST)
+        paths.copy(target, run / f"{_OLD}{target.name}", last=MANIFEST)
         _remove(target)
-    store.make(target)
+    paths.make(target)
     return target
 
 
@@ -84,8 +84,8 @@ def publish(run: Path, step: int, manifest: dict[str, Any]) -> Path:
     hidden, target = unfinished(run, step), run / name_of(step)
     manifest = signed(manifest)
     if is_remote(run):
-        store.put_text(target / MANIFEST, _as_text(manifest))
-        store.remove(run / f"{_OLD}{target.name}")
+        paths.put_text(target / MANIFEST, _as_text(manifest))
+        paths.remove(run / f"{_OLD}{target.name}")
     else:
         write_json(hidden / MANIFEST, manifest)
         sync(hidden)
@@ -127,7 +127,7 @@ _OLD = ".unfinished-old-"
 def point(run: Path, pointer: str, target: Path) -> None:
     """Lets `best` or `last` name a checkpoint; readers see the old or the new one, never none."""
     if is_remote(run):
-        store.put_text(run / pointer, target.name)
+        paths.put_text(run / pointer, target.name)
         return
     temporary = run / f".{pointer}.new"
     temporary.unlink(missing_ok=True)
@@ -139,17 +139,17 @@ def pointed(run: Path, pointer: str) -> Path | None:
     """What a pointer names, if that exists."""
     link = run / pointer
     if is_remote(run):
-        with store.reaching(run):
-            name = link.read_text().strip() if store.exists(link) else ""
+        with paths.reaching(run):
+            name = link.read_text().strip() if paths.exists(link) else ""
         target = run / name if _NAME.fullmatch(name) else None
     else:
         target = run / os.readlink(link) if link.is_symlink() else None
-    return target if target is not None and store.exists(target) else None
+    return target if target is not None and paths.exists(target) else None
 
 
 def point_best(run: Path, step: int | None) -> None:
     """Lets `best` name the checkpoint of `step`, unless it does: a kill may have come before its pointer was moved."""
-    if step is not None and store.exists((target := run / name_of(step)) / MANIFEST) and pointed(run, "best") != target:
+    if step is not None and paths.exists((target := run / name_of(step)) / MANIFEST) and pointed(run, "best") != target:
         point(run, "best", target)
 
 
@@ -173,25 +173,25 @@ def recover(run: Path) -> None:
         if not is_remote(run):
             if not target.exists():
                 os.replace(old, target)
-        elif store.exists(old / MANIFEST) and not store.exists(target / MANIFEST):
-            store.remove(target)
-            store.copy(old, target, last=MANIFEST)
+        elif paths.exists(old / MANIFEST) and not paths.exists(target / MANIFEST):
+            paths.remove(target)
+            paths.copy(old, target, last=MANIFEST)
 
 
 def _sweep(run: Path) -> None:
     for path in _inside(run):
         if path.name.startswith(".unfinished-"):
-            store.remove(path) if is_remote(run) else shutil.rmtree(path)
-        elif is_remote(run) and _NAME.fullmatch(path.name) and not store.exists(path / MANIFEST):
-            store.remove(path)
+            paths.remove(path) if is_remote(run) else shutil.rmtree(path)
+        elif is_remote(run) and _NAME.fullmatch(path.name) and not paths.exists(path / MANIFEST):
+            paths.remove(path)
 
 
 def _remove(checkpoint: Path) -> None:
     """Deletes a checkpoint in such an order that half of one is never taken for a whole."""
     if is_remote(checkpoint):
-        if store.exists(checkpoint / MANIFEST):
+        if paths.exists(checkpoint / MANIFEST):
             (checkpoint / MANIFEST).unlink()
-        store.remove(checkpoint)
+        paths.remove(checkpoint)
         return
     hidden = checkpoint.with_name(f".unfinished-removed-{checkpoint.name}")
     os.replace(checkpoint, hidden)
@@ -244,7 +244,7 @@ def _require_known(checkpoint: Path, manifest: dict[str, Any]) -> None:
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """The facts beside the tensors."""
     state = _read_json(checkpoint, STATE)
-    if store.exists(checkpoint / MANIFEST):
+    if paths.exists(checkpoint / MANIFEST):
         _require_known(checkpoint, _read_json(checkpoint, MANIFEST))
     return state
 
@@ -270,7 +270,7 @@ _ANOTHER = "Name another one: --resume RUN/checkpoint-STEP."
 
 
 def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
-    with store.reaching(checkpoint):
+    with paths.reaching(checkpoint):
         try:
             content = json.loads((checkpoint / name).read_text())
         except (OSError, ValueError, RecursionError) as error:
@@ -297,19 +297,19 @@ def candidates(run: Path) -> list[Path]:
 def named(path: str | Path) -> Path:
     """The finished checkpoint that a path or a URL means: its folder, a pointer to it, or a run folder's last one."""
     found = place(path)
-    with store.reaching(found):
+    with paths.reaching(found):
         return _named(found, str(path))
 
 
 def _named(found: Path, asked: str) -> Path:
     if is_remote(found) and found.name in ("best", "last"):
         found = pointed(found.parent, found.name) or found
-    if store.exists(found / MANIFEST):
+    if paths.exists(found / MANIFEST):
         return found if is_remote(found) else found.resolve()
     if (inside := candidates(found)) and found.name not in ("best", "last"):
         return inside[0]
     known = ", ".join(str(p) for p in published(found.parent)) or "none"
-    what = "not a finished checkpoint (it has no manifest.json)" if store.exists(found) else "no such folder"
+    what = "not a finished checkpoint (it has no manifest.json)" if paths.exists(found) else "no such folder"
     raise CheckpointError(f"{asked}: {what}. Checkpoints beside it: {known}.")
 
 
@@ -341,10 +341,10 @@ def set_aside(run: Path) -> Path | None:
     if not any(_inside(run)):
         return None
     number = 1
-    while store.exists(aside := run.with_name(f"{run.name}.old-{number}")):
+    while paths.exists(aside := run.with_name(f"{run.name}.old-{number}")):
         number += 1
     if is_remote(run):
-        store.move(run, aside, last=MANIFEST)
+        paths.move(run, aside, last=MANIFEST)
     else:
         os.replace(run, aside)
     return aside

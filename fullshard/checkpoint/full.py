@@ -14,13 +14,13 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.dcp_files import Hashed
 from fullshard.checkpoint.reader import StoredTensors
-from fullshard.checkpoint.storage import Hashed
+from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream
 from fullshard.checkpoint.tensors import Tensors, local
 from fullshard.dist import reduce
 from fullshard.dist.values import rows_of, slices
 from fullshard.errors import CheckpointError
-from fullshard.stream import Entry, SafetensorsStream
 
 SECTIONS = ("model", "optimizer")
 

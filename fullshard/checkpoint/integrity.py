@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import store
-from fullshard.plural import counted
+from fullshard.checkpoint import paths
+from fullshard.formatting.plural import counted
 
 BLOCK = 2**22
 THREADS = 4
@@ -58,9 +58,9 @@ def problems(
 
 def _problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | None:
     try:
-        if not store.exists(path):
+        if not paths.exists(path):
             return f"{path} is missing"
-        if not store.is_remote(path) and not path.is_file():
+        if not paths.is_remote(path) and not path.is_file():
             return f"{path} is no plain file"
         found, written = path.stat().st_size, entry["size_bytes"]
         if found != written:

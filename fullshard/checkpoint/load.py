@@ -16,17 +16,17 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.dcp_files import Reader
 from fullshard.checkpoint.full import read_full
 from fullshard.checkpoint.reader import Full, StoredTensors, open_tensors
-from fullshard.checkpoint.storage import Reader
 from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
-from fullshard.checkpoint.together import together
 from fullshard.checkpoint.write import norms
+from fullshard.dist.all_or_fail import together
 from fullshard.dist.average import KEY as EMA
 from fullshard.dist.shard import reshard
 from fullshard.dist.values import local
 from fullshard.errors import CheckpointError
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 _OTHER_SETTINGS = (
     "Resume with the model, LoRA, optimizer and ema settings it was saved with, or start over with --resume never."

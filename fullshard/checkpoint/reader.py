@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint.storage import Reader
+from fullshard.checkpoint.dcp_files import Reader
 from fullshard.errors import CheckpointError
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 EMA = "/ema"
 """How the name of an average ends among the optimizer's state."""

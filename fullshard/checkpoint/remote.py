@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fullshard.checkpoint import store
-from fullshard.checkpoint.store import is_remote
+from fullshard.checkpoint import paths
+from fullshard.checkpoint.paths import is_remote
 
 TEXTS = ("recipe.resolved.yaml", "metrics.jsonl", "log.txt", "units.json")
 MODEL, _WHOLE = "model", ".model-is-whole"
@@ -19,18 +19,18 @@ MODEL, _WHOLE = "model", ".model-is-whole"
 def upload_model(folder: Path, run: Path) -> None:
     """Copies the exported model to the store; what was there before goes. A mark tells a whole copy from a half."""
     target: Any = run / MODEL
-    store.remove(run / _WHOLE)
-    store.remove(target)
+    paths.remove(run / _WHOLE)
+    paths.remove(target)
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         copy = target / path.relative_to(folder).as_posix()
-        store.make(copy.parent)
+        paths.make(copy.parent)
         target.fs.put_file(str(path), copy.path)
-    store.put_text(run / _WHOLE, "")
+    paths.put_text(run / _WHOLE, "")
 
 
 def is_exported(run: Path) -> bool:
     """Whether the run's model lies there, whole."""
-    return store.exists(run / MODEL) and (not is_remote(run) or store.exists(run / _WHOLE))
+    return paths.exists(run / MODEL) and (not is_remote(run) or paths.exists(run / _WHOLE))
 
 
 def send_texts(run: Path, target: Path, *, warn: Callable[[str], None]) -> None:
@@ -42,14 +42,14 @@ def send_texts(run: Path, target: Path, *, warn: Callable[[str], None]) -> None:
             if (run / name).is_file():
                 (target / name).write_bytes((run / name).read_bytes())
         except Exception as error:  # whatever the store's library raises
-            warn(f"{name} could not be copied to {target} ({store.words(error)}): it lies in {run} alone for now.")
+            warn(f"{name} could not be copied to {target} ({paths.words(error)}): it lies in {run} alone for now.")
 
 
 def fetch_texts(run: Path, target: Path) -> None:
     """Brings back what a run on another machine has written about itself. A file that goes on from the store's copy is
     this machine's own, and newer."""
     for name in TEXTS if is_remote(target) else ():
-        if store.exists(target / name):
+        if paths.exists(target / name):
             copy, own = (target / name).read_bytes(), run / name
             if not (own.exists() and own.read_bytes().startswith(copy)):
                 own.write_bytes(copy)

@@ -21,19 +21,19 @@ from torch.distributed.tensor import DTensor
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import load, remote
 from fullshard.checkpoint.background import Background
-from fullshard.checkpoint.room import shortage
+from fullshard.checkpoint.host_capacity import shortage
 from fullshard.checkpoint.tensors import Tensors, all_tensors, squares
-from fullshard.checkpoint.together import together
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
+from fullshard.contracts.model import Family
+from fullshard.contracts.progress import Progress
 from fullshard.dist import reduce, values
+from fullshard.dist.all_or_fail import together
 from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
 from fullshard.dist.world import World
 from fullshard.errors import CheckpointError
+from fullshard.formatting.readable import size
 from fullshard.log.console import Console
-from fullshard.log.words import size
-from fullshard.models.base import Family
-from fullshard.state import Progress
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from fullshard.part import Section
+from fullshard.config.part import Section
 
 
 class Best(Section):

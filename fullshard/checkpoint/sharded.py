@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from fullshard.checkpoint.storage import Writer
+from fullshard.checkpoint.dcp_files import Writer
 from fullshard.checkpoint.tensors import Tensors, flat
-from fullshard.checkpoint.together import together
 from fullshard.dist import reduce
+from fullshard.dist.all_or_fail import together
 
 
 class OneByOne(DefaultSavePlanner):

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import integrity, store
+from fullshard.checkpoint import integrity, paths
 from fullshard.checkpoint.full import write_full
 from fullshard.checkpoint.sharded import Sharded
 from fullshard.checkpoint.tensors import Tensors, counts, tree
-from fullshard.checkpoint.together import together
 from fullshard.dist import reduce
+from fullshard.dist.all_or_fail import together
 from fullshard.errors import CheckpointError
 
 
@@ -122,7 +122,7 @@ def _put_facts(hidden: Path, facts: dict[str, Any], processor: dict[str, bytes])
     digests = {files.STATE: integrity.checksum(hidden / files.STATE)}
     for name, content in processor.items():
         path = hidden / files.PROCESSOR / name
-        store.make(path.parent)
+        paths.make(path.parent)
         path.write_bytes(content)
         digests[f"{files.PROCESSOR}/{name}"] = hashlib.sha256(content).hexdigest()
     return digests

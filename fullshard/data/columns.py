@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypeVar
 
-from fullshard.data.base import Record
-from fullshard.data.images import Given, given
+from fullshard.config.problems import found
+from fullshard.contracts.data import Record
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError
-from fullshard.problems import found
+from fullshard.images.reading import Given, given
 
 ALIASES = {
     "query": ("anchor", "sentence1", "query_text", "caption", "text", "question", "instruction", "prompt"),

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.data.base import Record, Records
+from fullshard.config.problems import sort_of
+from fullshard.contracts.data import Record, Records
 from fullshard.data.records import Listed, combine, digest, readable, without_filling
 from fullshard.errors import DataError
-from fullshard.problems import sort_of
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 PIECES = 20

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fullshard.data.base import Records
-from fullshard.log.words import size
-from fullshard.plural import counted
+from fullshard.contracts.data import Records
+from fullshard.formatting.plural import counted
+from fullshard.formatting.readable import size
 
 LIMIT = 2000
 """The most parts that are listed one by one; a data set of more files is described as a whole."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from fullshard.data.base import Encoder, Features, Samples
+from fullshard.contracts.data import Encoder, Features, Samples
 from fullshard.data.order import FILLER, FIXED, draws, permutation, rank_slices
 from fullshard.errors import DataError, FullshardError
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fullshard.data.base import Features
+from fullshard.contracts.data import Features
+from fullshard.data.best_fit import best_fit
 from fullshard.data.store import Store
-from fullshard.ops.best_fit import best_fit
 
 
 class Plain:

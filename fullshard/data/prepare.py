@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.data.base import Encoder, Record, Records, Samples, Source
-from fullshard.data.encode import chat, pairs, text
+from fullshard.config.part import kinds, part_class
+from fullshard.contracts.data import Encoder, Record, Records, Samples, Source
 from fullshard.data.order import HOLDOUT, generator
 from fullshard.data.pack import Fitted, Plain, Wrapped
 from fullshard.data.records import keys_found, named, origins
 from fullshard.data.store import Counts, Store, encoded
 from fullshard.errors import DataError
-from fullshard.plural import counted, were
+from fullshard.formatting.plural import counted, join_words, were
 
 _WHOLE = 2**31 - 1
 """A length that cuts nothing: documents that may be cut anywhere are stored whole and cut by the packer."""
@@ -52,15 +52,18 @@ class Prepared:
 
 def choose_encoder(record: Record) -> Encoder:
     """The encoder whose form a record has."""
-    is_text, is_chat = text.Text.accepts(record), chat.Chat.accepts(record)
-    if is_text != is_chat:
-        return text.Text() if is_text else chat.Chat()
-    if not is_text and pairs.Pairs.accepts(record):
-        return pairs.Pairs()
-    problem = "the record has both a text and a conversation" if is_text else "the record has no form that is known"
+    known = [part_class(Encoder, kind, where="data.encode") for kind in kinds(Encoder)]
+    accepting = [cls for cls in known if cls.accepts(record)]
+    chosen = [cls for cls in accepting if not cls.last_resort] or accepting
+    if len(chosen) == 1:
+        return chosen[0]()
+    several = f"the record has the form of several encoders: {join_words(cls.kind() for cls in chosen)}"
+    with_forms = [cls for cls in known if cls.forms]
     raise DataError(
-        f"{problem}. {keys_found(record)} Accepted: {text.FORMS}; {chat.FORMS}; {pairs.FORMS}. "
-        "Choose with data.encode: text, chat or pairs, and name other columns there."
+        f"{several if chosen else 'the record has no known form'}. {keys_found(record)} "
+        f"Accepted: {'; '.join(cls.forms for cls in with_forms)}. "
+        f"Choose with data.encode: {join_words((cls.kind() for cls in with_forms), 'or')}, and name other columns "
+        "there."
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.data.base import Record, Records
+from fullshard.contracts.data import Record, Records
 from fullshard.errors import DataError
 
 

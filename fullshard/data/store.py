@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from fullshard.data.base import IGNORE, Encoder, Features, Records
+from fullshard.config.part import plain
+from fullshard.contracts.data import IGNORE, Encoder, Features, Records
 from fullshard.data.records import combine, named
 from fullshard.errors import DataError
-from fullshard.part import plain
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 _VERSION = 4
 _HELPERS = "fullshard.data."

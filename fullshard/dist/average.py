@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.contracts.ema import Ema
+from fullshard.contracts.progress import Progress
 from fullshard.dist.shard import reshard
 from fullshard.dist.values import local
-from fullshard.ema import Ema
-from fullshard.state import Progress
 
 KEY = "ema"
 """The name of the average in the optimizer's state."""

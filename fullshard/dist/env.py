@@ -15,7 +15,7 @@ from typing import Literal
 from fullshard.dist.ranks import check_devices, probe_port, resolve_host
 from fullshard.dist.slurm import expand_hosts, tasks_per_node
 from fullshard.errors import SetupError
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 _TORCHRUN = "torchrun --nproc-per-node 8 -m fullshard train RECIPE"
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.dist import reduce
 from fullshard.errors import NumericalError, SetupError
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

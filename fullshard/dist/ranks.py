@@ -8,10 +8,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
-from fullshard.launch.base import Ranks
-from fullshard.launch.meeting import is_local
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
+from fullshard.launch.rendezvous import is_local
 
 
 def ranks_for(

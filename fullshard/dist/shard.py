@@ -24,11 +24,11 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
-from fullshard.dist import alone, exact, outputs, recompute, values
+from fullshard.contracts.model import Family, Weights
+from fullshard.dist import keep_in_fp32, recompute, single_rank, unview, values
+from fullshard.dist.gradient_sync import STAY
 from fullshard.dist.mesh import Layout
-from fullshard.dist.turns import STAY
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
-from fullshard.models.base import Family, Weights
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def shard(
     if plan.compile:
         for block in blocks:
             block.compile()
-    outputs.make_own([module, *map(module.get_submodule, plan.wrap.units)])
+    unview.make_own([module, *map(module.get_submodule, plan.wrap.units)])
     _fully_shard(module, plan, mesh, device=device, methods=family.forward_methods)
     resident = torch.device("cpu") if plan.cpu_offload else device
     values.materialise(module, ties, parameters_on=resident, buffers_on=device)
@@ -118,20 +118,20 @@ def _fully_shard(
 ) -> None:
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if plan.cpu_offload else OffloadPolicy()
     reshard = plan.layout.reshard_after_forward
-    for name in exact.timed_in_blocks(module, plan.wrap.blocks, plan.wrap.units):
-        exact.cast_inputs(module.get_submodule(name), plan.compute)
+    for name in keep_in_fp32.timed_in_blocks(module, plan.wrap.blocks, plan.wrap.units):
+        keep_in_fp32.cast_inputs(module.get_submodule(name), plan.compute)
     # The innermost first: a unit takes the parameters below it that no other has taken. The root holds the head:
     # gathered for the loss, needed again at once in the backward pass.
     for name in [*sorted(plan.wrap.units, key=lambda name: -name.count(".")), ""]:
         part = module.get_submodule(name)
         policy = _policy(plan, name, part)
         if not policy.cast_forward_inputs:
-            exact.cast_inputs(part, plan.compute)
+            keep_in_fp32.cast_inputs(part, plan.compute)
         fully_shard(
             part, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard and name != ""
         )
     if mesh.size() == 1 and not plan.cpu_offload:
-        alone.save_passes(fsdp_modules(module))
+        single_rank.save_passes(fsdp_modules(module))
     setattr(module, STAY, not reshard)
     for method in methods:
         register_fsdp_forward_method(module, method)
@@ -153,7 +153,9 @@ def _policy(plan: ShardPlan, name: str, unit: nn.Module) -> MixedPrecisionPolicy
     # The dtype also for fp32: a frozen base that is kept in bf16 would else compute in bf16, whatever the header says.
     # What leaves the model is fp32, so that no loss meets a half-precision prediction with an fp32 target.
     output = torch.float32 if name == "" else None
-    return MixedPrecisionPolicy(plan.compute, torch.float32, output, cast_forward_inputs=not exact.exact_inputs(unit))
+    return MixedPrecisionPolicy(
+        plan.compute, torch.float32, output, cast_forward_inputs=not keep_in_fp32.exact_inputs(unit)
+    )
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

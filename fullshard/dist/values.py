@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.contracts.model import Family, Weights
 from fullshard.dist import reduce
 from fullshard.dist.agreement import differences, some
 from fullshard.dist.gradients import checksums
 from fullshard.errors import CheckpointError, SetupError
-from fullshard.models.base import Family, Weights
 
 
 def materialise(

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fullshard.dist import interface
+from fullshard.dist import network_interface
+from fullshard.dist.peak_flops import peak_flops
 from fullshard.errors import SetupError
-from fullshard.host import peak_of_family
-from fullshard.launch.meeting import Meeting, facts
-from fullshard.log.peaks import peak_flops
+from fullshard.launch.host_memory import peak_of_family
+from fullshard.launch.rendezvous import Meeting, facts
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float
     store = meeting.connect(host, port, serve=rank == 0 and not by_agent)
     start = "-".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     ours = dist.PrefixStore(f"fullshard-{start}", store)
-    found = meeting.gather(ours, facts(options={}, address=interface.address_towards(host)))
-    interface.choose(host, [each["address"] for each in found])
+    found = meeting.gather(ours, facts(options={}, address=network_interface.address_towards(host)))
+    network_interface.choose(host, [each["address"] for each in found])
     # Gloo waits five times its timeout for a connection; all ranks are here, so the rest of the time is enough.
     dist.init_process_group(backends, store=ours, rank=rank, world_size=size, timeout=meeting.left / 5)
     _set_pg_timeout(timeout)

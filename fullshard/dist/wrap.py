@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from fullshard.dist.exact import exact_modules, timed_modules
-from fullshard.dist.reach import reached_from_outside
+from fullshard.config.part import did_you_mean
+from fullshard.dist.external_calls import reached_from_outside
+from fullshard.dist.keep_in_fp32 import exact_modules, timed_modules
 from fullshard.errors import RecipeError
-from fullshard.part import did_you_mean
 
 SEPARATE_PARAMS = 1_000_000
 """An untied embedding from this size on is a unit of its own, so that it is not gathered for the whole forward."""

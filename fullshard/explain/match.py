@@ -12,7 +12,7 @@ import typing
 from dataclasses import dataclass
 
 from fullshard.explain.record import Entry, Role, entries
-from fullshard.log.words import plain
+from fullshard.formatting.readable import plain
 
 _ORDER = typing.get_args(Role)
 _SHOWN = 160

@@ -13,7 +13,7 @@ from typing import Any
 
 from fullshard.explain.match import Match
 from fullshard.explain.record import Entry, Group, entries
-from fullshard.log import words
+from fullshard.formatting import readable
 
 WIDTH = 100
 _HEADINGS: dict[Group, str] = {
@@ -39,7 +39,7 @@ def section(entry: Entry, *, found: str = "", width: int = WIDTH) -> str:
     rows += [("no cure" if i == 0 else "", f"- {advice}") for i, advice in enumerate(entry.not_a_cure)]
     if entry.keys:
         rows.append(("keys", ", ".join(entry.keys)))
-    lines = [left + right for left, right in words.columns(rows, width=width)]
+    lines = [left + right for left, right in readable.columns(rows, width=width)]
     return "\n".join([f"{entry.title} ({entry.name})", *lines])
 
 
@@ -49,7 +49,7 @@ def answer(matches: Sequence[Match], *, width: int = WIDTH) -> str:
     text = section(first.entry, found=first.found, width=width)
     if others:
         listed = [(match.entry.name, match.entry.title) for match in others]
-        lines = [left + right for left, right in words.columns(listed, width=width)]
+        lines = [left + right for left, right in readable.columns(listed, width=width)]
         text += "\n\nAlso in this text (fullshard explain NAME):\n" + "\n".join(lines)
     return text
 
@@ -57,7 +57,7 @@ def answer(matches: Sequence[Match], *, width: int = WIDTH) -> str:
 def listing(*, width: int = WIDTH) -> str:
     """The names and titles of all entries."""
     rows = [(entry.name, entry.title) for entry in entries()]
-    return "\n".join((left + right).rstrip() for left, right in words.columns(rows, width=width))
+    return "\n".join((left + right).rstrip() for left, right in readable.columns(rows, width=width))
 
 
 def as_data(match: Match) -> dict[str, Any]:

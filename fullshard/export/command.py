@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fullshard.errors import CheckpointError, SetupError
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
+    from fullshard.contracts.model import Family
     from fullshard.log.console import Bar, Console
-    from fullshard.models.base import Family
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -56,10 +56,10 @@ def export(
     GPU, and no more memory than the largest file. An interrupted export leaves nothing behind.
     """
     from fullshard.checkpoint.folder import named
+    from fullshard.commands.options import one_of
     from fullshard.export import write as writing
     from fullshard.log import libraries
     from fullshard.log.console import Console
-    from fullshard.options import one_of
 
     size = parse_size(shard_size)
     one_of("--as", form, (None, *writing.FORMS))
@@ -118,8 +118,8 @@ def _watched(tensors: Iterator[tuple[str, Any]], total: int, console: Console) -
 
 
 def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
-    from fullshard.again import importing
-    from fullshard.log import words
+    from fullshard.formatting import readable
+    from fullshard.recipes.rerun import importing
 
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
@@ -132,7 +132,7 @@ def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
         "adapter": family.load_with(place, adapter=True),
         "state": f"safetensors.torch.load_file({place!r})" if out.suffix == ".safetensors" else pickled,
     }
-    console.say(f"Wrote {out} ({form}, {words.size(size)}, {number}).")
+    console.say(f"Wrote {out} ({form}, {readable.size(size)}, {number}).")
     if line := load[form]:
         console.whole(f"Load it with: {importing(line)}")
     elif form == "adapter":

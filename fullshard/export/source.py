@@ -19,13 +19,13 @@ from torch import nn
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import StoredTensors, weights_of
+from fullshard.checkpoint.tensor_files import Entry
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family, Weights
 from fullshard.dist.gradients import checksums
+from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError, FullshardError
 from fullshard.hf.edits import has_adapters, is_adapter
-from fullshard.models.base import Family, Weights
-from fullshard.ops.scalars import is_scalar
-from fullshard.part import decode
-from fullshard.stream import Entry
 
 LARGE = 32 * 2**20
 """Bytes from which a tensor is not read whole."""

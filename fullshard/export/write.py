@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, TorchStream, in_rows
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
 from fullshard.hf.edits import is_adapter
-from fullshard.stream import Entry, SafetensorsStream, TorchStream, in_rows
 
 FORMS = ("hf", "adapter", "merged", "state")
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")

@@ -17,12 +17,12 @@ import typer
 from fullshard.errors import SetupError
 
 if TYPE_CHECKING:
+    from fullshard.contracts.model import Continuation
     from fullshard.dist.world import World
+    from fullshard.evaluate.source import Wish
     from fullshard.generate.prompts import Prompt
     from fullshard.generate.source import Speaker
-    from fullshard.judge.source import Wish
     from fullshard.log.console import Console
-    from fullshard.models.base import Continuation
 
 
 def generate(
@@ -80,7 +80,7 @@ def generate(
 
     Exit codes: 0 done; 2 a mistake in the options or the run.
     """
-    from fullshard.options import one_of
+    from fullshard.commands.options import one_of
 
     one_of("--weights", weights, (None, "ema", "model"))
     if top_p <= 0:
@@ -93,8 +93,8 @@ def generate(
     words += [str(word) for pair in chosen.items() if pair[1] is not None for word in pair]
     flags = {"--raw": raw, "--trust-remote-code": trust_remote_code, "--json": as_json}
     words += [flag for flag, on in flags.items() if on]
+    from fullshard.evaluate.source import Wish
     from fullshard.generate.prompts import gathered
-    from fullshard.judge.source import Wish
 
     asked = gathered(prompt or [], prompts or [], messages or [])
     wish = Wish(None, checkpoint, weights, devices, (), base, trust_remote_code)
@@ -124,7 +124,7 @@ def _generate(target: str, wish: Wish, ask: _Ask, words: list[str], *, say: bool
     from fullshard.generate.source import speaker_of
     from fullshard.log import libraries
     from fullshard.log.console import Console
-    from fullshard.on_ranks import as_rank, start_own
+    from fullshard.setup.on_ranks import as_rank, start_own
 
     launch = env.detect(os.environ)
     with libraries.route(Console(silent=launch.rank != 0)):
@@ -145,8 +145,8 @@ def _generate(target: str, wish: Wish, ask: _Ask, words: list[str], *, say: bool
 
 def _laid_out(speaker: Speaker, ask: _Ask) -> tuple[list[list[int]], Continuation]:
     """The rows to continue, and how; refuses what the model has no positions for."""
+    from fullshard.contracts.model import Continuation
     from fullshard.generate.prompts import tokens_of
-    from fullshard.models.base import Continuation
 
     if speaker.processor is None:
         raise SetupError(f"{speaker.name} has no tokenizer, so a prompt means nothing to it. Export it with one.")
@@ -166,11 +166,11 @@ def _laid_out(speaker: Speaker, ask: _Ask) -> tuple[list[list[int]], Continuatio
 def _make(
     speaker: Speaker, rows: list[list[int]], way: Continuation, world: World, console: Console, *, batch_size: int
 ) -> list[list[int]]:
+    from fullshard.dist.precision import resolve_precision
     from fullshard.generate.continue_rows import continue_rows, num_turns
     from fullshard.log.bar import Pace
     from fullshard.log.console import Bar
-    from fullshard.precision import resolve_precision
-    from fullshard.spread import sharded_model
+    from fullshard.setup.sharded_model import sharded_model
 
     recipe = speaker.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
@@ -190,8 +190,8 @@ def _make(
 
 
 def _announce(console: Console, speaker: Speaker, ask: _Ask, way: Continuation, world: World) -> None:
-    from fullshard.models.base import Family
-    from fullshard.plural import counted
+    from fullshard.contracts.model import Family
+    from fullshard.formatting.plural import counted
 
     drawn = f"temperature {way.temperature:g}, top-p {way.top_p:g}, seed {way.seed}" if way.temperature else "greedy"
     kept = type(speaker.family).continued is not Family.continued
@@ -222,7 +222,7 @@ def _record(speaker: Speaker, prompt: Prompt, row: list[int], made: list[int], w
 
 
 def _say(console: Console, records: list[dict[str, Any]]) -> None:
-    from fullshard.plural import counted
+    from fullshard.formatting.plural import counted
 
     for number, record in enumerate(records, start=1):
         end = "" if record["stopped"] == "stop token" else ", cut at --max-new-tokens"

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.contracts.model import Continuation, Family
+from fullshard.contracts.objective import Objective
 from fullshard.dist import reduce
 from fullshard.dist.world import World
-from fullshard.models.base import Continuation, Family
-from fullshard.objectives.base import Objective
 
 
 def continue_rows(

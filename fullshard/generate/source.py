@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from fullshard.checkpoint import folder as files
-from fullshard.chosen import RESOLVED, Here, choose, is_run
+from fullshard.contracts.model import Family, Weights
+from fullshard.contracts.objective import Objective
 from fullshard.errors import SetupError
+from fullshard.evaluate.source import Wish, subject_of
 from fullshard.export.source import Values, model_settings, open_trained
-from fullshard.ground import cache_folder, encoder_of
-from fullshard.judge.source import Wish, subject_of
-from fullshard.models.base import Family, Weights
-from fullshard.objectives.base import Objective
-from fullshard.read import Reading, read
+from fullshard.recipes.read import Reading, read
+from fullshard.setup.chosen_run import RESOLVED, Here, choose, is_run
+from fullshard.setup.run_inputs import cache_folder, encoder_of
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _leaner(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(reading: Reading) -> dict[str, Any]:
-    from fullshard.part import plain
+    from fullshard.config.part import plain
 
     return dict(plain(reading.recipe))
 

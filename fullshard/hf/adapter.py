@@ -15,7 +15,7 @@ from torch import nn
 
 from fullshard.errors import CheckpointError, RecipeError
 from fullshard.hf.edits import ADAPTER, inject, is_adapter
-from fullshard.hf.stored import Stored, open_files
+from fullshard.hf.safetensors_folder import Stored, open_files
 from fullshard.hf.torch_state import open_pickle
 from fullshard.hf.weights import AdapterWeights
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import RecipeError
-from fullshard.ops.varlen_attention import register
+from fullshard.hf.varlen_attention import register
 
 
 def choose_attention(module: nn.Module, asked: str, *, device: str, compute: torch.dtype, packed: bool) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.config.part import did_you_mean
 from fullshard.errors import RecipeError
-from fullshard.part import did_you_mean
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 logger = logging.getLogger(__name__)
 

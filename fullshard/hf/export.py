@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, in_rows
+from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf.adapter import stored_names
 from fullshard.hf.edits import adapter_config, base_name, is_adapter
 from fullshard.hf.merge import Merge
-from fullshard.ops.scalars import is_scalar
-from fullshard.stream import Entry, SafetensorsStream, in_rows
 
 SHARD_BYTES = 5_000_000_000
 """The size of one file, the ecosystem's habit."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.models.base import Continuation
+from fullshard.contracts.model import Continuation
 
 
 @torch.no_grad()

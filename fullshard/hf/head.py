@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.hf.twin import backbone, build_twin
+from fullshard.hf.tiny_probe import backbone, build_twin
 
 T = TypeVar("T")
 

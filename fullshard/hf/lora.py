@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field
 
-from fullshard.part import Section
+from fullshard.config.part import Section
 
 
 class Lora(Section):

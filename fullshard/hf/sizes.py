@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fullshard.config.part import did_you_mean
 from fullshard.errors import RecipeError
-from fullshard.part import did_you_mean
 
 
 def _decoder(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from fullshard.config.part import Section
 from fullshard.errors import DataError, RecipeError, SetupError
-from fullshard.part import Section
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.hf.stored import Entry, Stored, open_files
+from fullshard.hf.safetensors_folder import Entry, Stored, open_files
 
 _NESTED = ("model", "state_dict", "module")
 _INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fullshard.contracts.model import Weights
+from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf.edits import base_name, is_adapter
-from fullshard.hf.sentence import is_after_pooling
-from fullshard.hf.stored import Stored, open_folder
-from fullshard.models.base import Weights
-from fullshard.ops.scalars import is_scalar
+from fullshard.hf.safetensors_folder import Stored, open_folder
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|position_ids$")
 """Buffers that older versions of Transformers stored; they are computed now."""
@@ -228,15 +227,23 @@ class SafetensorsWeights(StoredWeights):
         advice = "Check that config.json belongs to these weights and that model.overrides changes no shape."
         # The pooler of an encoder is left out by models that were trained without it; an embedding has no use for it.
         # What follows pooling lies in folders of its own.
-        may_miss = _is_beside if headless else (lambda name: False)
+        apart = _stored_apart(module) if headless else ()
         stored = open_folder(folder)
         super().__init__(
-            stored, module, place=folder, advice=advice, resized=resized, may_miss=may_miss, headless=headless
+            stored,
+            module,
+            place=folder,
+            advice=advice,
+            resized=resized,
+            may_miss=lambda name: name.startswith(apart),
+            headless=headless,
         )
 
 
-def _is_beside(name: str) -> bool:
-    return name.startswith("pooler.") or is_after_pooling(name)
+def _stored_apart(module: nn.Module) -> tuple[str, ...]:
+    """Prefixes of what a headless model's own files may lack: its pooler, and parts whose values lie elsewhere."""
+    marked = [f"{name}." for name, part in module.named_modules() if getattr(part, "stored_apart", False)]
+    return "pooler.", *marked
 
 
 class AdapterWeights:

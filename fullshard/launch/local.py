@@ -20,12 +20,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from fullshard import crash, signals
+from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
-from fullshard.handover import TOLD_BY_LAUNCHER
-from fullshard.launch.base import STARTED_BY, Launcher, Ranks
-from fullshard.launch.meeting import Facts, Meeting, facts, is_local
-from fullshard.launch.memory import MemoryWatch, watched
+from fullshard.launch import crash, signals
+from fullshard.launch.error_file import TOLD_BY_LAUNCHER
+from fullshard.launch.memory_watch import MemoryWatch, watched
+from fullshard.launch.rendezvous import Facts, Meeting, facts, is_local
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fullshard.log import words
+from fullshard.formatting import readable
 
 Clock = Callable[[], float]
 
@@ -50,7 +50,7 @@ class Pace:
         return None if self.seconds_per_step is None else (self.total - self.done) * self.seconds_per_step
 
     def left_text(self) -> str:
-        return "?" if self.left is None else words.duration(self.left)
+        return "?" if self.left is None else readable.duration(self.left)
 
 
 def line(
@@ -67,10 +67,10 @@ def line(
     share = min(pace.done / pace.total, 1.0) if pace.total else 1.0
     # A bar of one step has no second step to measure; once it is full, its own time is the truth.
     seconds = pace.seconds_per_step or (pace.elapsed / pace.done if 0 < pace.total <= pace.done else None)
-    shown = "" if loss is None else f", {loss_name}={words.loss(loss)}"
+    shown = "" if loss is None else f", {loss_name}={readable.loss(loss)}"
     head = f"{label}: {int(100 * share):3d}%"
     counts = f"{pace.done:>{len(str(pace.total))}}/{pace.total}"
-    tail = f" {counts} [{words.duration(pace.elapsed)}<{pace.left_text()}, {words.rate(seconds)}{shown}]"
+    tail = f" {counts} [{readable.duration(pace.elapsed)}<{pace.left_text()}, {readable.rate(seconds)}{shown}]"
     room = width - len(head) - len(tail) - 2
     return f"{head}|{_drawn(share, min(room, drawn), ascii_only)}|{tail}" if room >= 4 else f"{head}{tail}"
 
@@ -88,7 +88,7 @@ def step_line(record: Mapping[str, Any], run: Pace | None, *, width: int | None 
     Within `width` the last columns are left out first, and the time left, which the bar shows, is left out always."""
     step, total = record["step"], run.total if run else None
     parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step:>6}"]
-    parts.append(f"loss {_fixed(record['loss'], words.loss(record['loss'])):>7}")
+    parts.append(f"loss {_fixed(record['loss'], readable.loss(record['loss'])):>7}")
     parts.append(f"lr {record['lr']:.2e}")
     if (norm := record.get("grad_norm")) is not None:
         parts.append(f"norm {_fixed(norm, f'{norm:.3f}'):>7}")
@@ -119,7 +119,7 @@ def status_line(record: Mapping[str, Any], run: Pace) -> str:
 def _speed(record: Mapping[str, Any]) -> list[tuple[str, int]]:
     unit = "img" if "images_per_second" in record else "tok"
     rate = record.get("images_per_second", record.get("tokens_per_second"))
-    parts = [("-" if rate is None else f"{words.short(rate)} {unit}/s", 11)]
+    parts = [("-" if rate is None else f"{readable.short(rate)} {unit}/s", 11)]
     if record.get("memory_gib") is not None:
         parts.append((f"{record['memory_gib']:.1f} GiB", 9))
     if record.get("host_memory_gib") not in (None, record.get("memory_gib")):  # on a CPU both are the same

@@ -22,8 +22,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from fullshard.formatting import readable
 from fullshard.log import bar as bars
-from fullshard.log import words
 from fullshard.log.bar import Clock, Pace
 from fullshard.log.screen import is_terminal, open_screen
 
@@ -113,12 +113,12 @@ class Console:
         if shown:
             self._emit(f"{origin}: {text}", style="dim", every_rank=True)
         else:
-            self._write_down(words.plain(f"{origin}: {text}"))
+            self._write_down(readable.plain(f"{origin}: {text}"))
 
     def debug(self, text: str) -> None:
         """Only for log.txt, and only when debugging was asked for."""
         if self._debug:
-            self._write_down(words.plain(text))
+            self._write_down(readable.plain(text))
 
     def header(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """What is true of the run, in two columns; warnings that were kept for it come last."""
@@ -130,15 +130,15 @@ class Console:
     def parameter_summary(self, *, total: int, trainable: int, frozen: int) -> None:
         share = f", {trainable / total:.2%} of total" if frozen and total else ""
         self._emit("FSDP parameter summary:", style="bold")
-        self._emit(f"  Total: {words.count(total)}")
-        self._emit(f"  Trainable: {words.count(trainable)}{share}")
-        self._emit(f"  Frozen: {words.count(frozen)}")
+        self._emit(f"  Total: {readable.count(total)}")
+        self._emit(f"  Trainable: {readable.count(trainable)}{share}")
+        self._emit(f"  Frozen: {readable.count(frozen)}")
 
     def run_begin(self, total_steps: int, *, done: int = 0) -> None:
         """Training starts at step `done` of `total_steps`: from here on the time left of the run is measured."""
         self._run = Pace(total_steps, clock=self.clock, done=done)
 
-    def epoch_begin(self, epoch: int, epochs: float, lr: float, *, steps: words.Steps | None = None) -> None:
+    def epoch_begin(self, epoch: int, epochs: float, lr: float, *, steps: readable.Steps | None = None) -> None:
         """Epochs are counted from 1; `steps` are those of a part of one."""
         part = f" ({steps.text()})" if steps and not steps.whole else ""
         self._emit("")
@@ -160,7 +160,7 @@ class Console:
         seconds: float,
         train_loss: float,
         val_loss: float | None = None,
-        steps: words.Steps | None = None,
+        steps: readable.Steps | None = None,
     ) -> None:
         """Only an epoch that ran to its last step is called completed. No seconds: it ended in an earlier run."""
         part = f": {steps.text()}" if steps and not steps.whole else ""
@@ -168,29 +168,29 @@ class Console:
         self._emit(f"Epoch {epoch} {ended}{part}" + (f" in {seconds:.2f} seconds" if seconds else ""))
         self._emit(f"Average Train Loss: {train_loss:.6f}")
         if val_loss is not None:
-            self._emit(f"Average Val Loss: {words.precise(val_loss)}")
+            self._emit(f"Average Val Loss: {readable.precise(val_loss)}")
 
     def validated(self, numbers: Mapping[str, float]) -> None:
         """What a validation found beside the loss, which ends the epoch's lines."""
-        if found := [f"{name} {words.number(value)}" for name, value in numbers.items() if name != "loss"]:
+        if found := [f"{name} {readable.number(value)}" for name, value in numbers.items() if name != "loss"]:
             self._emit(f"Validation: {', '.join(found)}")
 
     def new_best(self, value: float, metric: str = "loss") -> None:
         """Better than every validation before it."""
-        self._emit(f">>>>>> New Best Val {words.title(metric)}: {words.precise(value)}", style="green")
+        self._emit(f">>>>>> New Best Val {readable.title(metric)}: {readable.precise(value)}", style="green")
 
     def first_value(self, value: float, metric: str = "loss") -> None:
         """The first validation of a run: there is nothing yet that it could be better than."""
-        self._emit(f"First Val {words.title(metric)}: {words.precise(value)} (the baseline)")
+        self._emit(f"First Val {readable.title(metric)}: {readable.precise(value)} (the baseline)")
 
     def saved(self, path: Path, *, seconds: float, size_bytes: int) -> None:
-        self._emit(f"Saved {path} ({words.size(size_bytes)}) in {seconds:.1f} s", style="dim", whole=True)
+        self._emit(f"Saved {path} ({readable.size(size_bytes)}) in {seconds:.1f} s", style="dim", whole=True)
 
     def finished(self, seconds: float, rows: Sequence[tuple[str, str]] = ()) -> None:
         """The end, how long it took, and where things are."""
         self._emit("")
         self._emit("Training complete!", style="bold green")
-        self._table([("time", words.duration(seconds)), *rows])
+        self._table([("time", readable.duration(seconds)), *rows])
 
     def next_steps(self, steps: Sequence[str]) -> None:
         self._emit("")
@@ -200,9 +200,9 @@ class Console:
 
     def _table(self, rows: Sequence[tuple[str, str]]) -> None:
         width = min(self._screen.width, 120) if self.on_terminal else FILE_WIDTH
-        for left, right in words.columns(rows, width=width):
+        for left, right in readable.columns(rows, width=width):
             self._show(Text.assemble((left, "yellow" if left.strip() == "warning" else "dim"), right))
-        for left, right in words.columns(rows, width=FILE_WIDTH):
+        for left, right in readable.columns(rows, width=FILE_WIDTH):
             if not self.silent:
                 self._write_down(left + right)
 
@@ -215,7 +215,7 @@ class Console:
         screen: Screen | None = None,
         whole: bool = False,
     ) -> None:
-        text = words.plain(text)
+        text = readable.plain(text)
         self._show(Text(text, style=style), screen, whole=whole)
         if every_rank or not self.silent:
             self._write_down(text)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.state import Progress
+from fullshard.contracts.progress import Progress
 
 PHASES = ("data", "compute", "log", "evaluate", "save")
 ADVICE_STEPS = 10

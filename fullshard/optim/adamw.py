@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from fullshard.optim.base import Optimizer
+from fullshard.contracts.optimizer import Optimizer
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from fullshard.config.part import did_you_mean
+from fullshard.contracts.optimizer import Optimizer
 from fullshard.errors import RecipeError
-from fullshard.optim.base import Optimizer
-from fullshard.part import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class Muon(Optimizer):
     """Added to the root of the second moment."""
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        from fullshard.orthogonal import Momentum, SlicedMuon
+        from fullshard.optim.muon_update import Momentum, SlicedMuon
 
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         taken = self.taken([(name, p.dim()) for name, p in trainable])

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import folder as files
+from fullshard.config.part import decode, did_you_mean
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import RecipeError
-from fullshard.ground import Ground
-from fullshard.launch.base import Ranks
-from fullshard.part import decode, did_you_mean
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 from fullshard.prove.kill import Kill
 from fullshard.prove.noise import still
 from fullshard.recipe import Recipe
+from fullshard.setup.run_inputs import Ground
 
 STEPS, SAVE_EVERY, KILLS = 6, 2, (3, 5)
 """A checkpoint every second step, and a kill after the step behind each of the first two."""

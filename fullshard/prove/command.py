@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, EXIT_USER, SetupError
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
-    from fullshard.ground import Ground
-    from fullshard.launch.base import Ranks
+    from fullshard.contracts.launcher import Ranks
     from fullshard.prove.cases import Place
-    from fullshard.read import Reading
     from fullshard.recipe import Recipe, Topology
+    from fullshard.recipes.read import Reading
+    from fullshard.setup.run_inputs import Ground
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ def refuse_launcher(launcher: str) -> None:
 
 def own_ranks(topology: Topology) -> Ranks:
     """The recipe's ranks on this machine; the runs are made on one node."""
-    from fullshard.on_ranks import ranks_of
+    from fullshard.setup.on_ranks import ranks_of
 
     return ranks_of(topology.model_copy(update={"nodes": 1}))
 
 
 def _lay(recipe: Recipe, ranks: Ranks) -> Ground:
     """The data and the empty model: mistakes in them are told before any rank starts, and the ranks find the cache."""
-    from fullshard.ground import lay_ground
     from fullshard.log import libraries
     from fullshard.log.console import Console
+    from fullshard.setup.run_inputs import lay_ground
 
     console = Console(silent=True)
     with libraries.route(console):
@@ -88,10 +88,10 @@ def _place(recipe: Recipe, ranks: Ranks, ground: Ground) -> Place:
     import torch
 
     from fullshard.dist.mesh import choose_layout
+    from fullshard.dist.precision import resolve_precision
     from fullshard.dist.world import World, choose_device_type
-    from fullshard.placement import state_bytes
-    from fullshard.precision import resolve_precision
     from fullshard.prove.cases import Place
+    from fullshard.setup.shard_plan import state_bytes
 
     device = torch.device(choose_device_type(recipe.topology.device))
     world = World(0, ranks.per_node, 0, ranks.per_node, device, recipe.topology.backend)

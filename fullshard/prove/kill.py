@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint import folder as files
-from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.log.metrics import FILE, last_step
 
 WAIT_S = 10.0

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.dropout import dropout_layers
-from fullshard.models.base import Family
-from fullshard.optim.base import Optimizer
-from fullshard.part import decode, plain
+from fullshard.config.part import decode, plain
+from fullshard.contracts.model import Family
+from fullshard.contracts.optimizer import Optimizer
 from fullshard.recipe import Recipe
+from fullshard.setup.dropout import dropout_layers
 
 _HALF_ONLY = ("varlen", "flash_attention_2")
 """Attention kernels that compute in half precision only."""

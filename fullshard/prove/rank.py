@@ -18,7 +18,7 @@ def run_one(folder: Path) -> int:
     import torch
 
     from fullshard import run
-    from fullshard.read import read
+    from fullshard.recipes.read import read
 
     if torch.cuda.is_available():
         # Otherwise some kernels add up in another order every time, and no two runs are equal bit by bit.

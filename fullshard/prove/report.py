@@ -18,9 +18,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.formatting.plural import counted
 from fullshard.log.console import FILE_WIDTH
 from fullshard.log.screen import is_terminal, open_screen
-from fullshard.plural import counted
 from fullshard.prove.compare import Seen
 from fullshard.prove.proof import NEAR, Verdict
 

@@ -20,7 +20,7 @@ from fullshard.log.metrics import FILE, read
 from fullshard.prove.cases import STEPS, Case
 from fullshard.prove.compare import Steps, steps_of
 from fullshard.prove.rank import RECIPE, RESUME
-from fullshard.read import Reading, hand_on
+from fullshard.recipes.read import Reading, hand_on
 
 Start = Callable[[Case, Path], int]
 """Starts the ranks of a case and waits for them; what they say goes into the folder. Gives the exit code."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fullshard.schedules.base import Schedule
+from fullshard.contracts.schedule import Schedule
 
 
 class Constant(Schedule):

@@ -6,7 +6,7 @@ import math
 
 from pydantic import Field
 
-from fullshard.schedules.base import Schedule
+from fullshard.contracts.schedule import Schedule
 
 
 class Cosine(Schedule):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from fullshard.schedules.base import Schedule
+from fullshard.contracts.schedule import Schedule
 
 
 class Linear(Schedule):

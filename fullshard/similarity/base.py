@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from fullshard.part import Part
+from fullshard.config.part import Part
 
 if TYPE_CHECKING:
     import torch

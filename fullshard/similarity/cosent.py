@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from fullshard.ops.candidates import LOWEST, present, unit
 from fullshard.similarity.base import Embedded, SimilarityLoss
+from fullshard.similarity.candidates import LOWEST, present, unit
 
 
 class CoSENT(SimilarityLoss):

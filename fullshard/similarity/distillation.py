@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, field_validator
 
-from fullshard.ops.candidates import Candidates, present
-from fullshard.ops.row_blocks import rows_of, sum_over_rows
 from fullshard.similarity.base import Embedded, SimilarityLoss
+from fullshard.similarity.candidates import Candidates, present
 from fullshard.similarity.infonce import InfoNCE
+from fullshard.similarity.row_blocks import rows_of, sum_over_rows
 
 
 class Distillation(SimilarityLoss):

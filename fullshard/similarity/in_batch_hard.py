@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from fullshard.ops.candidates import LOWEST, Candidates, cross_entropy, present
-from fullshard.ops.row_blocks import rows_of, sum_over_rows
 from fullshard.similarity.base import Embedded, SimilarityLoss
+from fullshard.similarity.candidates import LOWEST, Candidates, cross_entropy, present
+from fullshard.similarity.row_blocks import rows_of, sum_over_rows
 
 
 class InBatchHard(SimilarityLoss):

@@ -10,9 +10,9 @@ import math
 import torch
 from pydantic import Field, model_validator
 
-from fullshard.ops.candidates import Candidates, Reach, cross_entropy, present
-from fullshard.ops.row_blocks import rows_of, sum_over_rows
 from fullshard.similarity.base import Embedded, SimilarityLoss
+from fullshard.similarity.candidates import Candidates, Reach, cross_entropy, present
+from fullshard.similarity.row_blocks import rows_of, sum_over_rows
 
 LARGEST_SCALE = 100.0
 """A learned scale grows no further; beyond, a few hard samples make all of the gradient."""

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from fullshard.ops.candidates import Candidates, cross_entropy, present, unit
-from fullshard.ops.row_blocks import sum_over_rows
 from fullshard.similarity.base import Embedded, SimilarityLoss
+from fullshard.similarity.candidates import Candidates, cross_entropy, present, unit
+from fullshard.similarity.row_blocks import sum_over_rows
 
 
 class LateInteraction(SimilarityLoss):

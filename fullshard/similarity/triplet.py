@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from fullshard.ops.candidates import present, unit
 from fullshard.similarity.base import Embedded, SimilarityLoss
+from fullshard.similarity.candidates import present, unit
 
 
 class Triplet(SimilarityLoss):

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fullshard.contracts.sink import OpenSink, Sink
 from fullshard.errors import SetupError
 from fullshard.log.metrics import FILE, last_step, scalars
-from fullshard.sinks.base import OpenSink, Sink
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+from fullshard.contracts.sink import OpenSink, Sink
 from fullshard.errors import SetupError, missing_package
 from fullshard.log.metrics import FILE, last_step, scalars
-from fullshard.sinks.base import OpenSink, Sink
 
 
 class WeightsAndBiases(Sink):

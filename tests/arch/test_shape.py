@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import fullshard
-from fullshard.part import Section
+from fullshard.config.part import Section
 from fullshard.recipe import Recipe
 
 PACKAGE = Path(fullshard.__file__).parent
@@ -116,7 +116,8 @@ def test_public_names_are_what_all_says() -> None:
 
 
 def test_reading_recipes_and_help_needs_no_torch() -> None:
-    code = "import sys, fullshard, fullshard.cli, fullshard.read, fullshard.recipe; sys.exit('torch' in sys.modules)"
+    modules = "fullshard, fullshard.cli, fullshard.recipes.read, fullshard.recipe"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.check.command import trial_rank
-from fullshard.read import read
+from fullshard.recipes.read import read
 
 
 def trial(settings: list[dict[str, Any]], told: str, folder: str, largest_file: int | None = None) -> int:

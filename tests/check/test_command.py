@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard.cli import app
+from fullshard.contracts.launcher import Ranks
 from fullshard.dist import world
-from fullshard.launch.base import Ranks
 from fullshard.launch.local import Local
 from tests import small
 from tests.check.seeded import Seed, everything, healthy_place, seed_in

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard import builtin
 from fullshard.check.command import _merged
+from fullshard.config import builtin
 from tests.check import on_ranks
 from tests.check.seeded import Seed, everything, healthy_place, seed_in
 from tests.embedding import vision

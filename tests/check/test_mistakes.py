@@ -18,10 +18,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard.check import machine
 from fullshard.check.command import _merged
-from fullshard.part import plain
-from fullshard.read import read
+from fullshard.config.part import plain
+from fullshard.launch import machine
+from fullshard.recipes.read import read
 from tests.check import on_ranks
 from tests.check.seeded import By, Mistake, Seed, everything, healthy_place, seed_in
 from tests.ranks import RankPool
@@ -789,7 +789,7 @@ def a_checkpoint_that_is_not_there(seed: Seed) -> None:
 
 def _earlier(seed: Seed) -> None:
     """A run of two steps in the run folder."""
-    from fullshard.read import read
+    from fullshard.recipes.read import read
     from fullshard.run import execute
 
     seed.set("duration", steps=2)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.models.base import Family
-from fullshard.part import decode
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family
 
 CHANNELS, SIDE, TOKENS, WIDTH, POOLED = 4, 8, 5, 24, 20
 IMAGES = {"sample_size": SIDE, "in_channels": CHANNELS}

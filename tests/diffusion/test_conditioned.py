@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.diffusion import fused
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, shard
 from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
+from fullshard.families.diffusion.kernels import fused
 from tests.diffusion.denoisers import CHANNELS, CLASSES, by_hand, family, inputs, plain, real, stored
 from tests.ranks import RankPool
 

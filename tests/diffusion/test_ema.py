@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fullshard import load
 from fullshard.checkpoint.reader import open_tensors, weights_of
 from fullshard.cli import app
-from fullshard.ema import Ema
+from fullshard.contracts.ema import Ema
 from fullshard.errors import CheckpointError
 from fullshard.log.metrics import FILE, read
 from tests.diffusion.test_runs import LR, SHAPE, STEPS, WIDTH, settings

@@ -14,8 +14,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 from fullshard.cli import app
-from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.ops.keyed_noise import NOISE, TIME, normal, uniform
+from fullshard.contracts.objective import Batch, Objective, Terms
+from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
 from tests.diffusion.denoisers import JOINT, POOLED, TOKENS, WIDTH, family, real, stored
 from tests.near import assert_near
 from tests.ranks import RankPool

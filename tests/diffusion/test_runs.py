@@ -12,10 +12,10 @@ import torch
 
 import fullshard
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.data.encode.image import Images
 from fullshard.data.order import draws, permutation
 from fullshard.errors import DataError
-from fullshard.ops.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
+from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
 from tests.ranks import RankPool
 from tests.small import curve, train
 
@@ -75,7 +75,7 @@ def plain_loop(folder: Path) -> tuple[list[tuple[float, float]], dict[str, torch
     as the run draws them."""
     from diffusers import DiTTransformer2DModel
 
-    from fullshard.data.sources.digits import Digits
+    from fullshard.families.diffusion.sources.digits import Digits
 
     model = DiTTransformer2DModel.from_pretrained(folder / "model").eval()  # in training it would drop labels itself
     records = Digits(part="train").open()

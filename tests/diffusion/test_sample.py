@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint.folder import pointed
 from fullshard.cli import app
+from fullshard.contracts.launcher import Launcher, Ranks
 from fullshard.data.order import FIXED, draws
-from fullshard.diffusion.grid import Way
-from fullshard.launch.base import Launcher, Ranks
-from fullshard.ops.keyed_noise import NOISE, normal
+from fullshard.families.diffusion.grid import Way
+from fullshard.families.diffusion.keyed_noise import NOISE, normal
 from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import train
@@ -81,7 +81,7 @@ def by_hand(run: Path) -> np.ndarray:
     """Euler's method on the exported model: (9, 8, 8) with values from -1 to 1."""
     from diffusers import DiTTransformer2DModel
 
-    from fullshard.data.sources.digits import Digits
+    from fullshard.families.diffusion.sources.digits import Digits
 
     records = Digits(part="train").open()
     pixels = np.stack([records[i]["image"] for i in range(len(records))]) / 127.5 - 1
@@ -99,16 +99,16 @@ def by_hand(run: Path) -> np.ndarray:
 
 def made(run: str, batch_size: int) -> torch.Tensor | None:
     """What one rank makes; sent to the rank pool."""
-    from fullshard.chosen import choose, on_this_machine
     from fullshard.dist.world import join
+    from fullshard.families.diffusion import draw
     from fullshard.log.console import Console
-    from fullshard.sample import images
+    from fullshard.setup.chosen_run import choose, on_this_machine
 
-    wish = images.Wish(WANTED, 3, Way(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
+    wish = draw.Wish(WANTED, 3, Way(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
     chosen = choose(run, None, here=on_this_machine(devices="auto", nodes=1))
-    loaded = images.load(chosen, wish, Console(silent=True))
+    loaded = draw.load(chosen, wish, Console(silent=True))
     world = join(device="cpu", backend="gloo", timeout_s=60)
-    return images.make(loaded, chosen, wish, world, images.no_bar)
+    return draw.make(loaded, chosen, wish, world, draw.no_bar)
 
 
 def invoked(words: list[str]) -> tuple[int, str]:

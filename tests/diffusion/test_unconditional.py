@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fullshard.cli import app
 from fullshard.errors import RecipeError
-from fullshard.ground import lay_ground
 from fullshard.log.console import Console
-from fullshard.read import read
+from fullshard.recipes.read import read
+from fullshard.setup.run_inputs import lay_ground
 from tests.ranks import RankPool
 from tests.small import train
 

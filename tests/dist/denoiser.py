@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.functional import huber_loss, silu
 
-from fullshard.models.base import Family, Weights
-from fullshard.objectives.base import Batch, Objective, Terms
+from fullshard.contracts.model import Family, Weights
+from fullshard.contracts.objective import Batch, Objective, Terms
 
 WIDTH, CHANNELS, FREQUENCIES, LONGEST, STEPS = 32, 8, 64, 64, 1000
 

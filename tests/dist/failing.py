@@ -7,8 +7,8 @@ import os
 import torch
 from torch import nn
 
-from fullshard.objectives.base import Batch, Terms
-from fullshard.objectives.causal_lm import CausalLM
+from fullshard.contracts.objective import Batch, Terms
+from fullshard.families.language.objectives.causal_lm import CausalLM
 
 
 class MixedDtypes(CausalLM):

@@ -77,16 +77,15 @@ def prepare(folder: Path) -> None:
     torch.set_num_threads(1)
     import fullshard.build
     import fullshard.check.preflight
-    import fullshard.header
     import fullshard.hf.attention
-    import fullshard.hf.start
+    import fullshard.hf.start_weights
+    import fullshard.log.all_sinks
     import fullshard.log.libraries
-    import fullshard.log.sinks
     import fullshard.run  # noqa: F401
-    from fullshard.ground import lay_ground
+    from fullshard.dist.precision import avoid_broken_amx
     from fullshard.log.console import Console
-    from fullshard.precision import avoid_broken_amx
-    from fullshard.read import read
+    from fullshard.recipes.read import read
+    from fullshard.setup.run_inputs import lay_ground
     from tests.small import model_folder, token_file
 
     avoid_broken_amx()
@@ -106,7 +105,7 @@ def start(chosen: dict[str, Any], log: Path) -> list[ForkProcess]:
 
 
 def _rank(rank: int, chosen: dict[str, Any], log: Path, store: Path) -> None:
-    from fullshard.read import read
+    from fullshard.recipes.read import read
     from fullshard.run import execute
     from tests.ranks import _enter
 
@@ -152,7 +151,7 @@ def end(processes: list[ForkProcess], *, patience_s: float) -> list[int]:
 def look(run: Path, life: Life) -> None:
     """What a life has left in the run folder."""
     from fullshard.checkpoint import folder as files
-    from fullshard.checkpoint.command import problems
+    from fullshard.commands.verify import problems
 
     life.inside = bool(saving(run))
     for name in saving(run):

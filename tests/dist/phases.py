@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fullshard.objectives.causal_lm import CausalLM
+from fullshard.families.language.objectives.causal_lm import CausalLM
 
 
 class Paused(CausalLM):

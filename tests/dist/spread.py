@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
-from fullshard.models.base import Family
-from fullshard.part import decode
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 half = pytest.mark.parametrize("compute", HALVES.values(), ids=HALVES)

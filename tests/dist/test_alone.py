@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.dist import alone
+from fullshard.dist import single_rank
 from tests.dist.spread import half, spread, tokens
 from tests.ranks import RankPool
 
 
 def losses(settings: dict[str, Any], compute: torch.dtype, *, together: bool) -> tuple[list[float], list[int]]:
     """Of a few steps, and how many parameters were cast in each call."""
-    cast, counts = alone._cast, []
+    cast, counts = single_rank._cast, []
 
     def counted(parameters: list[Any]) -> None:
         counts.append(len(parameters))
         cast(parameters)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alone, "_cast", counted)
+        patch.setattr(single_rank, "_cast", counted)
         if not together:
-            patch.setattr(alone, "save_passes", lambda units: None)
+            patch.setattr(single_rank, "save_passes", lambda units: None)
         module, _, _ = spread(settings, compute)
         trained = [p for p in module.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
@@ -57,7 +57,7 @@ def test_casting_together_changes_no_bit(ranks: RankPool, model: str, compute: t
 
 
 def test_memory_for_a_reduction_is_taken_once() -> None:
-    reduction, wish = alone._InPlace(), {"dtype": torch.float32, "device": torch.device("cpu")}
+    reduction, wish = single_rank._InPlace(), {"dtype": torch.float32, "device": torch.device("cpu")}
     given = [reduction.allocate((4,), **wish) for _ in range(4)]
     assert given[0] is given[1]
     assert given[2] is given[3]
@@ -81,5 +81,5 @@ def test_another_torch_is_left_alone(ranks: RankPool) -> None:
 
 def without_names() -> tuple[list[float], list[int]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alone, "_NAMES", ((alone.FSDPParamGroup, ("a_name_that_torch_does_not_have",)),))
+        patch.setattr(single_rank, "_NAMES", ((single_rank.FSDPParamGroup, ("a_name_that_torch_does_not_have",)),))
         return losses(MODELS["full"], torch.bfloat16, together=True)

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from fullshard.contracts.model import Family, Weights
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
 from fullshard.hf.sizes import make_config
-from fullshard.models.base import Family, Weights
 from tests.ranks import RankPool
 from tests.small import VOCABULARY, curve, recipe, token_file, train
 from tests.unit.hf.architectures import towers

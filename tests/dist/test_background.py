@@ -12,7 +12,7 @@ import torch
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.log.metrics import FILE, read
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
@@ -46,25 +46,25 @@ class FullDisk(Evaluation):
 
 def outcome(chosen: dict[str, Any], memory: int | None = None, later: int | None = None) -> tuple[str, str]:
     """How a rank's run ended, on a host with so much memory left, and another amount when a save comes near."""
-    import fullshard.checkpoint.room
-    from fullshard.read import read as read_recipe
+    import fullshard.checkpoint.host_capacity
+    from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
-    before, asked = fullshard.checkpoint.room.memory_left, []
+    before, asked = fullshard.checkpoint.host_capacity.memory_left, []
 
     def left() -> int:
         asked.append(1)
         given = memory if len(asked) == 1 or later is None else later
         return before() if given is None else given
 
-    fullshard.checkpoint.room.memory_left = left
+    fullshard.checkpoint.host_capacity.memory_left = left
     FullDisk.seen.clear()
     try:
         return "stopped", execute(read_recipe(chosen), resume="auto").stopped
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
-        fullshard.checkpoint.room.memory_left = before
+        fullshard.checkpoint.host_capacity.memory_left = before
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 

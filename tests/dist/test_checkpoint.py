@@ -19,8 +19,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint.command import problems
-from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.commands.verify import problems
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.log.metrics import FILE, last_step, read
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
@@ -55,7 +55,7 @@ def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
 
 def outcome(settings: dict[str, Any], resume: str = "auto", anyway: bool = False) -> tuple[str, str]:
     """How a rank's run ended: the reason, or the class and text of the error."""
-    from fullshard.read import read as read_recipe
+    from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
     try:

@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint.command import problems
+from fullshard.checkpoint.dcp_files import METADATA, Writer
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.checkpoint.storage import METADATA, Writer
 from fullshard.checkpoint.tensors import tree
+from fullshard.commands.verify import problems
 from fullshard.log.metrics import FILE, read
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
@@ -67,7 +67,7 @@ def stopped_run(folder: Path, name: str, format: str, steps: tuple[int, ...] = (
 
 def outcome(settings: dict[str, Any], resume: str = "auto") -> tuple[str, str]:
     """How a rank's run ended: the reason, or the class and text of the error."""
-    from fullshard.read import read as read_recipe
+    from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
     try:

@@ -19,12 +19,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import fullshard
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family, Weights
 from fullshard.dist import values
 from fullshard.dist.shard import Unit
 from fullshard.dist.wrap import find_blocks
-from fullshard.models.base import Family, Weights
 from fullshard.optim.adamw import AdamW
-from fullshard.part import decode
 from tests.dist.denoiser import CHANNELS
 from tests.dist.spread import HALVES, dtypes_of, half, spread, tokens, whole
 from tests.ranks import RankPool

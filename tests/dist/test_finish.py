@@ -73,7 +73,7 @@ def test_a_run_out_of_patience_is_finished(ranks: RankPool, folder: Path) -> Non
 
 def result(settings: dict[str, Any]) -> Any:
     """What one rank of a run gives back. Sent to the rank pool by name."""
-    from fullshard.read import read
+    from fullshard.recipes.read import read
     from fullshard.run import execute
 
     return execute(read(settings), resume="auto")

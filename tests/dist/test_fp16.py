@@ -18,11 +18,11 @@ from torch import nn
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity
+from fullshard.contracts.objective import Batch, Terms
+from fullshard.contracts.optimizer import Optimizer
+from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.log.metrics import FILE, read
-from fullshard.objectives.base import Batch, Terms
-from fullshard.objectives.causal_lm import CausalLM
 from fullshard.optim.adamw import AdamW
-from fullshard.optim.base import Optimizer
 from fullshard.schedules.linear import Linear
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(settings: dict[str, Any]) -> tuple[str, str, int]:
     """How a rank's run ended: the reason or the error, and the last step."""
-    from fullshard.read import read as read_recipe
+    from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
     try:

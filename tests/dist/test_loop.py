@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
-from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.objectives.base import Batch, Numbers, Terms
-from fullshard.objectives.causal_lm import CausalLM
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
+from fullshard.contracts.objective import Batch, Numbers, Terms
+from fullshard.families.language.objectives.causal_lm import CausalLM
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def outcome(settings: dict[str, Any]) -> tuple[str, str, int]:
     """How a rank's run ended: the reason or the error, and the last step."""
-    from fullshard.read import read as read_recipe
+    from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
     try:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from fullshard.contracts.objective import Batch, Objective, Terms
 from fullshard.errors import SetupError
-from fullshard.objectives.base import Batch, Objective, Terms
-from fullshard.objectives.causal_lm import CausalLM
+from fullshard.families.language.objectives.causal_lm import CausalLM
 from tests.ranks import RankPool
 from tests.small import curve, recipe, train
 from tests.unit.proofs_of import proofs_of
@@ -118,7 +118,7 @@ def norm_after_waking() -> tuple[bool, float]:
     """Whether the zero weights of a model had values meanwhile, and what they have afterwards."""
     from torch.distributed.fsdp import fully_shard
 
-    from fullshard.dist.awake import awake
+    from fullshard.dist.nonzero_weights import awake
     from fullshard.dist.values import local
 
     torch.manual_seed(0)
@@ -225,9 +225,9 @@ class Prefixed(CausalLM):
 def of_prefix_model(honest: bool) -> str:
     import numpy as np
 
-    from fullshard.data.tokens import collate_tokens
     from fullshard.dist.world import join
-    from fullshard.proofs import Probe, prove
+    from fullshard.proofs.before_step_one import Probe, prove
+    from fullshard.text.tokens import collate_tokens
 
     join(device="cpu", backend="gloo", timeout_s=60)
     ids = np.random.default_rng(0).integers(3, 97, 60).astype(np.int32)

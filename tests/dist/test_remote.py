@@ -76,7 +76,7 @@ def samples(records: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
 
 def outcome(chosen: dict[str, Any], resume: str = "auto") -> tuple[str, str]:
     """How a rank's run ended."""
-    from fullshard.read import read as read_recipe
+    from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
     try:
@@ -193,7 +193,7 @@ def test_local_checkpoints_are_not_forgotten_for_an_empty_store(ranks: RankPool,
 
 def trial(chosen: dict[str, Any]) -> list[tuple[str, str, str]]:
     from fullshard.check.trial import run_trial
-    from fullshard.read import read as read_recipe
+    from fullshard.recipes.read import read as read_recipe
 
     return [(f.level, f.check, f.text) for f in run_trial(read_recipe(chosen))]
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.errors import SetupError
-from fullshard.yaml_text import render
+from fullshard.formatting.yaml_text import render
 from tests.ranks import RankPool
 from tests.small import model_folder, recipe, token_file, train
 
@@ -161,7 +161,7 @@ def code_that_differs() -> list[str]:
     import importlib
 
     from fullshard.dist.agreement import differences
-    from fullshard.same_run import code
+    from fullshard.setup.same_run import code
 
     sys.modules.pop("colorsys", None)
     if os.environ["RANK"] == "0":
@@ -210,8 +210,8 @@ def test_the_order_of_a_set_is_no_difference() -> None:
     """Strings hash differently in every process; diffusers' config and a user's part both make lists of sets."""
     code = (
         "from diffusers import DiTTransformer2DModel\n"
-        "from fullshard.part import Section, plain\n"
-        "from fullshard.same_run import _model\n"
+        "from fullshard.config.part import Section, plain\n"
+        "from fullshard.setup.same_run import _model\n"
         "class Own(Section):\n    words: set[str]\n"
         "model = DiTTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=4, sample_size=4)\n"
         "print(_model(model), plain(Own(words=set('abcdefgh'))))\n"

@@ -23,10 +23,10 @@ import pytest
 from tests.small import model_folder, recipe, token_file
 
 ROOT = Path(__file__).parents[2]
-TOKENISE = "fullshard.ground:lay_data"
+TOKENISE = "fullshard.setup.run_inputs:lay_data"
 MEET = "fullshard.dist.world:join"
 LOAD = "fullshard.build:build"
-EVALUATE = "fullshard.evaluate.loss/Loss:run"
+EVALUATE = "fullshard.evaluations.loss/Loss:run"
 EXPORT = "fullshard.checkpoint.saver/Saver:export"
 UNSAVED = "before the first step: nothing to save. Run the same command again.\n"
 UNDER_WAY = ": what is under way is finished and saved. A second one stops at once."

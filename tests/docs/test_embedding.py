@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 import fullshard
 from fullshard.cli import app
+from fullshard.config.part import decode, kinds
+from fullshard.families.embedding.models.sentence_transformer import SentenceTransformer
 from fullshard.log.metrics import FILE
 from fullshard.log.metrics import read as read_metrics
-from fullshard.models.sentence_transformer import SentenceTransformer
-from fullshard.ops.candidates import Reach
-from fullshard.part import decode, kinds
 from fullshard.similarity.base import SimilarityLoss
+from fullshard.similarity.candidates import Reach
 from tests.embedding import texts
 
 PAGE = (Path(__file__).parents[2] / "docs" / "embedding.md").read_text()

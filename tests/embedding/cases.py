@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from fullshard.data.encode.pairs import Pairs
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family
+from fullshard.contracts.objective import Objective
 from fullshard.data.order import rank_slices
 from fullshard.dist import values
+from fullshard.dist.gradient_sync import one_by_one
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, shard
-from fullshard.dist.turns import one_by_one
 from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
-from fullshard.models.base import Family
-from fullshard.objectives.base import Objective
-from fullshard.objectives.contrastive import Contrastive
-from fullshard.ops.chunks import Chunk, Texts, cut, inputs
-from fullshard.part import decode
+from fullshard.families.embedding.chunks import Chunk, Texts, cut, inputs
+from fullshard.families.embedding.encoders.pairs import Pairs
+from fullshard.families.embedding.objectives.contrastive import Contrastive
 
 SAMPLES = 5  # no number of ranks divides it: the last place of a step is a filler
 VOCABULARY = 60

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy, normalize
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family
+from fullshard.contracts.objective import Objective
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.models.base import Family
-from fullshard.objectives.base import Objective
-from fullshard.ops.chunks import Chunk, Texts, inputs
-from fullshard.part import decode
+from fullshard.families.embedding.chunks import Chunk, Texts, inputs
 from tests.embedding import cases, texts
 from tests.embedding.test_export import TEXTS, encoded, export, load
 from tests.embedding.test_mine import mine, plainly
@@ -381,7 +381,7 @@ def test_tokens_are_not_compared_past_layers_after_pooling(folder: Path) -> None
 
 @pytest.mark.parametrize("place", ["matryoshka", "retrieval"])
 def test_dimensions_are_those_of_the_last_layer(folder: Path, tmp_path: Path, place: str) -> None:
-    from fullshard.evaluate.base import Evaluation
+    from fullshard.contracts.evaluation import Evaluation
 
     wide = edited(folder / "model", tmp_path / "wide", "3_Dense", in_features=24, out_features=40)
     for path, width in ((folder / "model", 8), (wide, 40), (folder / "bert", 16)):

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
+from fullshard.families.embedding.chunks import Chunk, Texts, inputs
 from fullshard.log.metrics import FILE, read
-from fullshard.ops.chunks import Chunk, Texts, inputs
 from tests.embedding import texts
 from tests.near import assert_near
 from tests.ranks import RankPool
@@ -142,8 +142,8 @@ def test_rows_are_pooled_as_single_texts_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch, start: str, pooling: str
 ) -> None:
     """By a mask, and by a kernel that is given bounds; packed and padded."""
-    from fullshard.hf.embed import bind
-    from fullshard.ops import varlen_attention
+    from fullshard.families.embedding.embed import bind
+    from fullshard.hf import varlen_attention
 
     monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_on_cpu)
     tokenizer, model = texts.tokenizer(ends=start != "qwen-left"), untrained(folder / start).eval()
@@ -306,8 +306,8 @@ HEADS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_model_with_a_head_starts_with_its_backbone(tmp_path: Path, kind: str) -> None:
     """Exactly its values; a pooler, which no embedding passes, may be new."""
-    from fullshard.models.base import Family
-    from fullshard.part import decode
+    from fullshard.config.part import decode
+    from fullshard.contracts.model import Family
 
     if "tied" in kind:
         texts.decoder(tmp_path / "model", **HEADS[kind])

@@ -178,9 +178,9 @@ def test_adapters_on_a_base_that_no_library_reads(
 
 def test_a_hub_name_and_its_revision_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And where the backbone lies in a folder of the hub's, which peft has no key for, the fetched one is named."""
+    from fullshard.config.part import decode
+    from fullshard.contracts.model import Family
     from fullshard.hf.edits import adapter_config
-    from fullshard.models.base import Family
-    from fullshard.part import decode
 
     base = texts.encoder(tmp_path / "snapshot", num_hidden_layers=1)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(base))

@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard.cli import app
-from fullshard.data.base import Encoder
-from fullshard.data.encode.pairs import Pairs
+from fullshard.contracts.data import Encoder
 from fullshard.data.prepare import choose_encoder
 from fullshard.data.sources.files import Files
+from fullshard.families.embedding.encoders.pairs import Pairs
 from tests import small
 from tests.embedding import texts
 

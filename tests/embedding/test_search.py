@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.data.base import Source
-from fullshard.data.judged import read_judged
+from fullshard.config.part import decode
+from fullshard.contracts.data import Source
 from fullshard.errors import DataError
-from fullshard.part import decode
+from fullshard.families.embedding.relevance_files import read_judged
 from tests.embedding import texts
 from tests.ranks import RankPool
 from tests.small import train

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard.config.part import decode
+from fullshard.contracts.objective import Objective
 from fullshard.errors import RecipeError
-from fullshard.objectives.base import Objective
-from fullshard.part import decode
 from tests.embedding import cases, texts
 from tests.small import curve, train
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fullshard.config.part import decode
+from fullshard.contracts.objective import Objective
 from fullshard.data.order import rank_slices
-from fullshard.objectives.base import Objective
-from fullshard.part import decode
 from tests.embedding import cases, vision
 from tests.ranks import RankPool
 
@@ -95,7 +95,7 @@ def batches(found: list[list[dict[str, Any]]], rank: int, world: int) -> list[di
 def steps(folder: Path, caches: list[Any], *, lora: bool) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """One sharded step with each cache."""
     from fullshard.dist import reduce
-    from fullshard.dist.turns import one_by_one
+    from fullshard.dist.gradient_sync import one_by_one
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mine, found, sharded = batches(features(folder), rank, world), [], None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.optim.adamw import AdamW
 from tests.small import train
 

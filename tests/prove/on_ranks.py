@@ -12,11 +12,11 @@ import torch
 from pydantic import PrivateAttr
 from torch import nn
 
+from fullshard.config.part import plain
+from fullshard.contracts.evaluation import EvaluationInputs, Findings
+from fullshard.contracts.objective import Batch, Terms
 from fullshard.errors import DataError
-from fullshard.evaluate.base import EvaluationInputs, Findings
-from fullshard.objectives.base import Batch, Terms
-from fullshard.objectives.causal_lm import CausalLM
-from fullshard.part import plain
+from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.prove.cases import Case
 from fullshard.prove.kill import Kill
 from tests.ranks import RankPool
@@ -70,7 +70,7 @@ class Lopsided(CausalLM):
 
 def run_case(settings: dict[str, Any], told: str, resume: str) -> int:
     """One rank of a run; its exit code."""
-    from fullshard.read import read
+    from fullshard.recipes.read import read
     from fullshard.run import join
 
     try:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from fullshard.ground import lay_ground
-from fullshard.launch.base import Ranks
+from fullshard.config.part import plain
+from fullshard.contracts.launcher import Ranks
 from fullshard.log.console import Console
-from fullshard.part import plain
 from fullshard.prove.cases import NAMES, Case, Place, Plan, plan
-from fullshard.read import load
 from fullshard.recipe import Recipe
+from fullshard.recipes.read import load
+from fullshard.setup.run_inputs import lay_ground
 from tests.small import model_folder, recipe, token_file
 
 

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 import fullshard
-from fullshard import builtin
+from fullshard.config import builtin
+from fullshard.config.part import plain
 from fullshard.log.metrics import read as read_metrics
-from fullshard.part import plain
 from tests.embedding import vision
 from tests.small import model_folder
 

@@ -18,15 +18,15 @@ def proofs_of(
     change: Any = None,
 ) -> list[str]:
     """What is proven of a fresh model in size tiny; `change` is given the sharded module first."""
-    from fullshard.data.encode.text import Text
     from fullshard.data.loader import Loader
     from fullshard.dist.mesh import choose_layout, make_mesh
     from fullshard.dist.shard import ShardPlan, shard
     from fullshard.dist.world import join
     from fullshard.dist.wrap import find_blocks
-    from fullshard.models.hf import Hf
-    from fullshard.objectives.causal_lm import CausalLM
-    from fullshard.proofs import Probe, prove
+    from fullshard.families.language.encoders.text import Text
+    from fullshard.families.language.models.hf import Hf
+    from fullshard.families.language.objectives.causal_lm import CausalLM
+    from fullshard.proofs.before_step_one import Probe, prove
 
     world = join(device="cpu", backend="gloo", timeout_s=60)
     family = Hf(architecture=architecture, size="tiny", overrides=overrides or {})

@@ -15,12 +15,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fullshard import again
 from fullshard.cli import app
+from fullshard.config.arguments import Typed
 from fullshard.log.metrics import read as read_metrics
-from fullshard.read import Reading, hand_on, load, read
+from fullshard.recipes import rerun
+from fullshard.recipes.read import Reading, hand_on, load, read
 from fullshard.run import execute
-from fullshard.words import Typed
 from tests import small
 
 Say = Callable[..., str]
@@ -157,7 +157,7 @@ def test_a_launcher_of_one_node_is_named_with_its_ranks(
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert again.command(_read("train", NAME, ["seed=1"], {"--devices": None})) == f"{starter} 'my recipe.yaml' seed=1"
+    assert rerun.command(_read("train", NAME, ["seed=1"], {"--devices": None})) == f"{starter} 'my recipe.yaml' seed=1"
 
 
 @pytest.mark.parametrize(
@@ -177,11 +177,11 @@ def test_a_launcher_of_one_node_is_named_with_its_ranks(
     ],
 )
 def test_lines_of_python_bring_their_imports(line: str, expected: str) -> None:
-    assert again.importing(line) == expected + line
+    assert rerun.importing(line) == expected + line
 
 
 def test_a_family_that_does_not_say_what_reads_it_promises_nothing(say: Say) -> None:
-    from fullshard.models.base import Family
+    from fullshard.contracts.model import Family
 
     assert Family.load_with(load(NAME).model, "out", adapter=False) is not None, "Transformers' own"
     assert Family.loader is None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.approach import AHEAD_S, SOON_STEPS, Approach
-from fullshard.rules import Due
+from fullshard.control.next_save import AHEAD_S, SOON_STEPS, Approach
+from fullshard.control.triggers import Due
 
 NEVER = Due(None, None)
 

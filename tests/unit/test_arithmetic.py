@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fullshard.arithmetic import StepPlan, plan_steps
 from fullshard.errors import RecipeError
+from fullshard.setup.step_plan import StepPlan, plan_steps
 
 
 def plan(**changes: Any) -> StepPlan:

@@ -9,22 +9,22 @@ from typing import Any, ClassVar, Literal
 import pytest
 from torch import nn
 
-from fullshard.best import BestRule, best_rule, gives_numbers, judge, only_worse, outcome
 from fullshard.checkpoint.settings import Best
-from fullshard.ema import Ema
+from fullshard.config.part import decode
+from fullshard.contracts.ema import Ema
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
+from fullshard.contracts.objective import Objective
+from fullshard.contracts.progress import Progress
+from fullshard.control.best import BestRule, best_rule, gives_numbers, judge, only_worse, outcome
 from fullshard.errors import RecipeError
-from fullshard.evaluate.base import Evaluation, EvaluationInputs, Findings
-from fullshard.evaluate.fid import Fid
-from fullshard.evaluate.loss import Loss
-from fullshard.evaluate.recognition import Recognition
-from fullshard.evaluate.retrieval import Retrieval
-from fullshard.evaluate.sample import Sample
-from fullshard.evaluate.spearman import Spearman
+from fullshard.evaluations.loss import Loss
+from fullshard.families.diffusion.evaluations.fid import Fid
+from fullshard.families.diffusion.evaluations.recognition import Recognition
+from fullshard.families.embedding.evaluations.retrieval import Retrieval
+from fullshard.families.embedding.evaluations.spearman import Spearman
+from fullshard.families.language.evaluations.sample import Sample
+from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.log.console import Console
-from fullshard.objectives.base import Objective
-from fullshard.objectives.causal_lm import CausalLM
-from fullshard.part import decode
-from fullshard.state import Progress
 
 Direction = Literal["min", "max"]
 

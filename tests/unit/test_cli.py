@@ -12,13 +12,13 @@ import pytest
 from typer.testing import CliRunner
 
 import fullshard.run
-from fullshard import builtin
 from fullshard.cli import OPTIONS, app, main
-from fullshard.elsewhere import ELSEWHERE
+from fullshard.commands.other_tools import ELSEWHERE
+from fullshard.config import builtin
+from fullshard.config.arguments import to_overrides
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import NumericalError, RecipeError
-from fullshard.launch.base import Ranks
-from fullshard.read import Reading
-from fullshard.words import to_overrides
+from fullshard.recipes.read import Reading
 
 RECIPE = "model: some/model\ndata: {train: a.jsonl}\ntopology: {device: cpu}\n"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -292,7 +292,7 @@ def test_shell_completion_offers_recipes_and_presets() -> None:
 
 def test_a_rank_of_our_launcher_follows_it_and_its_own_children_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[int] = []
-    monkeypatch.setattr("fullshard.signals.end_with", followed.append)
+    monkeypatch.setattr("fullshard.launch.signals.end_with", followed.append)
     monkeypatch.setattr(sys, "argv", ["fullshard", "--version"])
     monkeypatch.setenv("FULLSHARD_STARTED_BY", "12")
     for _ in range(2):

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.arithmetic import StepPlan
-from fullshard.header import intervals
+from fullshard.control.triggers import Due
 from fullshard.log.metrics import read as read_metrics
-from fullshard.rules import Due
+from fullshard.setup.run_summary import intervals
+from fullshard.setup.step_plan import StepPlan
 from tests import small
 
 Run = Callable[..., "Done"]

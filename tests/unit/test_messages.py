@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from fullshard import foreign
+from fullshard.config import foreign_keys
+from fullshard.config.arguments import to_overrides
+from fullshard.config.merge import members
+from fullshard.config.part import Part, Section, kinds, part_class
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError, RecipeError
-from fullshard.layers import members
-from fullshard.part import Part, Section, kinds, part_class
-from fullshard.plural import counted
-from fullshard.read import load, read
+from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
-from fullshard.words import to_overrides
+from fullshard.recipes.read import load, read
 
 BASE: dict[str, Any] = {
     "model": {"architecture": "qwen3", "size": "tiny", "tokenizer": {"train": {"vocab_size": 300}}},
@@ -109,7 +109,7 @@ def test_sections_of_accelerate_and_deepspeed_are_read_to_their_keys() -> None:
 @pytest.mark.parametrize("word", ["FULL_SHARD", "zero3", "ddp", "fsdp", "HYBRID_SHARD", "no_shard"])
 def test_a_foreign_strategy_is_named_ours(word: str) -> None:
     message = error_of_words(f"sharding={word}")
-    ours = foreign.of_value("sharding.strategy", word)
+    ours = foreign_keys.of_value("sharding.strategy", word)
     assert f"(here {word} is {ours})" in message
     load(BASE, f"sharding={ours}")
 
@@ -121,14 +121,14 @@ def test_a_slip_in_our_own_words_is_not_taken_for_a_foreign_one() -> None:
     assert "left out" in error_of_words("fp16=false")
 
 
-@pytest.mark.parametrize("ours", [*foreign.KEYS, *(f"{key}=" for key in foreign.VALUES)])
+@pytest.mark.parametrize("ours", [*foreign_keys.KEYS, *(f"{key}=" for key in foreign_keys.VALUES)])
 def test_every_target_of_the_table_is_a_key(ours: str) -> None:
     key = ours.partition("=")[0]
     assert key in {path for path, _ in keys(Recipe)} | {"kind"}
 
 
 def test_every_value_of_the_table_is_accepted() -> None:
-    for key, values in foreign.VALUES.items():
+    for key, values in foreign_keys.VALUES.items():
         if key in ("log.sinks", "model.attention"):
             continue  # a list; a model on a GPU
         for ours in values:
@@ -136,10 +136,10 @@ def test_every_value_of_the_table_is_accepted() -> None:
 
 
 def test_no_spelling_is_in_the_table_twice() -> None:
-    spellings = [word for words in foreign.KEYS.values() for word in words.split()]
+    spellings = [word for words in foreign_keys.KEYS.values() for word in words.split()]
     assert len(set(spellings)) == len(spellings)
-    assert not set(spellings) & set(foreign.WITHOUT)
-    for key, values in foreign.VALUES.items():
+    assert not set(spellings) & set(foreign_keys.WITHOUT)
+    for key, values in foreign_keys.VALUES.items():
         words = [word for theirs in values.values() for word in theirs.split(", ")]
         assert len(set(words)) == len(words), key
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard.dist.precision import avoid_broken_amx, check_word, resolve_for, resolve_precision
 from fullshard.errors import RecipeError, SetupError
-from fullshard.precision import avoid_broken_amx, check_word, resolve_for, resolve_precision
-from fullshard.read import read
+from fullshard.recipes.read import read
 
 CPU = torch.device("cpu")
 
@@ -145,6 +145,6 @@ def test_a_wish_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_reading_the_word_needs_no_torch() -> None:
     code = (
-        "import sys; from fullshard.precision import check_word; check_word('bf16'); sys.exit('torch' in sys.modules)"
+        "import sys; from fullshard.dist.precision import check_word as c; c('bf16'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

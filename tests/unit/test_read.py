@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 import fullshard
-from fullshard import builtin
+from fullshard.config import builtin
+from fullshard.config.part import plain
 from fullshard.errors import RecipeError
-from fullshard.part import plain
-from fullshard.read import hand_on, load, read, run_facts, save_resolved
-from fullshard.yaml_text import parse, parse_value, render
+from fullshard.formatting.yaml_text import parse, parse_value, render
+from fullshard.recipes.read import hand_on, load, read, run_facts, save_resolved
 
 OWN_PARTS = """
 from typing import Any, ClassVar
@@ -467,7 +467,7 @@ def test_a_word_that_begins_with_the_key_is_a_hint() -> None:
 def test_a_part_without_a_method_of_its_contract_is_refused() -> None:
     message = error_of(MINIMAL, "schedule.kind=own_parts.Flat")
     assert "schedule.kind = 'own_parts.Flat': the class has no method after_warmup or factor" in message
-    assert "fullshard.schedules.base" in message
+    assert "fullshard.contracts.schedule" in message
     assert load(MINIMAL, "schedule.kind=own_parts.Whole").schedule.factor(0, 1) == 1.0
 
 
@@ -481,7 +481,7 @@ def test_every_contract_names_methods_that_it_has() -> None:
 
 
 def test_a_class_of_this_session_is_not_handed_to_other_ranks(tmp_path: Path) -> None:
-    from fullshard.schedules.base import Schedule
+    from fullshard.contracts.schedule import Schedule
 
     class Local(Schedule):
         def after_warmup(self, step: int, total: int) -> float:

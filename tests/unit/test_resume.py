@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.checkpoint.integrity import UNREAD
-from fullshard.checkpoint.store import place
+from fullshard.checkpoint.paths import place
+from fullshard.control.resume import choose, flat
 from fullshard.errors import CheckpointError
-from fullshard.resume import choose, flat
 
 LOCAL = [Path("runs/a/checkpoint-9"), Path("runs/a/checkpoint-6")]
 REMOTE = [place(f"memory://resume/a/checkpoint-{step}") for step in (9, 6)]

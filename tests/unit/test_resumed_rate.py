@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.resumed_rate import jump
-from fullshard.state import Progress
+from fullshard.contracts.progress import Progress
+from fullshard.control.resumed_rate import jump
 
 
 def recipe(**changes: Any) -> dict[str, Any]:

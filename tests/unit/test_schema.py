@@ -5,10 +5,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from fullshard import builtin
-from fullshard.part import plain
-from fullshard.read import load, schema
-from fullshard.yaml_text import parse
+from fullshard.config import builtin
+from fullshard.config.part import plain
+from fullshard.formatting.yaml_text import parse
+from fullshard.recipes.read import load, schema
 
 VALIDATOR = jsonschema.Draft202012Validator
 

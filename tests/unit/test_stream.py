@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file
 
+from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, TorchStream
 from fullshard.errors import CheckpointError
-from fullshard.stream import Entry, SafetensorsStream, TorchStream
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fullshard.data.base import Records, Source
+from fullshard.contracts.data import Records, Source
 from fullshard.data.formats import PIECES, SUFFIXES, open_file
 from fullshard.data.records import ArrowRecords, Joined
 from fullshard.errors import DataError

@@ -5,7 +5,7 @@ Must not know tokens or ranks.
 
 from __future__ import annotations
 
-from fullshard.data.base import Records, Source
+from fullshard.contracts.data import Records, Source
 from fullshard.data.records import ArrowRecords
 from fullshard.errors import DataError
 

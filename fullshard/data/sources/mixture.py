@@ -9,11 +9,11 @@ from __future__ import annotations
 import numpy as np
 from pydantic import Field, model_validator
 
-from fullshard.data.base import Record, Records, Source
+from fullshard.config.part import Section
+from fullshard.contracts.data import Record, Records, Source
 from fullshard.data.order import MIXTURE, generator
 from fullshard.data.records import combine, origins
-from fullshard.part import Section
-from fullshard.plural import counted
+from fullshard.formatting.plural import counted
 
 
 class MixturePart(Section):

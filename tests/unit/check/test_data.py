@@ -13,14 +13,14 @@ import pytest
 
 from fullshard.check import data
 from fullshard.check.findings import Finding
-from fullshard.data.base import IGNORE
+from fullshard.contracts.data import IGNORE
 from fullshard.data.loader import Loader
 from fullshard.errors import DataError
-from fullshard.ground import Ground, check_batch, lay_ground
+from fullshard.families.embedding.objectives.contrastive import Contrastive
 from fullshard.log.console import Console
-from fullshard.objectives.contrastive import Contrastive
-from fullshard.read import load
 from fullshard.recipe import Recipe
+from fullshard.recipes.read import load
+from fullshard.setup.run_inputs import Ground, check_batch, lay_ground
 from tests import small
 
 

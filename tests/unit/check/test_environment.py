@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from fullshard.arithmetic import plan_steps
-from fullshard.check import environment, kernels, machine, room
+from fullshard.check import capacity, environment, kernels
 from fullshard.check.findings import Finding
-from fullshard.check.machine import Gpu, Machine
+from fullshard.contracts.launcher import Ranks
+from fullshard.dist.precision import resolve_for
 from fullshard.dist.world import World
 from fullshard.errors import SetupError
-from fullshard.launch.base import Ranks
-from fullshard.precision import resolve_for
-from fullshard.read import load
+from fullshard.launch import machine
+from fullshard.launch.machine import Gpu, Machine
 from fullshard.recipe import Recipe
-from fullshard.same_run import Subject
+from fullshard.recipes.read import load
+from fullshard.setup.same_run import Subject
+from fullshard.setup.step_plan import plan_steps
 from tests import small
 from tests.ranks import RankPool
 
@@ -397,17 +398,17 @@ def plan(*, steps: int, per_epoch: int = 10) -> Any:
 def test_what_checkpoints_take(tmp_path: Path) -> None:
     asked = recipe(tmp_path, checkpoint={"every_steps": 2, "keep": 3, "best": {"metric": "loss"}})
     # fp32 weights and two fp32 moments; three kept, the best, one being written; and an fp32 export.
-    assert room.budget(asked, parameters=1000, trainable=1000) == (12_000, 5, 4000)
-    assert room.budget(asked, parameters=1000, trainable=1000, plan=plan(steps=4))[1] == 2
-    assert room.budget(asked, parameters=1000, trainable=10, weight_bytes=2000)[0] == 2000 + 80
-    assert room.budget(recipe(tmp_path, precision="bf16-pure"), parameters=1000, trainable=1000)[0] == 6000
+    assert capacity.budget(asked, parameters=1000, trainable=1000) == (12_000, 5, 4000)
+    assert capacity.budget(asked, parameters=1000, trainable=1000, plan=plan(steps=4))[1] == 2
+    assert capacity.budget(asked, parameters=1000, trainable=10, weight_bytes=2000)[0] == 2000 + 80
+    assert capacity.budget(recipe(tmp_path, precision="bf16-pure"), parameters=1000, trainable=1000)[0] == 6000
     lora = recipe(tmp_path, model={"lora": True}, checkpoint={"keep": 1, "best": None, "every_epochs": 1})
-    assert room.budget(lora, parameters=1000, trainable=10) == (4080, 2, 40)
+    assert capacity.budget(lora, parameters=1000, trainable=10) == (4080, 2, 40)
     none = recipe(tmp_path, checkpoint={"at_end": False, "every_epochs": None, "best": None})
-    assert room.budget(none, parameters=1000, trainable=10, plan=plan(steps=100))[1:] == (0, 0)
+    assert capacity.budget(none, parameters=1000, trainable=10, plan=plan(steps=100))[1:] == (0, 0)
     every = recipe(tmp_path, checkpoint={"keep": None, "every_steps": 5, "best": None})
-    assert room.budget(every, parameters=1, trainable=1, plan=plan(steps=100))[1] == 20
-    assert next(room.disk(every, parameters=1, trainable=1)).level == "warning"
+    assert capacity.budget(every, parameters=1, trainable=1, plan=plan(steps=100))[1] == 20
+    assert next(capacity.disk(every, parameters=1, trainable=1)).level == "warning"
 
 
 def test_the_budget_is_what_a_run_writes(tmp_path: Path) -> None:
@@ -420,7 +421,7 @@ def test_the_budget_is_what_a_run_writes(tmp_path: Path) -> None:
     tensors = json.loads((saved / "manifest.json").read_text())["tensors"]
     weights = [t["shape"] for name, t in tensors.items() if name.startswith("model/")]
     number = sum(_product(shape) for shape in weights)
-    each, count, export = room.budget(load(settings), parameters=number, trainable=number)
+    each, count, export = capacity.budget(load(settings), parameters=number, trainable=number)
     assert each <= written <= each + 3000 * len(tensors)  # DCP frames every tensor, and the manifest names it
     exported = sum(file.stat().st_size for file in (tmp_path / "runs/run/model").iterdir())
     assert export <= exported <= export + 50_000
@@ -437,9 +438,9 @@ def test_frozen_weights_keep_half_precision(tmp_path: Path) -> None:
     module = asked.model.build(processor=None)
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters()) - trainable
-    assert room.weight_bytes(asked, module) == 2 * frozen + 4 * trainable
+    assert capacity.weight_bytes(asked, module) == 2 * frozen + 4 * trainable
     # The folder holds the frozen ones: a checkpoint has adapters and their moments alone.
-    assert room.budget(asked, parameters=frozen + trainable, trainable=trainable)[0] == 12 * trainable
+    assert capacity.budget(asked, parameters=frozen + trainable, trainable=trainable)[0] == 12 * trainable
 
 
 def _product(shape: list[int]) -> int:
@@ -565,7 +566,7 @@ def test_ranks_with_different_recipes(tmp_path: Path, ranks: RankPool) -> None:
 
 def test_the_finding_for_ids_is_the_launchers_own_refusal(tmp_path: Path) -> None:
     """What the check calls an error is refused by whoever starts the ranks."""
-    from fullshard.on_ranks import ranks_of
+    from fullshard.setup.on_ranks import ranks_of
 
     asked = recipe(tmp_path, topology={"device": "cpu", "devices": [0, 1]})
     with pytest.raises(SetupError) as refused:

@@ -14,13 +14,13 @@ from torch import nn
 
 from fullshard.check import model as check
 from fullshard.check.findings import Finding
+from fullshard.contracts.launcher import Ranks
 from fullshard.dist.wrap import WrapPlan
 from fullshard.errors import RecipeError
-from fullshard.ground import lay_ground
-from fullshard.launch.base import Ranks
+from fullshard.families.language.models.hf import Hf
 from fullshard.log.console import Console
-from fullshard.models.hf import Hf
-from fullshard.read import read
+from fullshard.recipes.read import read
+from fullshard.setup.run_inputs import lay_ground
 from tests import small
 from tests.unit.hf.architectures import CAUSAL
 

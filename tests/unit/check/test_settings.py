@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from fullshard import builtin
 from fullshard.check import settings
 from fullshard.check.findings import Finding
-from fullshard.ground import Ground, lay_ground
-from fullshard.launch.base import Ranks
+from fullshard.config import builtin
+from fullshard.contracts.launcher import Ranks
 from fullshard.log.console import Console
-from fullshard.read import Reading, read
+from fullshard.recipes.read import Reading, read
+from fullshard.setup.run_inputs import Ground, lay_ground
 from tests import small
 from tests.embedding import vision
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fullshard.check import stored
+from fullshard.check import weights
 from fullshard.check.findings import Finding
 from fullshard.errors import CheckpointError
 from tests import small
@@ -35,7 +35,7 @@ def levels(findings: list[Finding]) -> list[tuple[str, str]]:
 
 
 def test_whole_files_have_ticks_only(whole: Path) -> None:
-    findings = list(stored.look(whole))
+    findings = list(weights.look(whole))
     assert levels(findings) == [("ok", "weight files"), ("ok", "stored values")]
     number = len(load_file(whole / "model.safetensors"))
     assert findings[1].text == f"finite in a sample of {number} of {number} tensors"
@@ -84,13 +84,13 @@ def mangle_pointer(raw: bytes) -> bytes:
 def test_a_file_that_is_not_whole(folder: Path, mangle: Callable[[bytes], bytes], text: str) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(mangle(file.read_bytes()))
-    (finding,) = stored.look(folder)
+    (finding,) = weights.look(folder)
     assert levels([finding]) == [("error", "weight files")]
     assert re.search(text, finding.text)
     assert str(file) in finding.text
     # What is refused here cannot be opened for training either.
     with pytest.raises(CheckpointError):
-        stored.open_folder(folder)
+        weights.open_folder(folder)
 
 
 def test_every_broken_file_is_named(tmp_path: Path) -> None:
@@ -100,15 +100,15 @@ def test_every_broken_file_is_named(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(whole).save_pretrained(tmp_path / "parts", max_shard_size="20KB")
     files = sorted((tmp_path / "parts").glob("*.safetensors"))
     assert len(files) > 3
-    assert [f.level for f in stored.look(tmp_path / "parts")] == ["ok", "ok"]
+    assert [f.level for f in weights.look(tmp_path / "parts")] == ["ok", "ok"]
     for file in files[1:3]:
         file.write_bytes(file.read_bytes()[:-1])
-    findings = list(stored.look(tmp_path / "parts"))
+    findings = list(weights.look(tmp_path / "parts"))
     assert levels(findings) == [("error", "weight files")] * 2
     assert [file.name in f.text for file, f in zip(files[1:3], findings, strict=True)] == [True, True]
     files[1].unlink()
     with pytest.raises(CheckpointError, match="1 of .* weight files are missing"):
-        list(stored.look(tmp_path / "parts"))
+        list(weights.look(tmp_path / "parts"))
 
 
 def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -121,16 +121,16 @@ def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_no_numbers(folder: Path, name: str, value: float) -> None:
     change(folder, name, lambda tensor: torch.full_like(tensor, value))
-    findings = list(stored.look(folder))
+    findings = list(weights.look(folder))
     assert levels(findings) == [("ok", "weight files"), ("error", "stored values")]
     assert f"{name} holds NaN or infinity" in findings[1].text
 
 
 def test_a_matrix_of_zeros_is_suspicious_and_a_vector_of_zeros_is_not(folder: Path) -> None:
     change(folder, VECTOR, torch.zeros_like)
-    assert [f.level for f in stored.look(folder)] == ["ok", "ok"]
+    assert [f.level for f in weights.look(folder)] == ["ok", "ok"]
     change(folder, MATRIX, torch.zeros_like)
-    findings = list(stored.look(folder))
+    findings = list(weights.look(folder))
     assert levels(findings) == [("ok", "weight files"), ("warning", "stored values")]
     assert f"{MATRIX} holds nothing but zeros" in findings[1].text
 
@@ -142,4 +142,4 @@ def test_some_rows_of_zeros_are_not_suspicious(folder: Path) -> None:
         return tensor
 
     change(folder, MATRIX, only_one_value)
-    assert [f.level for f in stored.look(folder)] == ["ok", "ok"]
+    assert [f.level for f in weights.look(folder)] == ["ok", "ok"]

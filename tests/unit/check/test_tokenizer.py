@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from fullshard.check import tokenizer as check
 from fullshard.check.findings import Finding
-from fullshard.data.encode.chat import PLAIN, Chat
-from fullshard.data.encode.text import Text
+from fullshard.families.language.encoders.chat import PLAIN, Chat
+from fullshard.families.language.encoders.text import Text
 from fullshard.hf.tokenizer import TokenizerTraining, load_tokenizer, train_tokenizer
 
 TEXTS = ["The cat sat on the mat.", "  def f(x):\n      return x\n", "Über Straßen\tund Plätze"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity
-from fullshard.checkpoint.storage import Writer
+from fullshard.checkpoint.dcp_files import Writer
 from fullshard.checkpoint.tensors import tree
 
 FORMATS = ("sharded", "full")

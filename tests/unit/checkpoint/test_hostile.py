@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity
+from fullshard.checkpoint.completeness import problems as look
+from fullshard.checkpoint.dcp_files import METADATA, Reader
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.checkpoint.storage import METADATA, Reader
-from fullshard.checkpoint.whole import problems as look
 from fullshard.cli import app
+from fullshard.control.resume import stand
 from fullshard.errors import CheckpointError
-from fullshard.resume import stand
 from tests.unit.checkpoint.handmade import make, seal, tensors
 
 WEIGHT = "model/head.weight"

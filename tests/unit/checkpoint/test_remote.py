@@ -15,13 +15,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
-from fullshard.check import room
-from fullshard.check.store import look as check
+from fullshard.check import capacity
+from fullshard.check.remote_store import look as check
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import remote, store
+from fullshard.checkpoint import paths, remote
 from fullshard.cli import app
 from fullshard.errors import CheckpointError, RecipeError, SetupError
-from fullshard.read import read
+from fullshard.recipes.read import read
 from tests import bucket
 from tests.unit.checkpoint.test_folder import make, names
 
@@ -103,7 +103,7 @@ def test_the_same_step_again_replaces_and_a_kill_in_the_middle_loses_nothing(run
 
 def test_a_copy_that_was_half_made_is_no_checkpoint(run: Path) -> None:
     make(run, 5, content="old")
-    store.copy(run / "checkpoint-5", run / ".unfinished-old-checkpoint-5", last=files.MANIFEST)
+    paths.copy(run / "checkpoint-5", run / ".unfinished-old-checkpoint-5", last=files.MANIFEST)
     (run / ".unfinished-old-checkpoint-5" / files.MANIFEST).unlink()
     (run / "checkpoint-5" / "__0_0.distcp").write_text("kept")
     files.recover(run)
@@ -141,7 +141,7 @@ def test_texts_go_along_and_come_back(run: Path, tmp_path: Path) -> None:
     there.mkdir()
     (here / "metrics.jsonl").write_text("1\n2\n")
     (here / "other.bin").write_text("stays")
-    store.make(run)
+    paths.make(run)
     remote.send_texts(here, run, warn=pytest.fail)
     remote.fetch_texts(there, run)
     assert inside(there) == ["metrics.jsonl"]
@@ -294,9 +294,9 @@ def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
 def test_a_store_needs_no_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5_000))
     sizes: dict[str, Any] = {"parameters": 1_000, "trainable": 1_000}
-    [local] = room.disk(read(settings(output=str(tmp_path))).recipe, **sizes)
+    [local] = capacity.disk(read(settings(output=str(tmp_path))).recipe, **sizes)
     assert local.level == "error"
-    away, here = room.disk(read(settings(output="memory://box")).recipe, **sizes)
+    away, here = capacity.disk(read(settings(output="memory://box")).recipe, **sizes)
     assert "a checkpoint takes 11.7 KiB, 5 of them at memory://box" in away.text
     assert here.level == "ok"
     assert "needed for the export" in here.text

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from fullshard.data.base import Encoder
-from fullshard.data.encode.chat import Chat
-from fullshard.data.encode.pairs import Pairs
+from fullshard.contracts.data import Encoder
 from fullshard.data.formats import open_file
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError
+from fullshard.families.embedding.encoders.pairs import Pairs
+from fullshard.families.embedding.mining.texts import read_pairs
+from fullshard.families.language.encoders.chat import Chat
 from fullshard.log.console import Console
-from fullshard.mine.texts import read_pairs
 
 HALF = "\ud83d"
 GOOD: dict[str, list[dict[str, Any]]] = {

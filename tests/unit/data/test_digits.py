@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from fullshard.data.base import Record, Records, Source
-from fullshard.data.encode.image import Images
-from fullshard.data.sources.digits import Digits
-from fullshard.data.sources.image_folder import ImageFolder
+from fullshard.config.part import decode
+from fullshard.contracts.data import Record, Records, Source
 from fullshard.errors import DataError, RecipeError, SetupError
-from fullshard.part import decode
+from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.sources.digits import Digits
+from fullshard.families.diffusion.sources.image_folder import ImageFolder
 
 
 def rows(records: Records) -> list[Record]:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from fullshard.data.base import Record, Source
-from fullshard.data.encode.pairs import Pairs
+from fullshard.config.part import decode
+from fullshard.contracts.data import Record, Source
 from fullshard.data.prepare import choose_encoder
-from fullshard.data.sources.docstrings import Docstrings
 from fullshard.errors import DataError, RecipeError
-from fullshard.part import decode
+from fullshard.families.embedding.encoders.pairs import Pairs
+from fullshard.families.embedding.sources.docstrings import Docstrings
 
 
 def rows(**settings: Any) -> list[Record]:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.data.base import IGNORE, Encoder, Features
-from fullshard.data.encode.chat import PAIRS, PLAIN, Chat
-from fullshard.data.encode.text import Text
+from fullshard.config.part import decode, kinds
+from fullshard.contracts.data import IGNORE, Encoder, Features
 from fullshard.data.prepare import choose_encoder
 from fullshard.errors import DataError, RecipeError
-from fullshard.part import decode, kinds
+from fullshard.families.language.encoders.chat import PAIRS, PLAIN, Chat
+from fullshard.families.language.encoders.text import Text
 
 LONG = 10_000
 CHAT = [

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fullshard.config.part import decode, kinds
+from fullshard.contracts.data import Source
 from fullshard.data import formats
-from fullshard.data.base import Source
 from fullshard.data.sources.files import Files
 from fullshard.data.sources.hub import Hub
 from fullshard.data.sources.mixture import Mixture, MixturePart, shares
-from fullshard.data.sources.python_reference import PythonReference
 from fullshard.errors import DataError, RecipeError
-from fullshard.part import decode, kinds
+from fullshard.families.language.sources.python_reference import PythonReference
 
 ROWS = [{"text": "one, two"}, {"text": 'three "four"\nfive'}, {"text": "größer 数"}]
 

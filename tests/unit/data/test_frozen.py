@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.data.base import Encoder
-from fullshard.data.encode.image import Images
+from fullshard.config.part import decode
+from fullshard.contracts.data import Encoder
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare
 from fullshard.data.sources.files import Files
 from fullshard.errors import CheckpointError, DataError, RecipeError
-from fullshard.part import decode
+from fullshard.families.diffusion.encoders.image import Images
 from tests.diffusion.parts import clip_folder, t5_folder, tokenizer_folder, vae_folder
 from tests.near import assert_near
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 from PIL import Image
 
-from fullshard import problems
-from fullshard.data.base import Encoder, Features, Source
-from fullshard.data.encode.image import Images
+from fullshard.config import problems
+from fullshard.config.part import decode
+from fullshard.contracts.data import Encoder, Features, Source
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare
 from fullshard.data.records import Listed
 from fullshard.data.sources.files import Files
 from fullshard.data.store import Store, encoded
 from fullshard.errors import DataError, RecipeError
-from fullshard.part import decode
+from fullshard.families.diffusion.encoders.image import Images
 
 NOISE = np.random.default_rng(0).integers(0, 256, (12, 20, 4), dtype=np.uint8)
 COLOUR = NOISE[:, :, :3]
@@ -298,7 +298,7 @@ def test_broken_files_of_a_folder_are_left_out_and_counted(tmp_path: Path) -> No
         for number in range(3):
             data = file_of(Image.fromarray(COLOUR[:, :, :] // (number + 1)))
             (tmp_path / "images" / name / f"{number}.png").write_bytes(data[:300] if number == broken else data)
-    from fullshard.data.sources.image_folder import ImageFolder
+    from fullshard.families.diffusion.sources.image_folder import ImageFolder
 
     source = ImageFolder(path=tmp_path / "images")
     with pytest.raises(DataError) as caught:
@@ -683,8 +683,8 @@ def test_validation_data_of_another_shape(tmp_path: Path) -> None:
 def test_a_change_of_code_that_is_imported_whole_is_another_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fullshard.data import captions
     from fullshard.data.store import store_key
+    from fullshard.families.diffusion import captions
 
     records = Listed([{"image": COLOUR}], place=str, fingerprint=lambda: "one")
     before = store_key(records, Images(), None, length=1)

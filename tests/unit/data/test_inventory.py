@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from fullshard.control.resume import _other_data
 from fullshard.data.inventory import changes, inventory
 from fullshard.data.sources.files import Files
-from fullshard.resume import _other_data
 
 
 def write(path: Path, records: int, *, word: str = "a") -> Path:

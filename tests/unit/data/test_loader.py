@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.data.base import IGNORE, Features
-from fullshard.data.encode.text import Text
+from fullshard.contracts.data import IGNORE, Features
 from fullshard.data.loader import Loader, Window
 from fullshard.data.order import draws, permutation, rank_slices
 from fullshard.errors import DataError
+from fullshard.families.language.encoders.text import Text
 
 
 def samples(count: int) -> list[Features]:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.data.base import IGNORE, Encoder, Features, Record
+from fullshard.contracts.data import IGNORE, Encoder, Features, Record
+from fullshard.data.best_fit import best_fit
 from fullshard.data.pack import Fitted, Plain, Wrapped
 from fullshard.data.records import Listed
 from fullshard.data.store import Store, encoded
-from fullshard.data.tokens import collate_tokens, sample, shifted
-from fullshard.ops.best_fit import best_fit
+from fullshard.text.tokens import collate_tokens, sample, shifted
 from tests.near import assert_near
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from PIL import Image
 
-from fullshard.data.base import Features, Source
-from fullshard.data.encode.pairs import Pairs, Prompts
+from fullshard.config.part import plain
+from fullshard.contracts.data import Features, Source
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, choose_encoder, prepare
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError, RecipeError
-from fullshard.hf.vision import Vision, load_vision
-from fullshard.part import plain
+from fullshard.families.embedding.encoders.pairs import Pairs, Prompts
+from fullshard.images.processor import Vision, load_vision
 from tests.embedding.vision import own_processor, tokenizer, vision_folder
 
 LONG = 10_000

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard import problems
-from fullshard.data.base import Encoder, Features, Source
-from fullshard.data.encode.chat import Chat
-from fullshard.data.encode.pairs import Pairs, Prompts
-from fullshard.data.encode.text import Text
+from fullshard.config import problems
+from fullshard.config.part import decode
+from fullshard.contracts.data import Encoder, Features, Source
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, choose_encoder, prepare, texts
 from fullshard.data.sources.files import Files
 from fullshard.data.store import processor_fingerprint
 from fullshard.errors import DataError, RecipeError
-from fullshard.part import decode
+from fullshard.families.embedding.encoders.pairs import Pairs, Prompts
+from fullshard.families.language.encoders.chat import Chat
+from fullshard.families.language.encoders.text import Text
 
 LONG = 10_000
 CLS, SEP = 101, 102

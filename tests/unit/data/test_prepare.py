@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fullshard.data.base import IGNORE, Encoder, Features, Record, Source
-from fullshard.data.encode.chat import Chat
-from fullshard.data.encode.text import Text
+from fullshard.contracts.data import IGNORE, Encoder, Features, Record, Source
 from fullshard.data.prepare import Prepared, held_out, prepare, texts
 from fullshard.data.sources.files import Files
 from fullshard.data.sources.mixture import Mixture, MixturePart
-from fullshard.data.sources.python_reference import PythonReference
 from fullshard.data.store import encoded, processor_fingerprint
 from fullshard.errors import DataError
+from fullshard.families.language.encoders.chat import Chat
+from fullshard.families.language.encoders.text import Text
+from fullshard.families.language.sources.python_reference import PythonReference
 
 
 class Counting(Encoder):

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fullshard.data.base import IGNORE, Features
-from fullshard.data.encode.chat import PLAIN, Chat
+from fullshard.contracts.data import IGNORE, Features
 from fullshard.data.formats import open_file
 from fullshard.data.prepare import prepare, remarks
 from fullshard.data.records import ArrowRecords
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError
+from fullshard.families.language.encoders.chat import PLAIN, Chat
 
 QWEN25 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.diffusion.judge import guidance_of
 from fullshard.dist.wrap import find_blocks
 from fullshard.errors import DataError, RecipeError
-from fullshard.objectives.flow_matching import FlowMatching
+from fullshard.families.diffusion.image_checks import guidance_of
+from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
 from tests.diffusion.denoisers import CASES, CHANNELS, SIDE, by_hand, family, inputs, plain, real, stored
 from tests.near import assert_near
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.diffusion.fit import require_shape
 from fullshard.errors import RecipeError
-from fullshard.ground import Ground, lay_ground
+from fullshard.families.diffusion.fit import require_shape
 from fullshard.log.console import Console
-from fullshard.read import read
+from fullshard.recipes.read import read
+from fullshard.setup.run_inputs import Ground, lay_ground
 from tests.diffusion.denoisers import CASES, CHANNELS, CLASSES, SIDE, by_hand, family, inputs, plain, real, stored
 from tests.diffusion.parts import vae_folder
 

@@ -14,9 +14,9 @@ from diffusers import DiTTransformer2DModel, UNet2DModel
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from fullshard.diffusion.fused import fuse
 from fullshard.dist import recompute
-from fullshard.models.diffusers import Diffusers
+from fullshard.families.diffusion.kernels.fused import fuse
+from fullshard.families.diffusion.models.diffusers import Diffusers
 from tests.interpreted import far, interpreter
 
 
@@ -76,7 +76,7 @@ def test_recomputing_changes_no_gradient(interpreted: Executor, mode: str) -> No
 
 
 def recomputed(mode: str) -> None:
-    from fullshard.ops import packed_attention
+    from fullshard.families.diffusion.kernels import packed_attention
 
     model, calls, attend = _model(), [], packed_attention._forward
     fuse(model)

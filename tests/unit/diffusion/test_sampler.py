@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from fullshard.config.part import decode
+from fullshard.contracts.objective import Objective
 from fullshard.data.order import FIXED, draws
-from fullshard.diffusion.denoise import bind
-from fullshard.diffusion.sampler import sample
-from fullshard.objectives.base import Objective
-from fullshard.ops.denoising import alphas_cumprod
-from fullshard.ops.keyed_noise import NOISE, normal
-from fullshard.part import decode
+from fullshard.families.diffusion.denoise import bind
+from fullshard.families.diffusion.denoising import alphas_cumprod
+from fullshard.families.diffusion.keyed_noise import NOISE, normal
+from fullshard.families.diffusion.sampler import sample
 from tests.near import assert_near
 
 SHAPE = (1, 8, 8)

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.data.base import Encoder
-from fullshard.data.encode.image import Images
-from fullshard.diffusion.latents import Latents
-from fullshard.diffusion.text_model import TextWeights, empty
-from fullshard.diffusion.texts import NO_TOKEN, Texts, TextStack
+from fullshard.config.part import decode
+from fullshard.contracts.data import Encoder
 from fullshard.errors import RecipeError
-from fullshard.models.text_encoder import TextEncoder
-from fullshard.part import decode
+from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.latents import Latents
+from fullshard.families.diffusion.models.text_encoder import TextEncoder
+from fullshard.families.diffusion.text_model import TextWeights, empty
+from fullshard.families.diffusion.texts import NO_TOKEN, Texts, TextStack
 from tests.diffusion.denoisers import family
 from tests.diffusion.parts import clip_folder, t5_folder, tokenizer_folder, vae_folder
 from tests.near import assert_near
@@ -154,8 +154,8 @@ def test_texts_and_no_text_are_those_of_the_pipeline(
     folder: Path, kind: str, names: tuple[str, ...], join: Any, no_text: Any, live: bool
 ) -> None:
     """In the batch that training, pictures and samples are made from; `padded` and `no_text` by their defaults."""
-    from fullshard.data.captions import collate, collate_empty, empty_features, features_of
-    from fullshard.ops.denoising import texts_of
+    from fullshard.families.diffusion.captions import collate, collate_empty, empty_features, features_of
+    from fullshard.families.diffusion.denoising import texts_of
 
     pipeline = prompted(kind, folder, **({"force_zeros_for_empty_prompt": no_text is None} if join == "sdxl" else {}))
     wanted = spoken(pipeline, negative=None, most=8)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from fullshard.config.arguments import to_overrides
 from fullshard.dist.accelerate import notes
-from fullshard.words import to_overrides
 
 FSDP: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -100,7 +100,7 @@ def test_nothing_asked_is_nothing_said() -> None:
     ],
 )
 def test_the_words_to_write_are_settings_of_ours(environ: dict[str, str], key: str) -> None:
-    from fullshard.read import load
+    from fullshard.recipes.read import load
 
     [line] = notes({"ACCELERATE_USE_FSDP": "true", **environ}, world=1)
     assert line.endswith(f" is ignored. Write {key}.")

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.dist.reach import reached_from_outside
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family
+from fullshard.dist.external_calls import reached_from_outside
 from fullshard.dist.wrap import find_blocks
-from fullshard.models.base import Family
-from fullshard.part import decode
 
 
 class Block(nn.Module):

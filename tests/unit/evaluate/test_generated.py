@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.data.encode.image import Images
+from fullshard.config.user_code import load, load_callable
+from fullshard.contracts.evaluation import EvaluationInputs
 from fullshard.data.loader import Loader
-from fullshard.diffusion.grid import FILLER, shares
-from fullshard.diffusion.sampler import sample
 from fullshard.errors import RecipeError
-from fullshard.evaluate.base import EvaluationInputs
-from fullshard.evaluate.fid import Fid
-from fullshard.evaluate.recognition import Recognition
-from fullshard.objectives.flow_matching import FlowMatching
-from fullshard.user_code import load, load_callable
+from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.evaluations.fid import Fid
+from fullshard.families.diffusion.evaluations.recognition import Recognition
+from fullshard.families.diffusion.grid import FILLER, shares
+from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
+from fullshard.families.diffusion.sampler import sample
 from tests.ranks import RankPool
 
 SAMPLES, MADE, STEPS, SEED = 21, 31, 2, 4  # odd, so that ranks must fill up

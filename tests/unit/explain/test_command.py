@@ -12,11 +12,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fullshard import crash
+from fullshard.commands.explain import explain
 from fullshard.errors import SetupError
-from fullshard.explain.command import explain
 from fullshard.explain.record import FOLDER, entries
 from fullshard.explain.render import page
+from fullshard.launch import crash
 
 ROOT = Path(__file__).parents[3]
 
@@ -130,7 +130,7 @@ def test_entries_travel_with_the_package() -> None:
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys, fullshard.explain.command as command; command.explain(['CUDA out of memory']); "
+        "import sys, fullshard.commands.explain as command; command.explain(['CUDA out of memory']); "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from fullshard.config.schema import schema
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.record import Entry, entries
-from fullshard.schema import schema
 from tests.ranks import RankPool
 from tests.unit.explain import provoke_libraries, provoke_precision, provoke_ranks
 

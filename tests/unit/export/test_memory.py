@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fullshard.checkpoint import integrity
-from fullshard.checkpoint.storage import Writer
-from fullshard.models.hf import Hf, Lora
-from fullshard.part import plain
+from fullshard.checkpoint.dcp_files import Writer
+from fullshard.config.part import plain
+from fullshard.families.language.models.hf import Hf, Lora
 from tests.unit.export import peak
 
 SHARD_BYTES = 40_000_000

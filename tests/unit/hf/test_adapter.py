@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.models.hf import Hf
+from fullshard.families.language.models.hf import Hf
 from tests.unit.hf.architectures import build
 
 SETTINGS: dict[str, Any] = {

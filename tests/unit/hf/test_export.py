@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fullshard.errors import CheckpointError
+from fullshard.families.language.models.hf import Hf
 from fullshard.hf.export import Form, export_model
-from fullshard.models.hf import Hf
 from tests.near import assert_near
 from tests.unit.hf.architectures import CAUSAL, build
 
@@ -160,7 +160,7 @@ def test_merged_weights_are_those_of_peft(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr("fullshard.stream._ROWS_BYTES", 1000)  # a few rows at a time
+    monkeypatch.setattr("fullshard.checkpoint.tensor_files._ROWS_BYTES", 1000)  # a few rows at a time
     build(architecture).save_pretrained(tmp_path / "base")  # type: ignore[operator]
     family = lora(tmp_path / "base", targets)
     module = real(family)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard.hf.head import Head, bind
-from fullshard.hf.twin import isolates_documents
+from fullshard.hf.tiny_probe import isolates_documents
 from tests.unit.hf.architectures import CAUSAL, build
 
 IDS = torch.arange(24).mul(5).remainder(89).add(3).reshape(2, 12)

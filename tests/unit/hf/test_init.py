@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.dist.wrap import find_blocks, unit_parameters
-from fullshard.models.hf import Hf
+from fullshard.families.language.models.hf import Hf
 from tests.unit.hf.architectures import CAUSAL, build
 
 

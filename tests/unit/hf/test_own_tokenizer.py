@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family
 from fullshard.errors import RecipeError
 from fullshard.hf.own_tokenizer import difference
 from fullshard.hf.tokenizer import TokenizerTraining, load_tokenizer, train_tokenizer
-from fullshard.models.base import Family
-from fullshard.part import decode
 from tests.small import model_folder
 
 ROWS = 600

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fullshard.config.part import decode, plain
+from fullshard.contracts.model import Family
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.models.base import Family
-from fullshard.models.hf import Hf
-from fullshard.part import decode, plain
+from fullshard.families.language.models.hf import Hf
 from tests.unit.hf.architectures import build
 
 LORA: Any = {"r": 2, "alpha": 4}

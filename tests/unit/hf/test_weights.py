@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fullshard.contracts.model import Weights
 from fullshard.errors import CheckpointError
-from fullshard.models.base import Weights
-from fullshard.models.hf import Hf
+from fullshard.families.language.models.hf import Hf
 from tests.near import assert_near
 from tests.unit.hf.architectures import CAUSAL, build
 

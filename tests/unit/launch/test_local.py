@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
-from fullshard.launch.base import Ranks
 from fullshard.launch.local import Local, _first, variables
 
 TELL = """
@@ -236,7 +236,7 @@ def test_ctrl_c_before_anybody_listens_prints_no_traceback() -> None:
 def test_a_rank_whose_launcher_is_gone_already_ends() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as gone:
         pass
-    code = f"from fullshard.signals import end_with\nend_with({gone.pid})"
+    code = f"from fullshard.launch.signals import end_with\nend_with({gone.pid})"
     assert subprocess.run([sys.executable, "-S", "-c", code], check=False).returncode == -signal.SIGTERM
 
 

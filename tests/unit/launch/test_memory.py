@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fullshard import host
-from fullshard.launch.memory import MemoryWatch, bear_witness
+from fullshard.launch import host_memory
+from fullshard.launch.memory_watch import MemoryWatch, bear_witness
 
 GIB = 2**20
 """In kB, as /proc/meminfo counts."""
@@ -62,7 +62,7 @@ def test_a_control_group_counts_and_limits_too(tmp_path: Path, version: int) -> 
     (top / "memory.stat").write_text("inactive_file 0\ntotal_inactive_file 0\n")
     counter = top / ("memory.oom_control" if version == 1 else "memory.events")
     counter.write_text("low 0\noom_kill 0\n")
-    assert host.memory_total(tmp_path) == 64 * 2**30
+    assert host_memory.memory_total(tmp_path) == 64 * 2**30
     watch = MemoryWatch(tmp_path)
     counter.write_text("low 0\noom_kill 1\n")
     assert watch.why_killed().startswith("killed by the kernel, out of host memory: 60.0 GiB of 64.0 GiB")
@@ -71,7 +71,7 @@ def test_a_control_group_counts_and_limits_too(tmp_path: Path, version: int) -> 
 def test_a_forked_child_counts_with_what_is_its_own() -> None:
     """Its pages that it shares with its parent count once, those it wrote itself are added."""
     held, more = bytearray(os.urandom(64 * 2**20)), 48 * 2**20
-    before = host.peak_of_family() or 0
+    before = host_memory.peak_of_family() or 0
     assert before >= len(held)
     ready, told = os.pipe()
     go, let = os.pipe()
@@ -82,7 +82,7 @@ def test_a_forked_child_counts_with_what_is_its_own() -> None:
         os.read(go, 1)
         os._exit(len(own) and 0)
     os.read(ready, 1)
-    after = host.peak_of_family() or 0
+    after = host_memory.peak_of_family() or 0
     os.write(let, b".")
     os.waitpid(child, 0)
     for end in (ready, told, go, let):
@@ -113,7 +113,7 @@ def test_the_witness_tells_of_a_process_that_the_kernel_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = machine(tmp_path, free=5, kills=None)
-    monkeypatch.setattr("fullshard.launch.memory.MemoryWatch.__init__.__defaults__", (root,))
+    monkeypatch.setattr("fullshard.launch.memory_watch.MemoryWatch.__init__.__defaults__", (root,))
     said = bear_witness(os.getppid() + 1_000_000, rank=0)  # which is not the parent any more
     assert said is not None
     assert "was ended by SIGKILL: killed by the kernel, most likely out of host memory: 120.0 GiB of 125.0 GiB" in said

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from fullshard.log import words
+from fullshard.formatting import readable
 from fullshard.log.bar import Pace, line
 
 
@@ -102,11 +102,11 @@ def test_the_drawn_part_is_that_of_tqdm(done: int) -> None:
 
 @pytest.mark.parametrize("seconds", [0, 9, 59, 60, 154, 3599, 3600, 13500, 86399])
 def test_durations_read_as_those_of_tqdm(seconds: int) -> None:
-    assert words.duration(seconds) == tqdm.format_interval(seconds)
+    assert readable.duration(seconds) == tqdm.format_interval(seconds)
 
 
 def test_long_durations_have_days() -> None:
-    assert words.duration(2 * 86400 + 3 * 3600 + 5) == "2d 03:00:05"
+    assert readable.duration(2 * 86400 + 3 * 3600 + 5) == "2d 03:00:05"
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_long_durations_have_days() -> None:
     [(0, "0"), (3.5, "3.50"), (950, "950"), (9512, "9.51k"), (45012, "45.0k"), (489_900, "490k"), (1.2e6, "1.20M")],
 )
 def test_short_numbers(number: float, text: str) -> None:
-    assert words.short(number) == text
+    assert readable.short(number) == text
 
 
 def test_a_tiny_loss_is_not_shown_as_zero() -> None:
-    assert words.loss(1.2e-5) == "1.20e-05"
-    assert words.loss(float("nan")) == "nan"
+    assert readable.loss(1.2e-5) == "1.20e-05"
+    assert readable.loss(float("nan")) == "nan"

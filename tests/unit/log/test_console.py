@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.judge.command import _say
-from fullshard.judge.measure import Found
+from fullshard.evaluate.command import _say
+from fullshard.evaluate.measure import Found
+from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.log.console import Console
-from fullshard.objectives.causal_lm import CausalLM
 
 
 class Clock:

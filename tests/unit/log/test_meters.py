@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from fullshard.dist.peak_flops import peak_flops
 from fullshard.log.meters import Meters
-from fullshard.log.peaks import peak_flops
 
 
 class Clock:

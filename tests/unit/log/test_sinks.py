@@ -5,9 +5,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from fullshard.contracts.sink import OpenSink, Sink
 from fullshard.errors import SetupError, missing_package
-from fullshard.log.sinks import Sinks
-from fullshard.sinks.base import OpenSink, Sink
+from fullshard.log.all_sinks import Sinks
 
 
 class Kept(OpenSink):

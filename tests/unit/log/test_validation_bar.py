@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.evaluate.base import EvaluationInputs
-from fullshard.evaluate.loss import Loss
+from fullshard.contracts.evaluation import EvaluationInputs
+from fullshard.contracts.objective import Batch, Objective, Terms
+from fullshard.evaluations.loss import Loss
 from fullshard.log.console import Console
-from fullshard.objectives.base import Batch, Objective, Terms
 
 
 class Given(Objective):

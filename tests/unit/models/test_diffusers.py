@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.config.part import decode
+from fullshard.contracts.model import Family
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.models.base import Family
-from fullshard.part import decode
 from tests.near import assert_near
 
 SHAPE = {"sample_size": 8, "in_channels": 1, "out_channels": 1}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard.config.part import decode, plain
+from fullshard.contracts.model import Family
 from fullshard.errors import RecipeError, SetupError
-from fullshard.models.base import Family
-from fullshard.models.hf import Hf
-from fullshard.part import decode, plain
+from fullshard.families.language.models.hf import Hf
 from tests.unit.hf.architectures import build
 
 
@@ -55,8 +55,8 @@ def test_contradictions_are_refused(value: dict[str, Any], message: str) -> None
 
 
 def test_a_start_lies_beside_what_a_lower_layer_says() -> None:
-    from fullshard.layers import Settings
-    from fullshard.schema import schema
+    from fullshard.config.merge import Settings
+    from fullshard.config.schema import schema
 
     settings = Settings(Family)
     settings.lay({"architecture": "llama", "size": "tiny"}, "preset")

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.hf.head import bind
-from fullshard.objectives.causal_lm import CausalLM
 
 
 @pytest.mark.parametrize("full_logits", [False, True])

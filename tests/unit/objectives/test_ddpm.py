@@ -9,12 +9,12 @@ import pytest
 import torch
 from scipy import stats
 
+from fullshard.config.part import decode
+from fullshard.contracts.objective import Objective
 from fullshard.errors import RecipeError
-from fullshard.objectives.base import Objective
-from fullshard.objectives.ddpm import DDPM
-from fullshard.ops.denoising import alphas_cumprod, min_snr_weights, noised, velocity
-from fullshard.ops.keyed_noise import NOISE, TIME, normal, uniform
-from fullshard.part import decode
+from fullshard.families.diffusion.denoising import alphas_cumprod, min_snr_weights, noised, velocity
+from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
+from fullshard.families.diffusion.objectives.ddpm import DDPM
 from tests.unit.objectives.test_flow_matching import SHAPE, Dit, assert_same, batch, gradients, run
 
 THEIRS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.config.part import decode, plain
+from fullshard.contracts.objective import Objective
 from fullshard.errors import RecipeError, SetupError
-from fullshard.objectives.base import Objective
-from fullshard.objectives.ddpm import DDPM
-from fullshard.objectives.flow_matching import FlowMatching
-from fullshard.ops.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
-from fullshard.part import decode, plain
+from fullshard.families.diffusion.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
+from fullshard.families.diffusion.objectives.ddpm import DDPM
+from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
 from tests.near import assert_near
 
 CLASSES = 10

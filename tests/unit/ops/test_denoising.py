@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from fullshard.config.part import decode
+from fullshard.contracts.objective import Objective
 from fullshard.errors import RecipeError
-from fullshard.objectives.base import Objective
-from fullshard.objectives.ddpm import DDPM
-from fullshard.objectives.flow_matching import FlowMatching
-from fullshard.ops.denoiser_checks import check_denoiser, require_denoiser
-from fullshard.ops.denoising import given, texts_of
-from fullshard.ops.keyed_noise import LABEL_DROP, uniform
-from fullshard.part import decode
+from fullshard.families.diffusion.denoiser_checks import check_denoiser, require_denoiser
+from fullshard.families.diffusion.denoising import given, texts_of
+from fullshard.families.diffusion.keyed_noise import LABEL_DROP, uniform
+from fullshard.families.diffusion.objectives.ddpm import DDPM
+from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
 from tests.diffusion.parts import vae_folder
 from tests.near import assert_near
 
@@ -174,7 +174,7 @@ class Blank(Reader):
 def test_images_become_latents_without_a_gradient(vae: Path, kind: str) -> None:
     from diffusers import AutoencoderKL
 
-    from fullshard.diffusion.vae import load
+    from fullshard.families.diffusion.vae import load
 
     objective, model = objective_of(vae, kind=kind), Blank()
     assert list(objective.frozen()) == ["vae"]

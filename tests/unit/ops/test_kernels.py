@@ -35,7 +35,7 @@ def test_modulated_norm(interpreted: Executor, batch: int, tokens: int, width: i
 
 
 def modulated_norm(batch: int, tokens: int, width: int) -> None:
-    from fullshard.ops.modulated_norm import modulated_norm
+    from fullshard.families.diffusion.kernels.modulated_norm import modulated_norm
 
     def ours(x: torch.Tensor, vectors: torch.Tensor) -> Pair:
         scale, _, shift = vectors.chunk(3, dim=1)  # slices of one tensor, as a model has them
@@ -54,8 +54,8 @@ def test_gated_norm(interpreted: Executor, batch: int, tokens: int, width: int) 
 
 
 def gated_norm(batch: int, tokens: int, width: int) -> None:
-    from fullshard.ops import modulated_norm
-    from fullshard.ops.modulated_norm import gated_norm
+    from fullshard.families.diffusion.kernels import modulated_norm
+    from fullshard.families.diffusion.kernels.modulated_norm import gated_norm
 
     modulated_norm.TOKENS = 4  # more than one program for a sample, the last one with fewer tokens
 
@@ -79,8 +79,8 @@ def test_gated_sum(interpreted: Executor, batch: int, tokens: int, width: int) -
 
 
 def gated_sum(batch: int, tokens: int, width: int) -> None:
-    from fullshard.ops import gated_sum as module
-    from fullshard.ops.gated_sum import gated_sum
+    from fullshard.families.diffusion.kernels import gated_sum as module
+    from fullshard.families.diffusion.kernels.gated_sum import gated_sum
 
     module.TILE, module.TILES = 2, 2
 
@@ -100,7 +100,7 @@ def test_biased_gelu(interpreted: Executor, shape: tuple[int, ...]) -> None:
 
 
 def biased_gelu(shape: tuple[int, ...]) -> None:
-    from fullshard.ops.biased_gelu import biased_gelu
+    from fullshard.families.diffusion.kernels.biased_gelu import biased_gelu
 
     def plain(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.gelu(x + bias, approximate="tanh")
@@ -114,7 +114,7 @@ def test_packed_attention(interpreted: Executor, batch: int, tokens: int, heads:
 
 
 def packed_attention(batch: int, tokens: int, heads: int, width: int) -> None:
-    from fullshard.ops.packed_attention import packed_attention
+    from fullshard.families.diffusion.kernels.packed_attention import packed_attention
 
     def ours(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         qkv = x + bias.detach().reshape(3, heads, width)
@@ -133,7 +133,7 @@ def test_packed_attention_with_scores_far_below_zero(interpreted: Executor) -> N
 
 def scores_far_below_zero() -> None:
     """Where a row's exponents are tiny, keys that are not there must not count: of a power of two their score is 0."""
-    from fullshard.ops.packed_attention import packed_attention
+    from fullshard.families.diffusion.kernels.packed_attention import packed_attention
 
     qkv = torch.ones(1, 5, 3, 1, 16)
     qkv[:, :, 0], qkv[:, :, 1] = 30.0, -30.0

@@ -10,8 +10,8 @@ import torch
 from scipy import stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard.ops import keyed_noise
-from fullshard.ops.keyed_noise import FLIP, LABEL_DROP, NOISE, TIME, normal, uniform
+from fullshard.families.diffusion import keyed_noise
+from fullshard.families.diffusion.keyed_noise import FLIP, LABEL_DROP, NOISE, TIME, normal, uniform
 
 LATENTS = (4, 32, 32)
 LIKELY = 1e-3

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.ops.chunks import Chunk, Texts, crowded, cut, fill_up, inputs, spread
-from fullshard.ops.layout import PADDING, Layout, lay_out
+from fullshard.families.embedding.chunks import Chunk, Texts, crowded, cut, fill_up, inputs, spread
+from fullshard.families.embedding.layout import PADDING, Layout, lay_out
 
 CASES = {
     "uneven": [5, 1, 12, 3, 3, 7, 2, 9, 1, 12],

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from fullshard.ops import linear_cross_entropy as module
-from fullshard.ops.linear_cross_entropy import chunk_length, linear_cross_entropy
+from fullshard.text import linear_cross_entropy as module
+from fullshard.text.linear_cross_entropy import chunk_length, linear_cross_entropy
 from tests.near import assert_near
 
 

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from fullshard.ops.row_blocks import rows_of, sum_over_rows
+from fullshard.similarity.row_blocks import rows_of, sum_over_rows
 
 
 def scores(rows: slice, left: torch.Tensor, right: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

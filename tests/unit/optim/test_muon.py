@@ -127,7 +127,7 @@ def test_slices_are_updated_as_torch_updates_whole_matrices(
 
 
 def test_a_dit_keeps_its_embeddings_and_ends_out() -> None:
-    from fullshard.models.diffusers import Diffusers
+    from fullshard.families.diffusion.models.diffusers import Diffusers
 
     module = Diffusers(architecture="dit", size="tiny", classes=10).build(processor=None)
     shapes = [(name, p.dim()) for name, p in module.named_parameters()]

@@ -9,9 +9,9 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
 
+from fullshard.config.part import decode, kinds
+from fullshard.contracts.schedule import Schedule
 from fullshard.errors import RecipeError
-from fullshard.part import decode, kinds
-from fullshard.schedules.base import Schedule
 
 TOTAL = 40
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fullshard.part import decode
+from fullshard.config.part import decode
 from fullshard.similarity.base import Embedded, SimilarityLoss
 
 WIDTH = 12

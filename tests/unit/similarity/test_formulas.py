@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.ops import row_blocks
-from fullshard.part import kinds
+from fullshard.config.part import kinds
+from fullshard.similarity import row_blocks
 from fullshard.similarity.base import Embedded, SimilarityLoss
 from tests.unit.similarity import plain
 from tests.unit.similarity.steps import assert_close, confusable, leaves, part, step, with_gradients

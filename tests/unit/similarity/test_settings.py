@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fullshard.config.part import decode, kinds, plain
 from fullshard.errors import RecipeError
-from fullshard.part import decode, kinds, plain
 from fullshard.similarity.base import SimilarityLoss
 from tests.unit.similarity.steps import part, step, with_gradients
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fullshard.config.part import decode
+from fullshard.contracts.sink import Sink
 from fullshard.errors import SetupError
 from fullshard.log.metrics import Metrics
-from fullshard.part import decode
-from fullshard.sinks.base import Sink
 from fullshard.sinks.tensorboard import TensorBoard
 
 

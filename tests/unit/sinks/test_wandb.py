@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.config.part import decode
+from fullshard.contracts.sink import Sink
 from fullshard.errors import RecipeError, SetupError
-from fullshard.log.sinks import Sinks
-from fullshard.part import decode
-from fullshard.sinks.base import Sink
+from fullshard.log.all_sinks import Sinks
 from fullshard.sinks.wandb import WeightsAndBiases
 
 RUN = """

@@ -1,0 +1,194 @@
+"""Whether a run has room: disk space for its checkpoints, host and GPU memory for its parameters and their state.
+
+Counted from the recipe and the number of parameters alone, before a rank exists; activations are not in it.
+Must not know how checkpoints are written, nor torch.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.checkpoint import folder as files
+from fullshard.contracts.launcher import Ranks
+from fullshard.formatting.readable import size
+from fullshard.launch.machine import Machine
+from fullshard.recipe import Checkpoint, Evaluate, Recipe
+from fullshard.setup.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+TIGHT = 0.8
+"""A warning is due when more than this share of what is free will be used."""
+EXPORT_BUFFER = 5_000_000_000
+"""The export gathers one file's worth of tensors on rank 0."""
+
+
+def disk(
+    recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None = None, plan: StepPlan | None = None
+) -> Iterator[Finding]:
+    """Space in `output` for the checkpoints that stay, the one being written, and the export.
+
+    `weight_bytes` is what the parameters take as they are stored, where that is not the precision's storage dtype;
+    with `plan` no more checkpoints are counted than the run will write."""
+    each, count, export = budget(
+        recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes, plan=plan
+    )
+    folder = standing(recipe.output)
+    free = shutil.disk_usage(folder).free
+    remote = recipe.checkpoint.store
+    if remote is not None:
+        kept = f"{count} of them" if count is not None else "all of them (checkpoint.keep = null)"
+        yield ok("store space", f"a checkpoint takes {size(each)}, {kept} at {remote}; how much is free is not known")
+        count, each = 0, 0
+    if count is None:
+        yield warning(
+            "disk space",
+            f"checkpoint.keep = null keeps every checkpoint, {size(each)} each, and {recipe.output} has {size(free)} "
+            "free.",
+            "Set checkpoint.keep to a number that fits.",
+        )
+        return
+    # What an earlier run left in its place has its space already.
+    needed = max(count - len(files.published(recipe.folder)), 0) * each + export
+    what = " and ".join(
+        ([f"{count} checkpoint{'' if count == 1 else 's'} of {size(each)}"] if count else [])
+        + (["the export"] if export else [])
+    )
+    text = f"{size(free)} free in {recipe.output}, {size(needed)} needed for {what or 'nothing'}"
+    remedy = "Make room, or choose another disk: output=DIR."
+    if count > 2:
+        remedy = f"{remedy[:-1]}; or keep fewer checkpoints: checkpoint.keep=1 (now {recipe.checkpoint.keep})."
+    yield from _judged("disk space", text, remedy, needed=needed, free=free)
+
+
+def budget(
+    recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None = None, plan: StepPlan | None = None
+) -> tuple[int, int | None, int]:
+    """Bytes of one checkpoint, how many lie on the disk at once (None: as many as are written), bytes of the export."""
+    each = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
+    settings = recipe.checkpoint
+    export = 0
+    if settings.at_end:
+        adapters = getattr(recipe.model, "lora", None) is not None
+        export = 4 * trainable if adapters else weight_bytes or 4 * parameters
+    writes = None if plan is None else _writes(recipe, plan)
+    if settings.keep is None:
+        return each, writes, export
+    # The newest ones, the best one, and the one that is being written before an old one goes.
+    at_once = settings.keep + (settings.best is not None) + 1
+    return each, at_once if writes is None else min(at_once, writes), export
+
+
+def memory(
+    recipe: Recipe,
+    ranks: Ranks,
+    *,
+    machine: Machine,
+    parameters: int,
+    trainable: int,
+    weight_bytes: int | None = None,
+) -> Iterator[Finding]:
+    """Room for parameters, gradients and optimizer state, in the memory that they lie in, and for the export."""
+    stored = _stored(recipe)
+    state = (weight_bytes or stored * parameters) + (stored + _moments(recipe)) * trainable
+    on_gpu = bool(machine.gpus) and recipe.topology.device != "cpu"
+    here = math.ceil(state * _copies(recipe, ranks))
+    held = "parameters, gradients and optimizer state"
+    if on_gpu and not recipe.sharding.cpu_offload:
+        smallest = min(machine.used(ranks), key=lambda gpu: gpu.memory_bytes)
+        # Over gloo several ranks share a GPU, and it holds the state of all of them.
+        sharing = math.ceil(ranks.per_node / len(machine.gpus)) if recipe.topology.backend == "gloo" else 1
+        each = math.ceil(here / ranks.per_node) * sharing
+        text = f"{size(smallest.memory_bytes)} on {smallest.name}, {size(each)} needed for its share of {held}"
+        remedy = (
+            "Shard over more GPUs, use sharding.cpu_offload=true or model.lora=true, or take a smaller model; "
+            f"sharding.strategy = {recipe.sharding.strategy}"
+            + (", and full shards everything." if recipe.sharding.strategy != "full" else ".")
+        )
+        yield from _judged("GPU memory", text, remedy, needed=each, free=smallest.memory_bytes)
+        here, held = 0, ""
+    held += f" of {ranks.per_node} ranks" if held and ranks.per_node > 1 else ""
+    export = min(EXPORT_BUFFER, 4 * parameters) if recipe.checkpoint.at_end and ranks.node_rank == 0 else 0
+    if recipe.checkpoint.asynchronous:
+        saved = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
+        export += math.ceil(saved * _copies(recipe, ranks))
+    last = "saving in the background" if recipe.checkpoint.asynchronous else "the export" if export else ""
+    what = " and ".join(filter(None, (held, last)))
+    text = f"{size(machine.memory_bytes)} available, {size(here + export)} needed for {what or 'nothing'}"
+    remedy = (
+        "Use fewer ranks or a smaller model, shard it over more nodes, or free memory; a container or a job may have a "
+        "limit below the machine's."
+    )
+    yield from _judged("host memory", text, remedy, needed=here + export, free=machine.memory_bytes)
+
+
+def weight_bytes(recipe: Recipe, module: nn.Module) -> int:
+    """What the parameters of a model take as they are stored: frozen ones may keep half precision."""
+    return sum(
+        p.numel() * (_stored(recipe) if p.requires_grad else recipe.model.storage_dtype(name, p).itemsize)
+        for name, p in module.named_parameters()
+    )
+
+
+def standing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    path = path.expanduser().absolute()
+    return next(p for p in (path, *path.parents) if p.exists())
+
+
+def _judged(check: str, text: str, remedy: str, *, needed: int, free: int) -> Iterator[Finding]:
+    if needed > free:
+        yield error(check, f"{text}.", remedy)
+    elif needed > TIGHT * free:
+        yield warning(check, f"{text}: more than {TIGHT:.0%} of what is free.", remedy)
+    else:
+        yield ok(check, text)
+
+
+def _checkpoint(recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None) -> int:
+    """Bytes of one checkpoint; frozen weights that the model's folder holds are not in it."""
+    stored = _stored(recipe)
+    frozen_elsewhere = trainable < parameters and recipe.model.stored_in() is not None
+    weights = stored * trainable if frozen_elsewhere else weight_bytes or stored * parameters
+    return weights + _moments(recipe) * trainable
+
+
+def _stored(recipe: Recipe) -> int:
+    """Bytes of one trained number."""
+    return 2 if recipe.precision == "bf16-pure" else 4
+
+
+def _moments(recipe: Recipe) -> int:
+    """Bytes of Adam's two moments of one trained number, and of its average; an optimizer of the user's own is taken
+    for Adam."""
+    return (2 if recipe.optimizer.kind() == "adamw_8bit" else 2 * _stored(recipe)) + (4 if recipe.ema else 0)
+
+
+def _copies(recipe: Recipe, ranks: Ranks) -> float:
+    """How much of the whole state this node holds; `auto` only ever keeps more where there is memory in plenty."""
+    strategy = recipe.sharding.strategy
+    return float(ranks.per_node) if strategy == "none" else 1.0 if strategy == "hybrid" else 1 / ranks.nodes
+
+
+def _writes(recipe: Recipe, plan: StepPlan) -> int:
+    """How many checkpoints the whole run writes at most: when they are due, and whenever a validation is the best."""
+    total = plan.total_steps
+    steps = {total} if recipe.checkpoint.at_end else set()
+    sections: list[Checkpoint | Evaluate] = [recipe.checkpoint]
+    sections += [recipe.evaluate] if recipe.checkpoint.best else []
+    for due in sections:
+        if due.every_steps is not None:
+            steps |= set(range(due.every_steps, total + 1, due.every_steps))
+        if due.every_epochs is not None:
+            every = due.every_epochs * plan.steps_per_epoch
+            steps |= set(range(every, total + 1, every))
+    return len(steps)
+
+
+__all__ = ["budget", "disk", "memory", "standing", "weight_bytes"]

@@ -1,0 +1,150 @@
+"""Settings that cannot act in this run: on these ranks, with this data, in so many steps.
+
+What is said is always true of the recipe as a whole; a default is never a finding. Must not know models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fullshard.check.findings import Finding, warning
+from fullshard.contracts.launcher import Ranks
+from fullshard.formatting.plural import counted
+
+if TYPE_CHECKING:
+    from fullshard.recipe import Checkpoint, Data, Evaluate, Log, Recipe
+    from fullshard.setup.run_inputs import Ground
+
+LEAVE_OUT = "Leave it out."
+
+
+def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None) -> Iterator[Finding]:
+    """Keys of the sharding section that cannot act on these ranks; `shards` is None where it is not known yet."""
+    sharding = recipe.sharding
+    for line in sharding.notes():
+        yield warning("no effect", line, LEAVE_OUT)
+    if sharding.cpu_offload and device == "cpu":
+        yield warning(
+            "no effect", "sharding.cpu_offload has no effect on a CPU: everything is in host memory already.", LEAVE_OUT
+        )
+    if sharding.forward_prefetch and shards == 1:
+        yield warning(
+            "no effect",
+            f"sharding.forward_prefetch has no effect: with strategy {sharding.strategy} on "
+            f"{counted(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, and none are gathered.",
+            LEAVE_OUT,
+        )
+    if sharding.wrap and sharding.wrap.whole:
+        asked = {
+            "activation_checkpointing": sharding.activation_checkpointing != "none",
+            "compile": sharding.compile is True,
+            "forward_prefetch": sharding.forward_prefetch,
+        }
+        for key in (key for key, is_asked in asked.items() if is_asked):
+            yield warning(
+                "no effect",
+                f"sharding.{key} has no effect with sharding.wrap.whole: it works block by block, and there are none.",
+                f"Leave out sharding.{key}, or sharding.wrap.",
+            )
+
+
+def of_evaluation(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+    """What cannot be validated, and what waits for a validation that never comes."""
+    evaluate, data = recipe.evaluate, recipe.data
+    validates = has_validation(recipe, ground)
+    if not validates:
+        for key in ("every_steps", "per_device", "patience"):
+            if getattr(evaluate, key) is not None and not _needs_no_data(evaluate):
+                yield warning(
+                    "no effect",
+                    f"evaluate.{key} has no effect: there is no validation data.",
+                    "Give data.validation, or a data.holdout above 0, or leave it out.",
+                )
+    elif not evaluate.parts:
+        kept = "data.validation" if data.validation else f"data.holdout = {data.holdout:g}"
+        yield warning(
+            "no effect",
+            f"{kept} is kept apart for nothing: evaluate.parts is empty.",
+            "Leave evaluate.parts out, or set data.holdout to 0.",
+        )
+    if data.validation is not None and data.holdout not in (0, _default(data, "holdout")):
+        yield warning("no effect", "data.holdout has no effect: data.validation is given.", LEAVE_OUT)
+    if evaluate.patience is not None and validates:
+        yield from _patience(recipe, ground)
+
+
+def _patience(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+    evaluate = recipe.evaluate
+    if recipe.checkpoint.best is None:
+        yield warning(
+            "no effect",
+            "evaluate.patience has no effect: checkpoint.best is null, so no validation is better than another.",
+            "Leave checkpoint.best out, or evaluate.patience.",
+        )
+    elif ground and evaluate.parts:
+        plan = ground.plan
+        times = plan.total_steps // evaluate.every_steps if evaluate.every_steps else 0
+        times += int(plan.epochs // evaluate.every_epochs) if evaluate.every_epochs else 0
+        if times <= (evaluate.patience or 0):
+            yield warning(
+                "no effect",
+                f"evaluate.patience = {evaluate.patience} has no effect: the run has {counted(times, 'validation')}, "
+                "and the first is always the best so far.",
+                "Lower it, or validate more often with evaluate.every_steps.",
+            )
+
+
+def of_intervals(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+    """Intervals that are longer than the run."""
+    if ground is None:
+        return
+    plan = ground.plan
+    sections: dict[str, Checkpoint | Evaluate | Log] = {
+        "checkpoint": recipe.checkpoint,
+        "evaluate": recipe.evaluate,
+        "log": recipe.log,
+    }
+    for name, section in sections.items():
+        if name == "evaluate" and not has_validation(recipe, ground):
+            continue
+        steps = section.every_steps
+        # A default is not a wish.
+        if steps is not None and steps > plan.total_steps and steps != _default(section, "every_steps"):
+            yield warning(
+                "no effect",
+                f"{name}.every_steps = {steps:,} never acts: the run has {counted(plan.total_steps, 'step')}.",
+                f"Lower it, for instance to {max(plan.total_steps // 5, 1):,}, or leave it out.",
+            )
+        epochs = getattr(section, "every_epochs", None)
+        if epochs is not None and epochs > max(plan.epochs, 1):
+            yield warning(
+                "no effect",
+                f"{name}.every_epochs = {epochs} never acts: the run has {counted(plan.epochs, 'epoch')}.",
+                "Lower it, or set it to null.",
+            )
+
+
+def has_validation(recipe: Recipe, ground: Ground | None) -> bool:
+    """Whether there is data to validate on."""
+    if ground:
+        return ground.data.validation is not None
+    return recipe.data.validation is not None or recipe.data.holdout > 0
+
+
+def gives_numbers(recipe: Recipe, ground: Ground | None) -> bool:
+    """Whether a validation can give a number at all; some evaluations need no data for it."""
+    from fullshard.control import best
+
+    module = ground.module if ground else None
+    held_out = has_validation(recipe, ground)
+    return best.gives_numbers(recipe.evaluate.parts, recipe.objective, module, held_out=held_out)
+
+
+def _needs_no_data(evaluate: Evaluate) -> bool:
+    """Whether a validation does something without validation data."""
+    return any(not part.needs_held_out and not part.only_at_end for part in evaluate.parts)
+
+
+def _default(section: Checkpoint | Data | Evaluate | Log, key: str) -> Any:
+    return type(section).model_fields[key].get_default()

@@ -1,0 +1,41 @@
+"""What is built in: recipes and presets, by name, each with the sentence its file opens with.
+
+Must not import anything heavy: the command line lists and completes these names.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fullshard.config import families
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes of every family, by name."""
+    found = {name: path for folder in families.paths("recipes") for name, path in _yaml_files(folder).items()}
+    return dict(sorted(found.items()))
+
+
+def presets() -> dict[str, Path]:
+    """The built-in presets by name."""
+    return _yaml_files(_PACKAGE / "presets")
+
+
+def sentence(path: Path) -> str:
+    """What a built-in file is for: the sentence that its opening comment begins with."""
+    words: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or line.strip() == "#":
+            break
+        words.append(line.lstrip("# ").rstrip())
+    text = " ".join(words)
+    return text.split(". ")[0].rstrip(".") + "." if text else ""
+
+
+def _yaml_files(folder: Path) -> dict[str, Path]:
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+__all__ = ["presets", "recipes", "sentence"]

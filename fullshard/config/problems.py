@@ -1,0 +1,156 @@
+"""Pydantic's findings in our words: the key as it is written in a recipe, what was found, what is allowed.
+
+No word of Python or pydantic reaches the user. Must not know what any section or part means.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fullshard.config import foreign_keys
+from fullshard.formatting.plural import counted
+from fullshard.formatting.yaml_text import shown
+
+_NEEDED = {
+    "string_type": "text (put it in quotes)",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of at most 18 digits",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list such as [a, b]",
+    "tuple_type": "a list such as [a, b]",
+    "set_type": "a list such as [a, b]",
+    "dict_type": "a mapping of keys",
+    "mapping_type": "a mapping of keys",
+    "model_type": "a mapping of keys",
+    "model_attributes_type": "a mapping of keys",
+    "path_type": "a path",
+    "none_required": "null",
+}
+_BOUNDS = {
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "multiple_of": "a multiple of {multiple_of}",
+}
+_PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, dots, hyphens and underscores, beginning with a letter or digit",
+}
+_TYPES = {"str", "int", "float", "bool", "list", "dict", "none", "tuple", "Path"}
+"""Pydantic adds the names of union members to the path of a key; they are types, not keys."""
+
+
+def explain(entries: Sequence[Any], where: str) -> list[str]:
+    """A line for each key with a problem; a value that fits no member of a union is one problem, not one per member."""
+    found: dict[str, list[Any]] = {}
+    for entry in entries:
+        found.setdefault(_path(entry["loc"], where), []).append(entry)
+    return [_problem(path, same) for path, same in found.items()]
+
+
+def _problem(path: str, entries: Sequence[Any]) -> str:
+    first = entries[0]
+    if first["type"] == "missing":
+        if isinstance(first["loc"][-1], int):
+            return f"{path} is missing: the list is too short."
+        return f"{path} is missing. Add it to the recipe."
+    nouns = [noun for entry in entries if (noun := _noun(entry, path))]
+    if len(nouns) == len(entries):
+        return f"{path} = {found(first['input'])}: it must be {' or '.join(dict.fromkeys(nouns))}."
+    message = next(e for e in entries if not _noun(e, path))["msg"].rstrip(".")
+    for prefix in ("Value error, ", "Assertion failed, "):
+        message = message.removeprefix(prefix)
+    if path and message.startswith(path):
+        return f"{message}."
+    message = f"it must {message.removeprefix('Input should ')}" if message.startswith("Input should ") else message
+    name = f"{path} = {found(first['input'])}" if path and not isinstance(first["input"], Mapping) else path or "recipe"
+    return f"{name}: {message[:1].lower()}{message[1:]}."
+
+
+def _noun(entry: Any, path: str) -> str | None:
+    """What a value must be, or None for a finding that is a sentence of its own."""
+    kind, context = entry["type"], entry.get("ctx", {})
+    if kind in _BOUNDS:
+        return _BOUNDS[kind].format(**{name: f"{bound:g}" for name, bound in context.items()})
+    if kind in ("too_short", "too_long"):
+        bound, words = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
+        return f"a list of {words} {counted(context[bound], 'entry')}"
+    if kind in ("string_too_short", "string_too_long"):
+        bound, words = ("min_length", "at least") if kind == "string_too_short" else ("max_length", "at most")
+        return f"text of {words} {counted(context[bound], 'character')}"
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(str(context["pattern"]), "text in the form that this key needs")
+    if kind != "literal_error":
+        return _NEEDED.get(kind)
+    allowed = str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
+    one_of = "one of " if len(allowed) > 1 else ""
+    ours = foreign_keys.of_value(path, entry["input"])
+    hint = f" (here {shown(entry['input'])} is {ours})" if ours else did_you_mean(str(entry["input"]), allowed)
+    return f"{one_of}{', '.join(map(_allowed, allowed))}{hint}"
+
+
+def _allowed(word: str) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(word, word)
+
+
+def _path(steps: Sequence[Any], where: str) -> str:
+    path = where
+    for step in steps:
+        if isinstance(step, int):
+            path = f"{path}[{step}]"
+        elif step.isidentifier() and step not in _TYPES:
+            path = join(path, _allowed(step))
+    return path
+
+
+def join(where: str, key: str) -> str:
+    """A key path with one more key."""
+    return f"{where}.{key}" if where else key
+
+
+def found(value: Any) -> str:
+    """A value as it was found, the way YAML writes it; text in quotes, what is long cut short."""
+    if hasattr(value, "kind"):
+        return str(value.kind())  # a part, made already
+    text = f"'{value}'" if isinstance(value, str) else shown(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def sort_of(value: Any) -> str:
+    """What sort of value it is, in the words of JSON rather than of Python."""
+    names = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """` (did you mean 'x'?)`, or nothing when no known word is near."""
+    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not near and word:
+        # `rank` for `r`, `accum` for `accumulate`; two such words are no hint.
+        begins = [name for name in known if name and (name.startswith(word) or word.startswith(name))]
+        near = begins if len(begins) == 1 else []
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def unknown_key(where: str, key: str, value: Any, known: Sequence[str]) -> list[str]:
+    """What to say of a key that does not exist: its name here where another trainer has it, else the nearest one."""
+    path, near = join(where, key), did_you_mean(key, known)
+    nested = [f"{inner} is not a known key. {words}" for inner, words in foreign_keys.inside(path, value)]
+    if nested and not near:
+        return nested
+    theirs = None if nested else foreign_keys.of_key(path, value)
+    # Inside a section the nearest key of that section is meant, unless the other name belongs there too.
+    if theirs and (not where or not near or f"Here it is {where}." in theirs):
+        return [f"{path} is not a known key. {theirs}"]
+    return [f"{path} is not a known key{near}. Known here: {', '.join(known) or 'no key'}."]
+
+
+__all__ = ["did_you_mean", "explain", "found", "join", "sort_of", "unknown_key"]

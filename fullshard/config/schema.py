@@ -1,0 +1,108 @@
+"""The JSON schema of a recipe, for editors: completion, descriptions and red lines while a recipe is being written.
+
+Closed sections forbid other keys; a part is one of its built-in kinds or, by a dotted name, the user's own. Generated
+from the sections, so there is nothing to keep in sync. Must not know what any section or part means.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from typing import Any
+
+from fullshard.config.merge import members
+from fullshard.config.part import Part, Section, kinds, part_class
+
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema(recipe: type[Section]) -> dict[str, Any]:
+    """The JSON schema of a whole recipe."""
+    definitions: dict[str, Any] = {}
+    whole = _object(recipe, definitions)
+    # A resolved recipe carries how it came about; reading drops it.
+    whole["properties"]["run"] = {"type": "object", "description": "How a resolved recipe came about; no setting."}
+    return {"$schema": _DIALECT, "title": "fullshard recipe", **whole, "$defs": definitions}
+
+
+def _object(
+    cls: type[Section], definitions: dict[str, Any], *, kind: str | None = None, named: bool = True
+) -> dict[str, Any]:
+    """One section, or one kind of a part; `named`: the kind must be written down."""
+    own = cls.model_json_schema(by_alias=True, ref_template="#/$defs/{model}")
+    properties: dict[str, Any] = {} if kind is None else {"kind": {"const": kind, "description": _first_line(cls)}}
+    required = ["kind"] if kind is not None and named else []
+    for name, spec in cls.model_fields.items():
+        key = spec.alias or name
+        properties[key] = _section_property(spec.annotation, definitions) or dict(own["properties"][key])
+        if spec.description:
+            properties[key]["description"] = inspect.cleandoc(spec.description)
+        if spec.is_required():
+            required.append(key)
+    result = {
+        "type": "object",
+        "description": _first_line(cls),
+        "properties": properties,
+        "additionalProperties": False,
+    }
+    return {**result, "required": required} if required else result
+
+
+def _section_property(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any] | None:
+    """The schema of a field that holds sections, or None for a plain value, which pydantic describes."""
+    options: list[dict[str, Any]] = []
+    for member in members(annotation):
+        item = next(iter(typing.get_args(member)), None) if typing.get_origin(member) in (list, tuple) else None
+        if inspect.isclass(member) and issubclass(member, Section):
+            options.append(_reference(member, definitions))
+        elif inspect.isclass(item) and issubclass(item, Section):
+            options.append({"type": "array", "items": _reference(item, definitions)})
+        elif member is type(None):
+            options += [{"type": "null"}, {"const": False}]
+    if not any("$ref" in option or option.get("type") == "array" for option in options):
+        return None
+    return dict(options[0]) if len(options) == 1 else {"anyOf": options}
+
+
+def _reference(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
+    name = cls.__name__
+    if name not in definitions:
+        definitions[name] = {}  # a part may hold parts of its own contract
+        alternatives = _kinds(cls, definitions) if issubclass(cls, Part) else [_object(cls, definitions)]
+        alternatives += [{"type": shape} for shape, example in _SHORT.items() if _takes(cls, example)]
+        definitions[name] = alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _kinds(contract: type[Part], definitions: dict[str, Any]) -> list[dict[str, Any]]:
+    built_in = [
+        _object(
+            part_class(contract, kind, where=contract.__name__),
+            definitions,
+            kind=kind,
+            named=kind != contract.default_kind,
+        )
+        for kind in kinds(contract)
+    ]
+    own = {
+        "type": "object",
+        "description": "Your own class, by its full name: my_package.my_module.MyClass.",
+        "properties": {"kind": {"type": "string", "pattern": r"\."}},
+        "required": ["kind"],
+    }
+    return [*built_in, own]
+
+
+_SHORT: dict[str, Any] = {"string": "x", "array": ["x"], "boolean": True, "integer": 1, "number": 0.5}
+
+
+def _takes(cls: type[Section], example: Any) -> bool:
+    """Whether a section has a short form of this shape."""
+    return isinstance(cls.from_short(example), dict)
+
+
+def _first_line(cls: type[Section]) -> str:
+    return (inspect.getdoc(cls) or cls.__name__).splitlines()[0]
+
+
+__all__ = ["schema"]

@@ -1,0 +1,42 @@
+"""The contract of a launcher: starts the ranks of one run on this machine and waits for them.
+
+Must not know models, data or losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fullshard.config.part import Part
+
+STARTED_BY = "FULLSHARD_STARTED_BY"
+"""The variable with the process id of the launcher; a rank that finds it ends when that process does."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What to start: processes on this node, and where the nodes meet."""
+
+    per_node: int
+    nodes: int = 1
+    node_rank: int = 0
+    master: str | None = None
+    """HOST:PORT; needed for more than one node."""
+    device_ids: tuple[int, ...] | None = None
+    """Which GPUs, when not the first ones."""
+    timeout_s: float = 600.0
+    """How long the nodes wait for each other."""
+
+
+class Launcher(Part):
+    """Starts ranks."""
+
+    folder: ClassVar[str] = "fullshard.launch"
+    default_kind: ClassVar[str | None] = "local"
+    required: ClassVar[tuple[str, ...]] = ("start",)
+
+    def start(self, command: Sequence[str], ranks: Ranks) -> int:
+        """Runs `command` once per rank with the torchrun variables set; returns the exit code of the run."""
+        raise NotImplementedError

@@ -1,0 +1,113 @@
+"""The contract of an objective: what is minimised, and nothing about how.
+
+An objective answers with sums and counts; the step divides by the count over all ranks and micro-batches. That makes
+the result the same for any world size and any split into micro-batches. Must not know data sources, optimizers or FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from fullshard.config.part import Part
+from fullshard.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Batch = dict[str, Any]
+"""One micro-batch: tensors by name. `sample_ids` is always there; -1 marks a sample that only fills the batch."""
+Direction = Literal["min", "max"]
+"""Which values of a number are better: lower (min) or higher (max)."""
+Numbers = Mapping[str, Direction]
+"""What a validation finds: each number by name, with its direction."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The sum over the loss terms of one micro-batch, and metrics as (sum, count) pairs of tensors."""
+
+    loss_sum: torch.Tensor
+    metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+class Objective(Part):
+    """What a run minimises."""
+
+    folder: ClassVar[str] = "fullshard.objectives"
+    default_kind: ClassVar[str | None] = "causal_lm"
+    required: ClassVar[tuple[str, ...]] = ("count", "loss")
+    needs: ClassVar[tuple[str, ...]] = ()
+    """The batch keys it reads. With input_ids among them, or none named, the engine proves before step 1 that documents
+    in a packed row do not change each other's terms; with labels too, that each counts at its own position, that no
+    position sees later tokens, and that padding changes nothing (fullshard/proofs/before_step_one.py)."""
+    bidirectional: ClassVar[bool] = False
+    """Whether positions with a loss may see later tokens: only where labels are not the next tokens."""
+    encoder: ClassVar[str | None] = None
+    """The kind of encoder meant where the recipe names none; None: chosen from the first record."""
+    numbers: ClassVar[Numbers | None] = None
+    """What a validation of it measures, the loss included: {"loss": "min", "accuracy": "max"}; None: not said."""
+
+    def count(self, batch: Batch) -> int:
+        """How many loss terms the micro-batch holds, from the batch alone (on the CPU, before any forward)."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
+        """The sum over those terms.
+
+        `labels` are shifted already: labels[:, i] is the target of position i, -100 where there is none. Compare
+        logits[:, i] with labels[:, i]; do not shift once more. In a packed row `position_ids` start again at 0 with
+        each document: hand them to the model, which tells documents apart by them."""
+        raise NotImplementedError
+
+    def predictions(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
+        """(rows, positions, vocabulary) of the logits that `loss` is computed from, so that proofs can look at each
+        position by itself; None: they go by the loss alone."""
+        return None
+
+    def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(rows, vocabulary) of what may follow each row; only for objectives that predict tokens."""
+        raise RecipeError(f"objective.kind = {self.kind()} predicts no tokens: leave evaluations that sample text out.")
+
+    def extend(self, module: nn.Module) -> None:
+        """Gives a freshly built module, parameters on meta, what this objective trains beside it; refuses what the
+        module cannot do."""
+
+    def frozen(self) -> dict[str, Any]:
+        """Families of the models that it looks at and does not train; they come back, sharded, as `aux`."""
+        return {}
+
+    def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
+        """Refuses data that it cannot learn from with this model, by what is stored of it; called before ranks meet."""
+
+    def gives(self) -> Numbers | None:
+        """`numbers`, where they follow from the settings."""
+        return self.numbers
+
+    def derived(self, numbers: dict[str, float]) -> dict[str, float]:
+        """Numbers that follow from the averages, such as perplexity from the loss."""
+        return {}
+
+    def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
+        """Proves before step 1, on a first batch, what only this loss takes for granted; raises where it does not hold.
+        Returns lines that say what was proven. Every rank must run the same forward passes."""
+        return []
+
+    def backward(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        total: torch.Tensor,
+        aux: dict[str, nn.Module],
+        scale: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[Terms]:
+        """Adds the gradient of `sum / total` over all micro-batches. Override only when terms couple across them."""
+        results = []
+        for batch in batches:
+            terms = self.loss(model, batch, aux)
+            scale(terms.loss_sum / total).backward()
+            detached = {name: (s.detach(), c.detach()) for name, (s, c) in terms.metrics.items()}
+            results.append(Terms(terms.loss_sum.detach(), detached))
+        return results

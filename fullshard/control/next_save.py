@@ -1,0 +1,55 @@
+"""When a save comes near, so that the host memory for it is taken in time and not before.
+
+By steps, which all ranks count alike, and by the clock of the process that asks: rank 0, whose answer goes to all.
+Must not know what a save is, nor who prepares for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fullshard.control.triggers import Due
+
+SOON_STEPS = 3
+"""A wish is heard by all ranks a step later: with fewer steps to go, the save would come first."""
+AHEAD_S, BYTES_PER_S = 30.0, 1e9
+"""How long before a save its memory is taken, at least; and how fast pinning is on a slow host."""
+
+
+@dataclass
+class Approach:
+    """What may lead to a save."""
+
+    due: Sequence[Due]
+    """Saves, and validations that may find the best model yet."""
+    at_end: bool
+    steps_per_epoch: int
+    total_steps: int
+    num_bytes: int
+    """The memory that has to be taken."""
+    clock: Callable[[], float] = time.monotonic
+    _asked: list[tuple[int, float]] = field(default_factory=list, init=False)
+    """The first two steps after which this was asked, and when; the very first step is no measure of the others."""
+
+    def soon(self, step: int) -> bool:
+        """A save may come within a few steps; the same on every rank."""
+        left = self._steps_left(step)
+        return left is not None and left <= SOON_STEPS
+
+    def near(self, step: int, *, since_save_s: float) -> bool:
+        """A save may come within the time that its memory takes, by the pace so far."""
+        now, ahead = self.clock(), AHEAD_S + self.num_bytes / BYTES_PER_S
+        if len(self._asked) < 2:
+            self._asked.append((step, now))
+        begun, at = self._asked[-1]
+        left = self._steps_left(step)
+        by_steps = left is not None and step > begun and left * (now - at) / (step - begun) <= ahead
+        by_clock = any(due.after_seconds(since_save_s + ahead) for due in self.due)
+        return self.soon(step) or by_steps or by_clock
+
+    def _steps_left(self, step: int) -> int | None:
+        left = [due.steps_left(step, steps_per_epoch=self.steps_per_epoch) for due in self.due]
+        left += [self.total_steps - step] if self.at_end else []
+        return min((steps for steps in left if steps is not None), default=None)

@@ -1,0 +1,135 @@
+"""Precision: one word in the recipe, four facts in the run (storage, compute, reduce, scaler).
+
+Must not know models or FSDP. torch is imported only when a word is resolved against a device.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.config.part import did_you_mean
+from fullshard.errors import SetupError
+
+if TYPE_CHECKING:
+    import torch
+
+SPELLINGS = {
+    "auto": ("auto",),
+    "bf16": ("bf16", "bf16-mixed", "bfloat16"),
+    "fp16": ("fp16", "16-mixed", "float16", "16"),
+    "fp32": ("fp32", "32", "32-true", "float32", "none", "no"),
+    "bf16-pure": ("bf16-pure", "bf16-true", "pure-bf16"),
+}
+AS_ASKED = "as asked for"
+REFUSED = ("fp16-pure", "16-true", "pure-fp16", "fp16-true")
+SMALLEST_SCALE = 1.0
+"""Below this loss scale the run stops: gradients that overflow fp16 without any scaling will not recover."""
+
+
+def check_word(word: Any) -> str:
+    """The house spelling of a precision; every spelling of the field is accepted."""
+    if word is None or word is False:
+        return "fp32"
+    text = str(word).lower().replace("_", "-").removeprefix("torch.")
+    for name, spellings in SPELLINGS.items():
+        if text in spellings:
+            return name
+    if text in REFUSED:
+        raise ValueError(
+            "fp16 weights cannot be trained: updates vanish, and the loss scaler refuses their gradients; "
+            "fp16 computes in fp16 and keeps fp32 weights"
+        )
+    known = [s for spellings in SPELLINGS.values() for s in spellings]
+    raise ValueError(f"not a precision{did_you_mean(text, known)}; allowed: {', '.join(SPELLINGS)}")
+
+
+@dataclass(frozen=True)
+class ResolvedPrecision:
+    """What precision means in this run."""
+
+    word: str
+    storage: torch.dtype
+    """Of what is trained; what is frozen may be kept in the dtype it was stored in."""
+    compute: torch.dtype
+    reason: str
+    scaler: bool
+
+    def describe(self) -> str:
+        storage, compute = (str(dtype).removeprefix("torch.") for dtype in (self.storage, self.compute))
+        scaler = "with loss scaling" if self.scaler else "no scaler"
+        return f"{self.word} (storage {storage}, compute {compute}, reduce float32, {scaler}; {self.reason})"
+
+    def warning(self) -> str | None:
+        """What whoever chose it should know."""
+        if self.word == "bf16-pure":
+            return (
+                "precision = bf16-pure keeps weights and Adam state in bf16, with 8 bits: an update smaller than 1/256 "
+                "of a weight is lost. Half the memory; precision: bf16 keeps both in fp32 and computes as fast."
+            )
+        return None
+
+    def switched(self) -> str | None:
+        """The line that is due where `auto` could not be bf16."""
+        if self.word == "fp16" and self.reason != AS_ASKED:
+            return f"precision = auto became fp16 with a loss scaler: {self.reason.removeprefix('auto: ')}."
+        return None
+
+
+def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
+    """What a word means on this device."""
+    import torch
+
+    if device.type != "cuda":
+        return resolve_for(word, capability=None)
+    return resolve_for(
+        word, capability=torch.cuda.get_device_capability(device), name=torch.cuda.get_device_name(device)
+    )
+
+
+def resolve_for(word: str, *, capability: tuple[int, int] | None, name: str = "the GPU") -> ResolvedPrecision:
+    """Decides `auto` by the hardware (a GPU's compute capability, None for a CPU); an explicit request that cannot be
+    met is an error, never a silent switch."""
+    import torch
+
+    has_bf16 = capability is None or capability >= (8, 0)
+    if word.startswith("bf16") and not has_bf16:
+        raise SetupError(
+            f"precision = {word}: {name} has compute capability {'.'.join(map(str, capability or ()))}, and bf16 needs "
+            "8.0. "
+            "Use precision: fp16 or auto."
+        )
+    if word == "auto":
+        chosen = "bf16" if has_bf16 else "fp16"
+        reason = "auto: this device computes in bf16" if has_bf16 else "auto: bf16 needs compute capability 8.0"
+    else:
+        chosen, reason = word, AS_ASKED
+    pure = chosen == "bf16-pure"
+    compute = torch.bfloat16 if pure else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen, torch.float32)
+    storage = torch.bfloat16 if pure else torch.float32
+    return ResolvedPrecision(chosen, storage, compute, reason, scaler=chosen == "fp16")
+
+
+def avoid_broken_amx() -> None:
+    """Some virtual machines announce AMX and then end the process that uses it: try it in a child, and do without.
+
+    To be called before the first matrix product of the process: oneDNN decides once which instructions it uses."""
+    announced = Path("/proc/cpuinfo")
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not announced.exists() or "amx_bf16" not in announced.read_text():
+        return
+    with warnings.catch_warnings():
+        # Python warns of a fork beside threads; this child touches nothing that they could hold.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        import torch
+
+        torch.set_num_threads(1)
+        square = torch.ones(64, 64, dtype=torch.bfloat16)
+        os._exit(int(float((square @ square)[0, 0]) != 64.0))
+    _, status = os.waitpid(child, 0)
+    if status != 0:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"

@@ -1,0 +1,168 @@
+"""What is evaluated, as a recipe: that of a run, on its own or on other validation data, or one made up for a model.
+
+Must not know ranks, weights or numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import paths
+from fullshard.config.part import kinds, part_class
+from fullshard.contracts.data import Encoder
+from fullshard.contracts.model import Family
+from fullshard.errors import CheckpointError, SetupError
+from fullshard.formatting.yaml_text import parse_value
+from fullshard.recipes.read import Reading, read
+from fullshard.setup.chosen_run import Here, choose, is_run
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked for."""
+
+    data: str | None
+    checkpoint: str | None
+    weights: str | None
+    devices: str | None
+    settings: Sequence[str]
+    base: str | None
+    trust_remote_code: bool
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated."""
+
+    name: str
+    """The checkpoint, or the model."""
+    reading: Reading
+    checkpoint: Path | None
+    """None: the model's own weights."""
+    why: str
+    """Why this checkpoint: it was named, or what stands for the run."""
+
+    @property
+    def step(self) -> int | None:
+        return files.step_of(self.checkpoint) if self.checkpoint else None
+
+
+def subject_of(target: str, wish: Wish, *, nodes: int) -> Subject:
+    """The run or model that RUN|MODEL means."""
+    if is_run(target) or Path(target).name in ("best", "last"):
+        return _run(target, wish, nodes=nodes)
+    if (option := "--checkpoint" if wish.checkpoint else "--weights" if wish.weights else None) is not None:
+        raise SetupError(f"{option} chooses among what a run has saved, and {target} is no run. Leave it out.")
+    return _model(target, wish, nodes=nodes)
+
+
+def _run(target: str, wish: Wish, *, nodes: int) -> Subject:
+    chosen = choose(target, wish.checkpoint, here=_as_it_was(wish, nodes=nodes), best_first=True)
+    if chosen.checkpoint is None:
+        raise CheckpointError(
+            f"RUN = {target} has no checkpoint. Evaluate the model it has exported: "
+            f"fullshard evaluate {chosen.run / 'model'} --data FILE"
+        )
+    best = files.pointed(chosen.checkpoint.parent, "best")
+    is_best = best is not None and best.name == chosen.checkpoint.name
+    why = f"step {files.step_of(chosen.checkpoint):,}{', the best' if is_best else ''}"
+    return Subject(str(chosen.checkpoint), chosen.reading, chosen.checkpoint, why)
+
+
+def _as_it_was(wish: Wish, *, nodes: int) -> Here:
+    """The run's recipe as it was trained, for as many ranks of this machine as it had, unless others are asked for."""
+
+    def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
+        from fullshard.export.source import model_settings
+
+        topology = {**recipe.get("topology", {}), "nodes": nodes}
+        topology |= {"devices": wish.devices} if wish.devices is not None else {}
+        sharding = dict(recipe.get("sharding", {}))
+        if sharding.get("strategy") == "hybrid" and nodes == 1:
+            sharding["strategy"] = "auto"
+        # A step has no meaning here, so any number of ranks will do; two passes, lest a step have one sample.
+        batch = {"per_device": recipe.get("batch", {}).get("per_device", 8), "accumulate": 2}
+        recipe = {key: value for key, value in recipe.items() if key not in ("schedule", "duration")}
+        recipe |= {"topology": topology, "sharding": sharding, "batch": batch}
+        if checkpoint is not None:
+            state = files.read_state(checkpoint)
+            recipe["model"] = model_settings(checkpoint, state, wish.base, wish.trust_remote_code)
+        reading = read(recipe, *wish.settings)
+        if wish.data is None:
+            return reading
+        return read(_on_other_data(recipe, reading, data_of(wish.data), checkpoint), *wish.settings)
+
+    return here
+
+
+def _on_other_data(recipe: dict[str, Any], reading: Reading, data: Any, checkpoint: Path | None) -> dict[str, Any]:
+    """The recipe with `data` for validation. It stands for the training data, too, which need not be there, unless
+    samples are scaled by what was measured on that."""
+    from fullshard.setup.run_inputs import encoder_of
+
+    encoder = encoder_of(reading.recipe)
+    changed = {**recipe, "data": {**recipe["data"], "validation": data}}
+    if encoder is not None and type(encoder).settle is not Encoder.settle:
+        return changed
+    changed["data"]["train"] = data
+    folder = checkpoint / files.PROCESSOR if checkpoint else None
+    if folder is not None and "tokenizer" in type(reading.recipe.model).model_fields and paths.exists(folder):
+        changed["model"] = {**recipe["model"], "tokenizer": {"path": str(folder)}}
+    return changed
+
+
+def _model(target: str, wish: Wish, *, nodes: int) -> Subject:
+    """A model that stands for itself: its family says what else a recipe for it needs."""
+    from fullshard.hf.hub import fetch
+
+    folder = fetch(target, revision=None, code=wish.trust_remote_code, weights=False, where="MODEL")
+    families = [cast(type[Family], part_class(Family, kind, where="model")) for kind in kinds(Family)]
+    fitting = [family for family in families if family.recognises(folder)]
+    if not fitting:
+        raise SetupError(
+            f"{target} is neither a run (it has no checkpoint) nor a model (it has no config.json). Name a run folder, "
+            "one of its checkpoints, the folder of a model or a hub name."
+        )
+    if fitting[0].usual is None:
+        raise SetupError(
+            f"MODEL = {target} is of kind {fitting[0].kind()}, which is evaluated as the recipe of its run says. Name "
+            "the run."
+        )
+    if wish.data is None:
+        raise SetupError(f"MODEL = {target} has no validation data of its own. Give it: --data FILE.")
+    data = data_of(wish.data)
+    model = {"kind": fitting[0].kind(), "path": target, "base": wish.base, "trust_remote_code": wish.trust_remote_code}
+    recipe = {
+        "name": "evaluate",
+        "model": {key: value for key, value in model.items() if value},
+        "data": {"train": data, "validation": data},
+        "topology": {"devices": wish.devices or "auto", "nodes": nodes},
+        "checkpoint": {"best": None},
+        **fitting[0].usual,
+    }
+    recipe["precision"] = _stored_precision(read(recipe, *wish.settings))
+    return Subject(target, read(recipe, *wish.settings), None, "its own weights")
+
+
+def _stored_precision(reading: Reading) -> str:
+    """The precision that the model was saved in, which is that of other libraries."""
+    from fullshard.hf.safetensors_folder import stored_dtype
+    from fullshard.setup.run_inputs import cache_folder
+
+    family = reading.recipe.model
+    family.prepare((), cache=cache_folder(reading.recipe))
+    folder = family.stored_in()
+    words = {"torch.float32": "fp32", "torch.bfloat16": "bf16", "torch.float16": "fp16"}
+    return words.get(str(stored_dtype(folder)), "auto") if folder is not None else "auto"
+
+
+def data_of(text: str) -> Any:
+    """What `--data` means, as `data.validation` would take it."""
+    return parse_value(text, where="--data") if text.lstrip()[:1] in ("[", "{") else text
+
+
+__all__ = ["Subject", "Wish", "data_of", "subject_of"]

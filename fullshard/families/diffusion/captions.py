@@ -1,0 +1,136 @@
+"""Texts that say what an image shows: found in records, and their states or tokens as features and in a batch.
+
+Must not know images, files, text encoders or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fullshard.config.problems import found
+from fullshard.contracts.data import Features, Record
+from fullshard.data.columns import MAPPING, is_empty
+from fullshard.data.records import keys_found
+from fullshard.errors import DataError, RecipeError
+
+if TYPE_CHECKING:
+    from fullshard.families.diffusion.texts import TextStack
+
+COLUMNS = ("text", "caption", "prompt")
+"""Where a text is looked for: the first column that holds something."""
+
+
+def column_of(record: Record, mapped: str | None) -> str | None:
+    """The column that holds the text."""
+    accepted = (mapped,) if mapped else COLUMNS
+    return next((name for name in accepted if not is_empty(record.get(name))), None)
+
+
+def caption(record: Record, mapped: str | None) -> str:
+    """The text of a record."""
+    column = column_of(record, mapped)
+    value = record[column] if column is not None else None
+    if isinstance(value, str) and value.strip():
+        return value
+    accepted = f"Accepted for it: {', '.join((mapped,) if mapped else COLUMNS)}."
+    if value is not None and not isinstance(value, str):
+        raise DataError(
+            f"{column!r} must be a text, found {found(value)}. Give it one, or take another "
+            f"column with {MAPPING} = {{text: COLUMN}}."
+        )
+    raise DataError(
+        f"no text in the record, or a blank one, but data.encode.text asks for one. {keys_found(record)} {accepted} "
+        f"Give it one, take the record out, or name another column with {MAPPING} = {{text: COLUMN}}."
+    )
+
+
+def check_model(stack: TextStack | None, module: Any) -> None:
+    """Refuses a denoiser that takes no texts where there are encoders for them, and one that would take the filling of
+    short texts for text. What a model of the user's does with them is its own affair."""
+    if stack is None or not hasattr(module, "text_width"):
+        return
+    name = getattr(module, "class_name", type(module).__name__)
+    if module.text_width is None:
+        raise RecipeError(
+            f"data.encode.text gives texts, and {name} takes none. Leave data.encode.text out, or choose a model that "
+            "is conditioned on texts: model.architecture sd3, flux, pixart or unet_text."
+        )
+    if getattr(module, "takes_mask", True):
+        return
+    for number, text in enumerate(stack.texts):
+        if not text.is_padded:
+            key = "data.encode.text" + (f"[{number}]" if len(stack.texts) > 1 else "")
+            how = "padded = false" if text.padded is False else "padded = false, the usual for one encoder but CLIP"
+            raise RecipeError(
+                f"{key}: {how}, leaves the filling of short texts out, and {name} is not told where a text ends, as in "
+                f"its pipeline. Set {key}.padded = true."
+            )
+
+
+def features_of(written: Sequence[str], stack: TextStack) -> list[Features]:
+    """What a sample keeps of its text: tokens where encoders are live, else states."""
+    if stack.is_live:
+        found = stack.tokens(written)
+        rows = zip(found.ids, found.is_cut, strict=True)
+        return [{"text_tokens": ids[None], "cut": np.array([is_cut])} for ids, is_cut in rows]
+    features = []
+    for state in stack.states(written):
+        pooled = {} if state.pooled is None else {"text_pooled": state.pooled[None]}
+        features.append({"text_states": state.states, "cut": np.array([state.is_cut]), **pooled})
+    return features
+
+
+def empty_features(stack: TextStack) -> Features:
+    """What means no text, once for all samples: tokens where encoders are live, and nothing where it is zeros; else
+    states."""
+    if stack.is_live:
+        tokens = stack.empty_tokens()
+        return {} if tokens is None else {"empty_tokens": tokens}
+    state = stack.empty_state()
+    return {"empty_states": state.states, **({} if state.pooled is None else {"empty_pooled": state.pooled[None]})}
+
+
+def collate_empty(empty: Features, *, length: int) -> dict[str, Any]:
+    """`empty_tokens`; or `empty_states`, `empty_mask` and `empty_pooled`: as texts have them, with one row."""
+    import torch
+
+    if "empty_states" not in empty:
+        return {name: torch.from_numpy(part) for name, part in empty.items()}
+    found = collate([{name.replace("empty", "text"): part for name, part in empty.items()}], length=length)
+    return {name.replace("text", "empty"): part for name, part in found.items()}
+
+
+def collate(samples: Sequence[Features], *, length: int) -> dict[str, Any]:
+    """`text_tokens` int64 (B, tokens of all encoders); or `text_states` fp32 (B, T, D), `text_mask` bool (B, T) and,
+    where it is stored, `text_pooled` fp32 (B, P); nothing for samples without texts. T is always `length`: what a model
+    without masks computes must not depend on a text's neighbours in the batch."""
+    import torch
+
+    if "text_tokens" in samples[0]:
+        return {"text_tokens": torch.from_numpy(np.concatenate([sample["text_tokens"] for sample in samples]))}
+    if "text_states" not in samples[0]:
+        return {}
+    states = np.zeros((len(samples), length, samples[0]["text_states"].shape[1]), dtype=np.float32)
+    mask = np.zeros(states.shape[:2], dtype=bool)
+    for row, sample in enumerate(samples):
+        size = len(sample["text_states"])
+        states[row, :size], mask[row, :size] = sample["text_states"], True
+    found = {"text_states": torch.from_numpy(states), "text_mask": torch.from_numpy(mask)}
+    if "text_pooled" in samples[0]:
+        found["text_pooled"] = torch.from_numpy(np.concatenate([sample["text_pooled"] for sample in samples]))
+    return found
+
+
+__all__ = [
+    "COLUMNS",
+    "caption",
+    "check_model",
+    "collate",
+    "collate_empty",
+    "column_of",
+    "empty_features",
+    "features_of",
+]

@@ -1,0 +1,274 @@
+"""`fullshard sample`: images from a trained diffusion model, as one grid and as files. Starts its own ranks, or joins.
+
+Must not import torch before it is called, nor know how a model is loaded or images are made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fullshard.errors import SetupError
+
+if TYPE_CHECKING:
+    import torch
+
+    from fullshard.dist.world import World
+    from fullshard.families.diffusion.draw import Loaded, Wish
+    from fullshard.log.console import Console
+    from fullshard.setup.chosen_run import Chosen
+
+
+def sample(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
+    classes: Annotated[
+        str | None, typer.Option(metavar="0,1,2", help="A row for each; without it the first ten classes.")
+    ] = None,
+    texts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT|FILE.txt", help="A row for each text, or for each line of a file; may be repeated."),
+    ] = None,
+    per_class: Annotated[int, typer.Option(min=1, metavar="N", help="Images in a row.")] = 8,
+    guidance: Annotated[
+        float | None,
+        typer.Option(
+            min=0, metavar="X", help="How much a class or a text counts; 1 is what the model learned; else 2."
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps from noise to an image.")] = 32,
+    method: Annotated[
+        str, typer.Option(metavar="heun|euler", help="heun asks the model twice a step, and needs fewer steps.")
+    ] = "heun",
+    seed: Annotated[int, typer.Option(metavar="N", help="Decides the noise.")] = 0,
+    grid: Annotated[
+        str | None, typer.Option(metavar="FILE.png", help="Where the grid goes; else RUN/pictures/sample-STEP.png.")
+    ] = None,
+    images: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Also write every image by itself, in a folder for each row.")
+    ] = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(metavar="STEP|best|latest", help="Which weights; else the latest, or without any RUN/model."),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged where the run kept an average."),
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto for every GPU.")
+    ] = "auto",
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Images that each rank makes at once.")] = 64,
+) -> None:
+    """Make images with the model of RUN.
+
+    The recipe of the run says how, and how its data was scaled. The same seed gives the same images, on any number of
+    ranks. A grid that exists is replaced.
+
+    Exit codes: 0 done; 2 a mistake in the options or the run; 3 the images hold NaN or Inf.
+    """
+    from fullshard.commands.options import one_of
+    from fullshard.dist import env
+    from fullshard.setup.chosen_run import choose, on_this_machine
+    from fullshard.setup.on_ranks import start_own
+
+    # Before anything is loaded: what can be refused by the words alone.
+    wanted, written = _classes(classes), _texts(texts)
+    one_of("--method", method, ("heun", "euler"))
+    one_of("--weights", weights, (None, "ema", "model"))
+    launch = env.detect(os.environ)
+    chosen = choose(run, checkpoint, here=on_this_machine(devices=devices, nodes=launch.num_nodes))
+    picture = Path(grid).expanduser() if grid else chosen.run / "pictures" / f"sample-{chosen.name}.png"
+    target = _Target(_grid(picture), _folder(images))
+    if launch.rank == 0:
+        target.probe()
+    options: dict[str, Any] = {"--classes": classes, "--method": method, "--weights": weights, "--guidance": guidance}
+    options |= {"--per-class": per_class, "--steps": steps, "--seed": seed, "--batch-size": batch_size}
+    options |= {"--grid": target.grid, "--images": target.folder}
+    words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
+    words += [word for text in written for word in ("--texts", text)]
+    words = ["sample", str(chosen.checkpoint or chosen.run), *words]
+    if (code := start_own(words, chosen.reading.recipe.topology)) is not None:
+        raise typer.Exit(code)
+    from fullshard.families.diffusion.draw import Wish
+    from fullshard.families.diffusion.grid import Way
+
+    way = Way(steps, "heun" if method == "heun" else "euler", guidance, seed)
+    _as_rank(chosen, Wish(wanted, per_class, way, batch_size, weights, written), target)
+
+
+class _Target:
+    """Where images go."""
+
+    def __init__(self, grid: Path, folder: Path | None) -> None:
+        self.grid, self.folder = grid, folder
+
+    def probe(self) -> None:
+        """Sees before any work is done that both can be written."""
+        with _writing("--grid", self.grid):
+            self.grid.parent.mkdir(parents=True, exist_ok=True)
+            hidden = self._hidden()
+            hidden.touch()
+            hidden.unlink()
+        if self.folder is not None:
+            with _writing("--images", self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                (self.folder / ".fullshard").touch()
+                (self.folder / ".fullshard").unlink()
+
+    def write(self, images: torch.Tensor, rows: Sequence[int] | None, *, per_class: int, latents: bool = False) -> None:
+        """`latents` are kept as they are, too, in a .npy file beside the grid, and instead of each picture."""
+        from fullshard.log.image_grids import as_strips, save_grid, save_latents
+
+        hidden = self._hidden()
+        with _writing("--grid", self.grid):
+            try:
+                save_grid(as_strips(images) if latents else images, hidden, columns=per_class)
+                hidden.replace(self.grid)
+                if latents:
+                    save_latents(images, self.latents)
+            finally:
+                hidden.unlink(missing_ok=True)
+        if self.folder is not None:
+            with _writing("--images", self.folder):
+                for number, image in enumerate(images):
+                    row, column = divmod(number, per_class)
+                    place = self.folder / str(rows[row]) if rows is not None else self.folder
+                    place.mkdir(exist_ok=True)
+                    name = f"{column:0{len(str(per_class - 1))}d}"
+                    save_latents(image, place / f"{name}.npy") if latents else _save(image, place / f"{name}.png")
+
+    @property
+    def latents(self) -> Path:
+        """All of them in one array."""
+        return self.grid.with_suffix(".npy")
+
+    def _hidden(self) -> Path:
+        return self.grid.with_name(f".sample-{os.getpid()}-{self.grid.name}")
+
+
+def _save(image: torch.Tensor, path: Path) -> None:
+    """One image as it is, unlike in a grid, which shows small ones larger."""
+    from PIL import Image
+
+    from fullshard.families.diffusion.image_checks import as_given
+
+    values = as_given(image[None], as_bytes=True)[0].numpy()
+    Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0)).save(path)
+
+
+def _classes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise SetupError(f"--classes {text} is no list of classes. Write their numbers, with commas between: 0,1,2.")
+    return tuple(int(part) for part in parts)
+
+
+def _texts(given: list[str] | None) -> tuple[str, ...]:
+    found: list[str] = []
+    for text in given or ():
+        if not text.lower().endswith(".txt"):
+            found.append(text)
+            continue
+        try:
+            lines = Path(text).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SetupError(f"--texts {text} cannot be read as a file of texts ({error}). Check its name.") from error
+        found += [line for line in lines if line.strip()]
+    if given is not None and not all(text.strip() for text in found or [""]):
+        raise SetupError(f"--texts {' '.join(given)}: there is no text, or a blank one. Give one or several.")
+    return tuple(found)
+
+
+def _grid(path: Path) -> Path:
+    if "://" in str(path) or path.suffix.lower() != ".png" or path.is_dir():
+        raise SetupError(
+            f"--grid {path}: the grid is one picture, in a local file whose name ends in .png. Give such a one."
+        )
+    return path
+
+
+def _folder(text: str | None) -> Path | None:
+    if text is None:
+        return None
+    folder = Path(text).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise SetupError(f"--images {text} exists and is no empty folder. Choose another name, or empty it first.")
+    return folder
+
+
+@contextlib.contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise SetupError(
+            f"{option} {path} cannot be written ({error.strerror or error}). Check disk space and permissions, or "
+            "choose another place."
+        ) from error
+
+
+def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
+    """This rank's part, from loading to the last line."""
+    from fullshard.families.diffusion import draw as making
+    from fullshard.log.bar import Pace
+    from fullshard.log.console import Bar
+    from fullshard.setup.on_ranks import as_rank
+
+    with as_rank(chosen.reading.recipe.topology) as (console, meet):
+
+        def watch(steps: int) -> Bar:
+            return Bar(console, "Sampling", "", Pace(steps, clock=console.clock))
+
+        loaded = making.load(chosen, wish, console)
+        world = meet()
+        _announce(console, chosen, wish, loaded, world, target)
+        found = making.make(loaded, chosen, wish, world, watch)
+        if found is not None:
+            rows = range(len(wish.texts)) if wish.texts else making.classes_of(loaded.module, wish)
+            target.write(found, rows, per_class=wish.per_class, latents=loaded.is_latent)
+            _say_done(console, target, len(found), latents=loaded.is_latent)
+
+
+def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, world: World, target: _Target) -> None:
+    from fullshard.families.diffusion.draw import classes_of
+    from fullshard.families.diffusion.image_checks import is_conditioned
+    from fullshard.formatting.plural import counted
+
+    rows, way = classes_of(loaded.module, wish), loaded.way
+    each = counted(wish.per_class, "image")
+    what = f"{each} of each class: {', '.join(map(str, rows))}" if rows else each
+    if wish.texts:
+        what = f"{each} of each text: {'; '.join(wish.texts[:3])}{'; ...' if len(wish.texts) > 3 else ''}"
+    guided = f", guidance {way.guidance:g}" if is_conditioned(loaded.module) else ", without labels or texts"
+    lines = [
+        ("weights", f"{chosen.weights}{f', --weights {wish.weights}' if wish.weights else ''}"),
+        ("images", what),
+        ("way", f"{counted(way.steps, 'step')} of {way.method}{guided}, seed {way.seed}"),
+        ("world", world.describe()),
+        ("grid", str(target.grid)),
+    ]
+    if target.folder is not None:
+        lines.append(("files", str(target.folder)))
+    console.header(f"fullshard sample: {chosen.reading.recipe.name}", lines)
+
+
+def _say_done(console: Console, target: _Target, count: int, *, latents: bool) -> None:
+    from fullshard.formatting.plural import counted
+
+    if latents:
+        console.say(f"Wrote {target.grid} ({counted(count, 'latent')}: each a row of its channels in grey)")
+        console.say(f"Wrote {target.latents} (the latents themselves; no VAE in the recipe makes images of them)")
+    else:
+        console.say(f"Wrote {target.grid} ({counted(count, 'image')})")
+    if target.folder is not None:
+        console.say(f"Wrote {counted(count, 'file')} to {target.folder}")
+
+
+__all__ = ["sample"]

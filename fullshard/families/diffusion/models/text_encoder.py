@@ -1,0 +1,72 @@
+"""The text_encoder family: a frozen text encoder of Transformers beside a denoiser, for data.encode.text with live. It
+is never trained.
+
+Must not know objectives, data, ranks or sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fullshard.contracts.model import Family, Weights
+from fullshard.families.diffusion.texts import Join, Texts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+class TextEncoder(Family):
+    """A text encoder."""
+
+    loader: ClassVar[str | None] = "transformers.AutoModel.from_pretrained"
+    forward_methods: ClassVar[tuple[str, ...]] = ("encode_texts",)
+
+    encoder: Texts
+    """Which one, and how it reads texts: as an entry of data.encode.text."""
+    early: bool = False
+    """Whether states come from the last layer but one."""
+    join: Join = "flux"
+    """How its states go together with those of other encoders: as data.encode.join."""
+
+    @property
+    def precision(self) -> str:
+        """What it computes in, whatever the trained model does."""
+        return self.encoder.precision
+
+    def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:
+        self.stored_in()
+
+    def stored_in(self) -> Path:
+        return self.encoder.folder()
+
+    def build(self, *, processor: Any) -> nn.Module:
+        from fullshard.families.diffusion.text_model import empty
+
+        found: nn.Module = self.encoder.bound(empty(self.stored_in()), early=self.early, join=self.join)
+        return found
+
+    def weights(self, module: nn.Module) -> Weights | None:
+        from fullshard.families.diffusion.text_model import TextWeights
+
+        return TextWeights(self.stored_in(), module)
+
+    def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """As it is stored: half precision stays so."""
+        import torch
+
+        from fullshard.hf.safetensors_folder import stored_dtype
+
+        stored = stored_dtype(self.stored_in())
+        return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
+
+    def rehearse(self, module: nn.Module) -> None:
+        import torch
+
+        model: Any = module
+        model.encode_texts(torch.zeros(1, self.encoder.max_tokens, dtype=torch.int64, device="meta"))
+
+
+__all__ = ["TextEncoder"]

@@ -1,0 +1,73 @@
+"""The frozen VAE that images go through when data is encoded: opened at the first use, freed with this.
+
+Must not know records, stores or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.data.records import combine, digest
+from fullshard.errors import DataError
+from fullshard.families.diffusion import latents
+from fullshard.families.diffusion.latents import Latents, encode
+from fullshard.families.diffusion.texts import TextStack
+from fullshard.images.arrays import Picture, floats
+
+CODE = tuple(Path(latents.__file__).with_name(name) for name in ("latents.py", "text_model.py", "texts.py", "vae.py"))
+"""The files whose code decides what is made; what an encoder has in its own folder is known without them."""
+
+
+class Frozen:
+    """A VAE, as data.encode names it."""
+
+    def __init__(self, settings: Latents) -> None:
+        self._settings = settings
+
+    @cached_property
+    def _vae(self) -> Any:
+        return self._settings.open()
+
+    def latents(self, pictures: Sequence[Picture]) -> list[Picture]:
+        """What the VAE makes of images; grey ones become coloured where it wants colours."""
+        coloured = [self._checked(picture) for picture in pictures]
+        values = encode(self._vae, [floats(picture.values) for picture in coloured])
+        found = [Picture(picture.name, latent) for picture, latent in zip(pictures, values, strict=True)]
+        for picture in found:
+            if not np.isfinite(picture.values).all():
+                raise DataError(
+                    f"{picture.name} becomes a latent with NaN or infinite values. Check the weights of "
+                    "data.encode.vae, or take the record out."
+                )
+        return found
+
+    def _checked(self, picture: Picture) -> Picture:
+        from fullshard.families.diffusion.vae import latent_shape
+
+        if picture.is_latent:
+            raise DataError(
+                f"{picture.name} is a latent, but data.encode.vae makes latents of images. Leave data.encode.vae out, "
+                "or give images."
+            )
+        if len(picture.values) == 1 and self._vae.config.in_channels == 3:
+            picture = Picture(picture.name, np.repeat(picture.values, 3, axis=0))
+        try:
+            latent_shape(self._vae.config, picture.values.shape)
+        except ValueError as error:
+            raise DataError(f"{picture.name} {error}, or take the record out.") from None
+        return picture
+
+
+def fingerprints(vae: Latents | None, stack: TextStack | None) -> dict[str, str]:
+    """Of each frozen model, with every weight."""
+    parts: dict[str, Any] = {"vae": vae} if vae is not None else {}
+    parts |= {f"text[{index}]": text for index, text in enumerate(stack.texts if stack else [])}
+    return {name: combine(*map(digest, part.files())) for name, part in parts.items()}
+
+
+__all__ = ["CODE", "Frozen", "fingerprints"]

@@ -1,0 +1,320 @@
+"""Texts and images that belong together: a query, its positive, and perhaps negatives and a label. One sample for each
+record.
+
+With a vision-language model every text goes through its chat template, and pixels are made with the batch. Must not
+know files of records, ranks or how texts are laid out in rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, PrivateAttr, field_validator
+
+from fullshard.config.part import Section, did_you_mean
+from fullshard.contracts.data import Encoder, Features, Record
+from fullshard.data.columns import ALIASES, IMAGES, KINDS, MAPPING, Columns, Pair
+from fullshard.errors import DataError, RecipeError
+from fullshard.images.multimodal_tokens import Input, tokenise_written
+from fullshard.images.reading import Picture, Unreadable, features_of, look_at, read_again, stored_in
+from fullshard.text.tokens import tokenizer_of
+
+FORMS = (
+    'pairs: {"query": "...", "positive": "..."} (with optional "negatives" and "label"; images in "query_image", '
+    '"positive_image" and "negative_images")'
+)
+
+_SURE = (("anchor", "positive"), ("sentence1", "sentence2"), ("query_text", "pos_text"))
+"""Columns that together are a pair and nothing else."""
+_DOCUMENT = ("document", "passage", "corpus")
+"""What models call the prompt of a document."""
+
+
+class Prompts(Section):
+    """What is put before each text; as the system's message where the model has a chat template for images."""
+
+    query: str | None = None
+    """Before every query; null: the model's own, where it has one."""
+    document: str | None = None
+    """Before every positive and negative; null: the model's own, where it has one."""
+
+
+class Pairs(Encoder):
+    """Queries and what they should find, texts or images, for embedding models.
+
+    A query or a positive may be both at once; a negative is one of them, the texts of a record before its images."""
+
+    forms: ClassVar[str] = FORMS
+    last_resort: ClassVar[bool] = True
+    lays_out: ClassVar[bool] = True
+
+    column_mapping: dict[str, str] = {}
+    """Which column of a record is its query, positive, negatives or label, or its query_image, positive_image or
+    negative_images, where it has another name."""
+    image_root: Path | None = None
+    """Where relative paths of images begin; null: in the current folder."""
+    mode: Literal["t2t", "t2i", "i2t", "i2i", "m2t", "m2i"] | None = None
+    """What every record must be: from text, image or both (m) to texts or images; null: by its columns, each for
+    itself."""
+    unreadable: Literal["error", "skip"] = "error"
+    """What an image that cannot be read does: stop, or leave its record out and be counted. Found when the data is
+    encoded, and kept with it in data.cache."""
+    prompts: Prompts = Prompts()
+    """What is put before each text."""
+    negatives: int | None = Field(None, ge=0)
+    """At most this many negatives of a record, the first ones, texts before images; null: all."""
+
+    _vision: Any = PrivateAttr(None)
+    """The processor that makes pixels, in whatever process a batch is made."""
+
+    @field_validator("column_mapping")
+    @classmethod
+    def _known(cls, mapping: dict[str, str]) -> dict[str, str]:
+        known = [*ALIASES, *IMAGES]
+        for name, column in mapping.items():
+            if name not in known:
+                raise ValueError(
+                    f"{name!r} is nothing a pair has{did_you_mean(name, known)}. Known: {', '.join(known)}"
+                )
+            if name in IMAGES and (text := next((n for n in ALIASES if mapping.get(n) == column), None)):
+                raise ValueError(f"{column!r} is taken for {text!r} and for {name!r}, but holds texts or images")
+        return mapping
+
+    @staticmethod
+    def accepts(record: Record) -> bool:
+        keys = {key for key, value in record.items() if value is not None}
+        return bool(keys & {"query", "query_image", "positive_image"}) or any(keys.issuperset(p) for p in _SURE)
+
+    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
+        return self.encode_many([record], processor, length=length)[0]
+
+    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
+        tokenizer = tokenizer_of(processor, needed_by="pairs")
+        pairs = [self._pair(record) for record in records]
+        if _sees(processor):
+            self._vision = processor
+            return self._encode_seen(pairs, processor, length=length)
+        for pair in pairs:
+            _refuse_images(pair, "this model takes none. Use a vision-language model")
+        query, document = self.prompts_for(processor)
+        texts = [(document if at else query) + text for pair in pairs for at, text in enumerate(pair.texts)]
+        tokenised = iter(_tokenise(texts, tokenizer, length=length))
+        return [[_features([next(tokenised) for _ in pair.texts], pair.label)] for pair in pairs]
+
+    def _encode_seen(self, pairs: Sequence[Pair], processor: Any, *, length: int) -> list[Sequence[Features]]:
+        """The same for a processor that takes images."""
+        prompts = self.prompts_for(processor)
+        images = [image for pair in pairs for image in pair.images]
+        looked = iter(look_at(images, root=self.image_root, num_tokens=processor.image_tokens))
+        found = [[None if entry.image is None else next(looked) for entry in pair.entries] for pair in pairs]
+        whole = [self._readable(row) for row in found]
+        inputs = [
+            Input(entry.text, picture.tokens if picture else 0, prompts[at > 0])
+            for pair, row in zip(pairs, whole, strict=True)
+            if row is not None
+            for at, (entry, picture) in enumerate(zip(pair.entries, row, strict=True))
+        ]
+        tokenised = iter(tokenise_written(inputs, processor, length=length))
+        return [
+            [{"unreadable": np.array([True])}]
+            if row is None
+            else [_features([next(tokenised) for _ in row], pair.label) | features_of(row)]
+            for pair, row in zip(pairs, whole, strict=True)
+        ]
+
+    def _readable(self, row: Sequence[Picture | Unreadable | None]) -> list[Picture | None] | None:
+        """The images of a record; None where one cannot be read and the record is to be left out."""
+        problem = next((picture for picture in row if isinstance(picture, Unreadable)), None)
+        if problem is not None and self.unreadable == "error":
+            raise problem
+        return None if problem else [picture for picture in row if not isinstance(picture, Unreadable)]
+
+    def texts(self, record: Record) -> list[str]:
+        return self._pair(record).texts
+
+    def notes(self, processor: Any) -> list[str]:
+        said = []
+        for side, used in zip(("query", "document"), self.prompts_for(processor), strict=True):
+            whose = " (the model's own)" if used and getattr(self.prompts, side) is None else ""
+            said.append(f"{side} {used!r}{whose}" if used else f"{side} none")
+        return [f"prompts: {', '.join(said)}"]
+
+    def reads(self, record: Record) -> list[str]:
+        return Columns(self.column_mapping).report(record)
+
+    def leave_on(self, processor: Any, *, length: int) -> None:
+        if _sees(processor):
+            self._vision = processor
+        own = getattr(processor, "prompts", None) or {}
+        query, document = self.prompts_for(processor)
+        # Under every name that the model has for it; what it puts before texts of other uses stays.
+        documents = ["document", *(name for name in _DOCUMENT if name in own)]
+        used = {**own, "query": query, **dict.fromkeys(documents, document)}
+        processor.prompts = {name: prompt for name, prompt in used.items() if prompt}
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if hasattr(tokenizer, "init_kwargs"):
+            # Saved with the tokenizer, so that they are in a checkpoint and not only in the final export.
+            tokenizer.init_kwargs["prompts"] = dict(processor.prompts)
+            tokenizer.init_kwargs["trained_length"] = length
+
+    def blank(self, sample: Features) -> Features:
+        starts = np.cumsum(sample["lengths"]) - sample["lengths"]
+        texts = {"tokens": sample["tokens"][starts], "lengths": np.ones_like(sample["lengths"])}
+        images = features_of([None] * len(starts)) if "images" in sample else {}
+        return {**sample, **texts, **images}
+
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        """`tokens` of all texts on one axis, and what tells the texts apart; `lengths` and `texts` stay on the host.
+
+        Where the model takes images, also how many `images` each text has, and of each image the `pixels` and the
+        `grids`, its patches in time, height and width; all on the host."""
+        import torch
+
+        tokens = np.concatenate([sample["tokens"] for sample in samples]).astype("<i4")
+        lengths = np.concatenate([sample["lengths"] for sample in samples]).astype(np.int64)
+        pieces = np.split(tokens, np.cumsum(lengths)[:-1])
+        digests = [hashlib.blake2b(piece.tobytes(), digest_size=8) for piece in pieces]
+        seen = self._see(samples, pieces, digests) if "images" in samples[0] else {}
+        keys = b"".join(digest.digest() for digest in digests)
+        return {
+            "tokens": torch.from_numpy(tokens.astype(np.int64)),
+            "lengths": lengths,
+            "texts": np.array([len(sample["lengths"]) for sample in samples], dtype=np.int64),
+            "label": torch.from_numpy(np.concatenate([sample["label"] for sample in samples]).astype(np.float64)),
+            "keys": torch.from_numpy(np.frombuffer(keys, dtype="<i8").astype(np.int64)),
+            **seen,
+        }
+
+    def _see(self, samples: Sequence[Features], pieces: Sequence[np.ndarray], digests: Sequence[Any]) -> dict[str, Any]:
+        """What a batch has of images; the digest of a text takes in its image."""
+        vision = self._vision
+        assert vision is not None, "pixels need the processor: encode or leave_on comes first"
+        pixels, grids = [], []
+        images = [image for sample in samples for image in stored_in(sample)]
+        for image, piece, digest in zip(images, pieces, digests, strict=True):
+            if image is None:
+                continue
+            name, encoded, picture = read_again(image[0], is_file=image[1], root=self.image_root)
+            digest.update(hashlib.blake2b(encoded).digest())
+            patches, grid = vision.pixels(picture)
+            then, now = int((piece == vision.image_token_id).sum()), int(grid.prod()) // vision.merge**2
+            if now != then:
+                raise DataError(
+                    f"{name} has changed since it was encoded: it takes {now:,} tokens now, {then:,} then. Put the "
+                    "earlier one back, or remove the folder of data.cache to have it encoded again."
+                )
+            pixels.append(patches)
+            grids.append(grid)
+        return {
+            "images": np.concatenate([sample["images"] for sample in samples]).astype(np.int64),
+            "pixels": pixels,
+            "grids": np.array(grids, dtype=np.int64).reshape(-1, 3),
+        }
+
+    def prompts_for(self, processor: Any) -> tuple[str, str]:
+        """What is put before queries and before documents."""
+        own = getattr(processor, "prompts", None) or {}
+        query, document = self.prompts.query, self.prompts.document
+        if query is None:
+            query = own.get("query")
+        if document is None:
+            document = next((own[name] for name in _DOCUMENT if own.get(name)), None)
+        return query or "", document or ""
+
+    def lone(self, texts: Sequence[str], side: str, processor: Any, *, length: int) -> list[Features]:
+        """Samples of one text each, a `query` or a `document`, cut and with the prompts as in training."""
+        prompt = self.prompts_for(processor)[side != "query"]
+        if _sees(processor):
+            self._vision = processor
+            given = [Input(text, 0, prompt) for text in texts]
+            return [
+                _features([ids], 0.0) | features_of([None]) for ids in tokenise_written(given, processor, length=length)
+            ]
+        tokenizer = tokenizer_of(processor, needed_by="pairs")
+        return [_features([ids], 0.0) for ids in _tokenise([prompt + text for text in texts], tokenizer, length=length)]
+
+    def pair(self, record: Record) -> Pair:
+        """What a record of texts alone holds."""
+        found = self._pair(record)
+        _refuse_images(found, "only texts are read here. Leave such records out")
+        return found
+
+    def document(self, record: Record) -> str:
+        """The text of a record that is no pair but one document: what a pair has as its positive, or a `text`."""
+        return Columns(self.column_mapping).document(record)
+
+    def _pair(self, record: Record) -> Pair:
+        pair = Columns(self.column_mapping).pair(record)
+        if self.mode is not None:
+            _check_mode(pair, self.mode)
+        stop = None if self.negatives is None else 2 + self.negatives
+        return Pair(pair.entries[:stop], pair.label)
+
+
+def _sees(processor: Any) -> bool:
+    """Whether a processor takes images beside texts."""
+    return hasattr(processor, "image_tokens")
+
+
+def _refuse_images(pair: Pair, why: str) -> None:
+    if pair.images:
+        columns = dict.fromkeys(image.column.partition("[")[0] for image in pair.images)
+        asked = " and ".join(map(repr, columns))
+        raise DataError(
+            f"{asked} in the record asks for images; {why}, or take the column out, and give texts in 'query', "
+            f"'positive' and 'negatives', or name their columns in {MAPPING}."
+        )
+
+
+def _check_mode(pair: Pair, mode: str) -> None:
+    query, document = mode.split("2")
+    names = ["query", "positive", *["negative"] * (len(pair.entries) - 2)]
+    for at, (name, entry) in enumerate(zip(names, pair.entries, strict=True)):
+        wanted = document if at else query
+        if entry.kind == wanted:
+            continue
+        fix = "Fix the record, or set it to null to take each record by its columns."
+        if (entry.kind, wanted) == ("t", "i"):
+            role = f"{name}_image{'s' if at > 1 else ''}"
+            fix = f"Where {entry.column!r} holds images, set {MAPPING} = {{{role}: {entry.column}}}."
+        sides = ", ".join(f"{side} {KINDS[e.kind]}" for side, e in zip(names[:2], pair.entries[:2], strict=True))
+        raise DataError(
+            f"the record is {pair.mode} ({sides}) and its {name} is {KINDS[entry.kind]}, but data.encode.mode = "
+            f"{mode} wants {KINDS[wanted]} there. {fix}"
+        )
+
+
+def _tokenise(texts: list[str], tokenizer: Any, *, length: int) -> list[tuple[list[int], bool]]:
+    """The tokens of each text with the tokenizer's special tokens, and whether the text was cut to `length`."""
+    special = tokenizer.num_special_tokens_to_add()
+    if length <= special:
+        raise RecipeError(
+            f"data.sequence_length = {length} leaves no room for text: the tokenizer adds {special} special tokens to "
+            f"each. Set at least {special + 1}."
+        )
+    settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
+    # Cut by the tokenizer, which keeps the special token at the end.
+    tokenised = tokenizer(texts, truncation=True, max_length=length, **settings)["input_ids"]
+    full = [at for at, ids in enumerate(tokenised) if len(ids) == length]
+    whole = tokenizer([texts[at] for at in full], **settings)["input_ids"] if full else []
+    cut = {at for at, ids in zip(full, whole, strict=True) if len(ids) > length}
+    for text, ids in zip(texts, tokenised, strict=True):
+        if not ids:
+            raise DataError(f"the tokenizer makes no token of the text {text[:40]!r}. Take the record out.")
+    return [(ids, at in cut) for at, ids in enumerate(tokenised)]
+
+
+def _features(tokenised: list[tuple[list[int], bool]], label: float) -> Features:
+    return {
+        "tokens": np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in tokenised]),
+        "lengths": np.array([len(ids) for ids, _ in tokenised], dtype=np.int32),
+        "label": np.array([label], dtype=np.float64),
+        "cut": np.array([any(cut for _, cut in tokenised)]),
+    }
+
+
+__all__ = ["Pairs"]

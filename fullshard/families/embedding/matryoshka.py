@@ -1,0 +1,44 @@
+"""Which first numbers of an embedding are trained as embeddings of their own. Must not know losses or models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from fullshard.config.part import Section
+from fullshard.formatting.plural import counted
+
+SMALLEST_DIM = 64
+"""Where halving stops when no dimensions are named."""
+
+
+class Matryoshka(Section):
+    """Embeddings whose first numbers are embeddings too."""
+
+    dims: list[int] | None = Field(None, min_length=1)
+    """How many numbers are taken each time; null: all, a half, a quarter, ... down to 64."""
+    weights: list[float] | None = None
+    """The weight of the loss at each; null: 1."""
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        if value is True:
+            return {}
+        return {"dims": value} if isinstance(value, list) else value
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Matryoshka:
+        if self.dims is not None and (min(self.dims) < 1 or len(set(self.dims)) != len(self.dims)):
+            raise ValueError(f"matryoshka.dims = {self.dims}: each must be at least 1, and none twice")
+        if self.weights is not None and len(self.weights) != len(self.dims or ()):
+            entries = counted(len(self.weights), "entry")
+            raise ValueError(f"matryoshka.weights has {entries} and dims {len(self.dims or ())}")
+        return self
+
+    def of(self, width: int) -> list[tuple[int, float]]:
+        """(numbers taken, weight) for embeddings of this width."""
+        dims = self.dims or [width]
+        while self.dims is None and dims[-1] // 2 >= SMALLEST_DIM:
+            dims.append(dims[-1] // 2)
+        return list(zip(dims, self.weights or [1.0] * len(dims), strict=True))

@@ -1,0 +1,203 @@
+"""Loads an embedding model, embeds texts with it, and searches a corpus for the hits of every query.
+
+sentence-transformers does the work. Must not know records, options or which hits are wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.checkpoint.folder import MANIFEST
+from fullshard.errors import SetupError, missing_package
+from fullshard.families.embedding.mining.choose import Hit
+
+if TYPE_CHECKING:
+    import torch
+
+    from fullshard.log.console import Bar
+
+BATCHES = 16
+"""Batches that are embedded between two moves of the bar."""
+QUERIES = 100
+"""Queries that are searched for at once."""
+PAIRS = 2**14
+"""Pairs that are scored at once."""
+_MODEL = ("modules.json", "config.json", "adapter_config.json")
+
+
+def locate(name: str) -> str:
+    """The folder that MODEL means, or the hub name that it is; nothing large is fetched yet."""
+    from fullshard.hf.hub import fetch
+
+    folder = fetch(name, revision=None, code=False, weights=False, where="MODEL")
+    for place in (folder, folder / "model"):
+        _refuse_language_model(name, place)
+    if not Path(name).expanduser().is_dir() and not name.startswith("package:"):
+        return name
+    if any((folder / file).is_file() for file in _MODEL):
+        return str(folder)
+    if (folder / MANIFEST).is_file():
+        raise SetupError(
+            f"MODEL = {name} is a checkpoint. Write it as a model first (fullshard export {shlex.quote(name)} OUT), "
+            "and give OUT."
+        )
+    if any((folder / "model" / file).is_file() for file in _MODEL):
+        return str(folder / "model")
+    raise SetupError(
+        f"MODEL = {name} holds no model: there is none of {', '.join(_MODEL)} in it, nor in {folder / 'model'}. Give "
+        "the folder of a model; the checkpoint of a run that is still going is made one by fullshard export."
+    )
+
+
+def _refuse_language_model(name: str, folder: Path) -> None:
+    """sentence-transformers would average a language model's hidden states without a word, and call that embeddings."""
+    if (folder / "modules.json").is_file():
+        return
+    for file, says in _LANGUAGE_MODEL.items():
+        try:
+            found = says(json.loads((folder / file).read_text(encoding="utf-8")))
+        except (OSError, ValueError, AttributeError):  # not there, or broken: what loads it says how
+            continue
+        if found:
+            raise SetupError(
+                f"MODEL = {name} is a language model ({found} in {folder / file}): it gives the next token, no "
+                "embeddings. fullshard mine takes an embedding model: a run with objective.kind: contrastive, a folder "
+                "or hub name of sentence-transformers, or an encoder such as BERT."
+            )
+
+
+def _causal(config: dict[str, Any]) -> str | None:
+    return next((name for name in config.get("architectures") or () if name.endswith("ForCausalLM")), None)
+
+
+def _causal_adapter(config: dict[str, Any]) -> str | None:
+    return "CAUSAL_LM" if config.get("task_type") == "CAUSAL_LM" else None
+
+
+_LANGUAGE_MODEL = {"config.json": _causal, "adapter_config.json": _causal_adapter}
+"""What a folder of Transformers and one of PEFT say of themselves; modules.json makes either an embedding model."""
+
+
+def get_ready(device: str | None) -> None:
+    """Refuses a machine without the package or the device, before anything is read."""
+    try:
+        import sentence_transformers  # noqa: F401
+    except ImportError as error:
+        raise missing_package("sentence-transformers", extra="embedding", needed_by="fullshard mine") from error
+    import torch
+
+    from fullshard.dist.precision import avoid_broken_amx
+
+    avoid_broken_amx()
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise SetupError(
+            f"--device {device} cannot be used here ({_first_line(error)}). Leave it out, or use cpu."
+        ) from error
+
+
+def load(name: str, *, device: str | None) -> Any:
+    """The model as sentence-transformers loads it: a folder of its own, of Transformers, or of adapters."""
+    from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging
+
+    moving = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return SentenceTransformer(name, device=device)
+    except Exception as error:  # whatever the libraries call it
+        raise SetupError(
+            f"MODEL = {name} cannot be loaded by sentence-transformers ({_first_line(error)}). Give a model with its "
+            "tokenizer, as a run leaves it in its folder model/."
+        ) from error
+    finally:
+        if moving:
+            logging.enable_progress_bar()
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A model, with the prompt of each side."""
+
+    model: Any
+    query_prompt: str
+    document_prompt: str
+    batch_size: int
+
+    @property
+    def _cosine(self) -> bool:
+        return bool(self.model.similarity_fn_name == "cosine")
+
+    def num_pieces(self, texts: Sequence[str]) -> int:
+        return -(-len(texts) // (self.batch_size * BATCHES))
+
+    def queries(self, texts: Sequence[str], bar: Bar) -> torch.Tensor:
+        return self._embed(self.model.encode_query, self.query_prompt, texts, bar)
+
+    def documents(self, texts: Sequence[str], bar: Bar) -> torch.Tensor:
+        return self._embed(self.model.encode_document, self.document_prompt, texts, bar)
+
+    def _embed(self, encode: Any, prompt: str, texts: Sequence[str], bar: Bar) -> torch.Tensor:
+        import torch
+
+        step, found = self.batch_size * BATCHES, []
+        for start in range(0, len(texts), step):
+            try:
+                vectors = encode(
+                    list(texts[start : start + step]),
+                    prompt=prompt,
+                    batch_size=self.batch_size,
+                    show_progress_bar=False,
+                    convert_to_tensor=True,
+                    normalize_embeddings=self._cosine,
+                )
+            except torch.OutOfMemoryError as error:
+                raise SetupError(
+                    f"--batch-size {self.batch_size} does not fit into the memory of {self.model.device}. Set a "
+                    "smaller one."
+                ) from error
+            # Scores of a bf16 model would tie by the dozen.
+            found.append(vectors.float())
+            bar.advance()
+        vectors = torch.cat(found)
+        if not bool(torch.isfinite(vectors).all()):
+            raise SetupError("MODEL gives embeddings with numbers that are not finite. Use a model that is whole.")
+        return vectors
+
+    def pair_scores(
+        self, queries: torch.Tensor, documents: torch.Tensor, pairs: Sequence[tuple[int, int]]
+    ) -> list[float]:
+        """The score of each pair of a query and a document."""
+        from sentence_transformers.util import pairwise_dot_score
+
+        score = pairwise_dot_score if self._cosine else self.model.similarity_pairwise
+        scores: list[float] = []
+        for start in range(0, len(pairs), PAIRS):
+            left, right = map(list, zip(*pairs[start : start + PAIRS], strict=True))
+            scores += score(queries[left], documents[right]).tolist()
+        return scores
+
+    def search(
+        self, queries: torch.Tensor, documents: torch.Tensor, depths: Sequence[int], bar: Bar
+    ) -> Iterator[list[Hit]]:
+        """The best hits of each query, at least as many as its depth where the corpus has them."""
+        from sentence_transformers.util import dot_score, semantic_search
+
+        # Embeddings of unit length; every other model is asked for its own similarity.
+        score = dot_score if self._cosine else self.model.similarity
+        for start in range(0, len(queries), QUERIES):
+            some = slice(start, start + QUERIES)
+            found = semantic_search(queries[some], documents, top_k=max(depths[some]), score_function=score)
+            for hits in found:
+                yield [(int(hit["corpus_id"]), float(hit["score"])) for hit in hits]
+            bar.advance()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,226 @@
+"""The embedding family: a folder of sentence-transformers, or any encoder or decoder of Transformers, pooled; with
+images where the model is one of vision and language.
+
+Everything about the backbone's weights, adapters and edits is the Transformers family's. Dense layers after pooling are
+trained with the backbone; under adapters they are frozen, as it is. Must not know objectives, ranks or sharding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from fullshard.contracts.model import Weights
+from fullshard.errors import RecipeError
+from fullshard.families.embedding.sentence_folder import (
+    Sentence,
+    is_after_pooling,
+    lower_texts,
+    read_sentence,
+    write_sentence,
+)
+from fullshard.hf.transformers_model import TransformersModel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+UNBOUNDED = 10**9
+"""From here on a tokenizer's longest text means none."""
+
+
+class SentenceTransformer(TransformersModel):
+    """A model that turns a text into one vector."""
+
+    forward_methods: ClassVar[tuple[str, ...]] = ("embed",)
+    usual: ClassVar[dict[str, Any] | None] = {
+        "objective": {"kind": "contrastive"},
+        "evaluate": {"parts": ["loss", "retrieval"]},
+    }
+    headless: ClassVar[bool] = True
+    never_trained: ClassVar[tuple[str, ...]] = ("pooler.*",)
+    loader: ClassVar[str | None] = "sentence_transformers.SentenceTransformer"
+    adapter_loader: ClassVar[str | None] = None
+
+    pooling: Literal["mean", "cls", "last"] | None = None
+    """How tokens become one vector: their mean, the first one, the last one. null: as stored; for a plain model the
+    mean of an encoder, the last token of a decoder."""
+    normalize: bool | None = None
+    """Vectors of length 1; null: as stored, and yes for a plain model."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Images with more pixels are made smaller; null: as stored. For models that take images."""
+
+    def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
+        """The tokenizer, with the stored prompts on it; one that is named may come from a run and bring its own."""
+        processor = super().processor(cache=cache, fingerprint=fingerprint)
+        if processor is not None:
+            stored = self._sentence()
+            own = _prompts_of(processor) if self.tokenizer else {}
+            processor.prompts = own or dict(stored.prompts)
+            if stored.lower_case:
+                lower_texts(processor)
+        return processor
+
+    def own_processor(self) -> Any:
+        processor = super().own_processor()
+        if processor is not None and self._sentence().lower_case:
+            lower_texts(processor)
+        return processor
+
+    def load_processor(self, folder: Path, *, where: str) -> Any:
+        """With images where the model takes them and the folder says how."""
+        from fullshard.families.embedding.embed import images_of
+        from fullshard.images.processor import has_vision, load_vision
+
+        tokenizer = super().load_processor(folder, where=where)
+        if images_of(self._config()) is None or not has_vision(folder):
+            if self.max_pixels is not None:
+                raise RecipeError(f"model.max_pixels: {folder} has no image processor of a vision-language model.")
+            return tokenizer
+        vision = load_vision(tokenizer, folder, trust_remote_code=self.trust_remote_code, where=where)
+        vision.template = dict(self._sentence().template)
+        if self.max_pixels is not None:
+            vision.limit(self.max_pixels)
+        return vision
+
+    def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
+        from fullshard.families.embedding.embed import images_of
+
+        # The kernel for rows of several texts would take the place of the one that images go through, too.
+        model: Any = module
+        plain = images_of(model.config) is None
+        return super().choose_kernels(module, device=device, compute=compute, packed=packed and plain)
+
+    def longest(self, module: nn.Module) -> int | None:
+        from fullshard.families.embedding.embed import position_offset
+
+        found = super().longest(module)
+        return None if found is None else found - position_offset(module)
+
+    def weights(self, module: nn.Module) -> Weights | None:
+        """With the Dense layers' own files, as far as `model.from` does not hold them."""
+        from fullshard.families.embedding.dense import DenseWeights, layers_of, parameter_names
+        from fullshard.hf.weights import Together
+
+        found, layers = super().weights(module), layers_of(module)
+        if found is None or parameter_names(layers) <= found.names():
+            return found
+        return Together(found, DenseWeights(layers))
+
+    def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
+        """fp32 for Dense layers, too, which are few: the backbone's stored dtype says nothing about them."""
+        import torch
+
+        return torch.float32 if is_after_pooling(name) else super().storage_dtype(name, parameter)
+
+    def exports(self, module: nn.Module, name: str) -> bool:
+        return is_after_pooling(name) or super().exports(module, name)
+
+    def export(
+        self,
+        module: nn.Module,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        folder: Path,
+        *,
+        processor: Any,
+        dtype: torch.dtype | None = None,
+        shard_bytes: int | None = None,
+        merged: bool = False,
+    ) -> None:
+        """The backbone or its adapters, and what `SentenceTransformer(folder)` reads beside them."""
+        from fullshard.families.embedding.dense import backbone_of, layers_of, set_aside, write_layers
+        from fullshard.families.embedding.embed import width_of
+        from fullshard.hf.edits import has_adapters
+
+        form: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_bytes, "merged": merged}
+        dense: dict[str, torch.Tensor] = {}
+        super().export(backbone_of(module), set_aside(tensors, dense), folder, processor=processor, **form)
+        model: Any = module
+        layers = layers_of(module)
+        folders = write_sentence(
+            folder,
+            width=width_of(module),
+            longest=self._cut(module, processor),
+            pooling=model.embed_rule.pooling,
+            dense=layers,
+            normalize=model.embed_rule.normalize,
+            prompts=_prompts_of(processor),
+            template=getattr(processor, "template", {}),
+            images=hasattr(processor, "image_processor"),
+        )
+        if has_adapters(module) and not merged:
+            dense = self._frozen_dense(module, given=dense)
+        write_layers(folders, layers, dense, dtype)
+
+    def _frozen_dense(self, module: nn.Module, *, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Dense layers beside adapters: `fullshard export` gives adapters alone, and what is frozen is read again."""
+        from fullshard.families.embedding.dense import layers_of, parameter_names
+
+        absent = parameter_names(layers_of(module)) - given.keys()
+        stored = self.weights(module) if absent else None
+        if stored is None:
+            return given
+        return given | {name: stored.read(name, 0, module.get_parameter(name).shape[0]) for name in absent}
+
+    def _cut(self, module: nn.Module, processor: Any) -> int | None:
+        """Tokens at which users of the model cut texts: where the run did; for a processor of no run, as stored by one
+        of the two libraries or the other."""
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if trained := getattr(tokenizer, "init_kwargs", {}).get("trained_length"):
+            return int(trained)
+        named = getattr(tokenizer, "model_max_length", None)
+        known = [number for number in (self.longest(module), named) if number and number < UNBOUNDED]
+        return self._sentence().longest or min(known, default=None)
+
+    def _bind(self, module: nn.Module) -> None:
+        from fullshard.families.embedding.embed import bind, is_causal
+
+        model: Any = module
+        if model.config.is_encoder_decoder:
+            raise RecipeError(
+                f"model.kind = sentence_transformer: {type(module).__name__} has an encoder and a decoder, and an "
+                "embedding comes from one of them. Use an encoder or a decoder."
+            )
+        stored = self._sentence()
+        usual = stored.pooling or ("last" if is_causal(module) else "mean")
+        normalize = stored.normalize if stored.pooling else True
+        bind(
+            module,
+            pooling=self.pooling or usual,
+            normalize=normalize if self.normalize is None else self.normalize,
+            dense=stored.dense,
+        )
+        if stored.dense and (self.lora is not None or self._adapter() is not None):
+            logger.warning("the Dense modules stay as they are: LoRA trains adapters only")
+
+    def _sentence(self) -> Sentence:
+        if self.path is None:
+            return Sentence()
+        places = [folder for folder in (self._adapter(), super()._folder()) if folder is not None]
+        return next((found for folder in places if (found := read_sentence(folder))), Sentence())
+
+    def _exported_base(self) -> tuple[str | None, str | None]:
+        """The backbone by its own folder, where that lies inside another: peft looks for it nowhere but at the top."""
+        inside = self.stored_in() is not None and self._folder() != super()._folder()
+        return (str(self._folder()), None) if inside else super()._exported_base()
+
+    def _folder(self) -> Path:
+        folder = super()._folder()
+        stored = read_sentence(folder)
+        return folder / stored.backbone if stored else folder
+
+
+def _prompts_of(processor: Any) -> dict[str, str]:
+    """The prompts on a processor; one that was just loaded has them among its settings."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    found = getattr(processor, "prompts", None) or getattr(tokenizer, "init_kwargs", {}).get("prompts")
+    return dict(found or {})
+
+
+__all__ = ["SentenceTransformer"]

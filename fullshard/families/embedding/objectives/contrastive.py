@@ -1,0 +1,411 @@
+"""Embeddings that lie near what they belong to: queries, positives and negatives of a whole step, over all ranks.
+
+Negatives are shared by all samples of a step, so the loss couples micro-batches. More than one of them, or a cache, is
+run twice: first without gradients for all embeddings, then chunk by chunk with the gradient that each embedding has in
+the loss. Must not know data sources, optimizers or how a loss compares embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import nn
+
+from fullshard.config.part import Section, decode
+from fullshard.contracts.model import Family
+from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
+from fullshard.dist import reduce
+from fullshard.dist.gradient_sync import one_by_one
+from fullshard.dist.scalars import NAME as SCALARS
+from fullshard.dist.scalars import Scalars
+from fullshard.dist.upload import upload
+from fullshard.errors import DataError, RecipeError
+from fullshard.families.embedding.chunks import (
+    Chunk,
+    Images,
+    Texts,
+    crowded,
+    cut,
+    fill_up,
+    have_images,
+    inputs,
+    see,
+    spread,
+    there,
+)
+from fullshard.families.embedding.layout import lay_out
+from fullshard.families.embedding.matryoshka import Matryoshka
+from fullshard.families.embedding.replay import Randomness
+from fullshard.similarity.base import Embedded, SimilarityLoss
+
+FEW = 64
+"""Texts that are looked at before the first step."""
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""How far a vector of length 1 may move when its text shares a row with others."""
+
+
+KEPT = 8
+"""Up to so many chunks the activations of one stay through the loss, which saves one of as many forward passes. With
+more the gain is small, and the memory of the loss, which grows with the batch, would come on top."""
+
+
+class Cache(Section):
+    """Chunks of the two passes."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("chunk", "tokens"),)
+
+    chunk: int | None = Field(None, ge=1)
+    """Texts that go through the model together; their activations are what memory is needed for."""
+    tokens: int | None = Field(None, ge=1)
+    """The same as a number of tokens, whatever the lengths."""
+
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        return {"chunk": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Cache:
+        if (self.chunk is None) == (self.tokens is None):
+            raise ValueError("give exactly one of cache.chunk (texts) and cache.tokens")
+        return self
+
+
+class Contrastive(Objective):
+    """Pulls a query's embedding to its positive's and away from all others."""
+
+    encoder: ClassVar[str | None] = "pairs"
+    needs: ClassVar[tuple[str, ...]] = ("tokens", "lengths", "texts", "label", "keys")
+
+    similarity: SimilarityLoss = Field(
+        default_factory=lambda: decode(SimilarityLoss, {}, where="objective.loss"), alias="loss"
+    )
+    """How embeddings are compared."""
+    matryoshka: Matryoshka | None = None
+    """Train the first numbers of each embedding as embeddings: true, a list of dimensions, or settings."""
+    cache: Cache | None = None
+    """Two passes in chunks, so that memory does not grow with the batch: so many texts, {chunk: 64} or {tokens: N}."""
+    teacher: Family | None = None
+    """The frozen model that objective.loss: distillation learns from; it must have the same tokenizer."""
+    across_ranks: bool = True
+    """Samples of other ranks are negatives too; without it the loss depends on the number of ranks."""
+
+    @model_validator(mode="after")
+    def _teacher(self) -> Contrastive:
+        if self.similarity.needs_teacher != (self.teacher is not None):
+            raise ValueError("objective.teacher goes with objective.loss: distillation, and it needs one")
+        return self
+
+    def gives(self) -> Numbers:
+        return {"loss": "min"} if self.similarity.tokens else {"loss": "min", "accuracy": "max"}
+
+    def frozen(self) -> dict[str, Any]:
+        return {"teacher": self.teacher} if self.teacher is not None else {}
+
+    def extend(self, module: nn.Module) -> None:
+        model: Any = module
+        if not hasattr(model, "embed"):
+            raise RecipeError(
+                f"objective.kind = contrastive needs a model that gives embeddings, and {type(module).__name__} is "
+                "none. Use model.kind: sentence_transformer."
+            )
+        width = model.embedding_width
+        for dim, _ in self.matryoshka.of(width) if self.matryoshka else ():
+            if dim > width:
+                raise RecipeError(
+                    f"objective.matryoshka.dims has {dim}, and the model's embeddings have {width} numbers. Each must "
+                    f"be at most {width}."
+                )
+        if learned := self.similarity.learned():
+            setattr(model, SCALARS, Scalars(learned))
+
+    def count(self, batch: Batch) -> int:
+        return int((batch["sample_ids"] >= 0).sum())
+
+    def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
+        """Every record has what the loss compares, and a step has samples to compare."""
+        texts = stored.store.sizes("lengths")[stored.chosen]
+        if self.similarity.requires_negatives() and (without := stored.chosen[texts < 3]).size:
+            raise DataError(
+                f"{_place(stored, without)}: objective.loss = {self.similarity.kind()} needs a negative in every "
+                f"record, and {without.size:,} of {len(texts):,} have none. Add negatives (fullshard mine finds some), "
+                "or use objective.loss: infonce."
+            )
+        labels = stored.store.flat("label")[stored.chosen]
+        if getattr(self.similarity, "mask_labels", False) and len(labels) > 1 and (labels == labels[0]).all():
+            raise DataError(
+                f"data: every record has the label {labels[0]:g}, so no other sample is a negative and nothing is "
+                "learned. Map another column (data.encode.column_mapping), or set objective.loss.mask_labels: false."
+            )
+        missing = stored.chosen[np.isnan(labels)]
+        if self.similarity.needs_labels and missing.size:
+            raise DataError(
+                f"{_place(stored, missing)}: objective.loss = {self.similarity.kind()} needs a label in every record, "
+                f"and {missing.size:,} of {len(texts):,} have none. Name its column in data.encode.column_mapping."
+            )
+        if samples_per_step < 2 and self.similarity.in_batch and int(texts.max()) < 3:
+            raise RecipeError(
+                "batch: a step has one sample, and without negatives of its own there is nothing to tell its positive "
+                "from. Raise batch.per_device or batch.global to at least 2."
+            )
+
+    def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
+        """Texts that share a row keep their embeddings; where they do not, rows are not shared."""
+        bound: Any = model
+        bound.packs = False
+        if not packed:
+            return []
+        texts = crowded(Texts.of([batch]), most=FEW, images=_images(model))
+        few = Chunk(np.arange(len(texts.lengths)))
+        model.eval()
+        apart, why = float("inf"), ""
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            alone, _ = self._embed(model, texts, few, packed=False)
+            try:
+                shared, _ = self._embed(model, texts, few, packed=True)
+                apart = float((alone - shared).norm(dim=-1).max() / alone.norm(dim=-1).max().clamp(min=1e-6))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a model that takes no mask of more than one axis a row
+                why = f", {type(error).__name__}"
+        # Asked of all ranks, whatever happened on this one.
+        if reduce.any_rank(not apart <= TOLERANCE[compute], texts.device):
+            return [f"texts are padded: in this model they cannot share a row ({apart:.1e} apart{why})"]
+        bound.packs = True
+        return [f"texts that share a row do not change each other ({apart:.1e})"]
+
+    def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
+        plan = self._plan([batch])
+        first = self._first_pass(model, plan)
+        embedded = self._embedded(first.vectors, first.scalars, plan, self._taught(plan, aux))
+        return Terms(self._reduced(embedded), {} if self.similarity.tokens else {"accuracy": _accuracy(embedded)})
+
+    def backward(
+        self,
+        model: nn.Module,
+        batches: Iterable[Batch],
+        total: torch.Tensor,
+        aux: dict[str, nn.Module],
+        scale: Callable[[torch.Tensor], torch.Tensor],
+    ) -> list[Terms]:
+        plan = self._plan(list(batches))
+        taught = self._taught(plan, aux)
+        if len(plan.chunks) == 1:
+            vectors, scalars = self._embed(model, plan.texts, plan.chunks[0], longest=plan.longest)
+            vectors = vectors[_inverse(plan.chunks, plan.texts)]
+            loss = self._reduced(self._embedded(vectors, scalars, plan, taught))
+            scale(loss / total).backward()
+        else:
+            first = self._first_pass(model, plan, keep=len(plan.chunks) <= KEPT)
+            leaves = [leaf.detach().requires_grad_() for leaf in (first.vectors, first.scalars) if leaf is not None]
+            loss = self._reduced(self._embedded(leaves[0], leaves[1] if len(leaves) > 1 else None, plan, taught))
+            scale(loss / total).backward()
+            self._second_pass(model, plan, first, *(leaf.grad for leaf in leaves))
+        return [Terms(loss.detach(), {"padding": _padding(plan, packed=_packs(model))})]
+
+    def embeddings(self, model: nn.Module, batch: Batch) -> tuple[Texts, torch.Tensor]:
+        """The texts of a batch and an embedding of each, without gradients; every rank must ask in step."""
+        plan = self._plan([batch])
+        return plan.texts, self._first_pass(model, plan).vectors
+
+    def _plan(self, batches: Sequence[Batch]) -> _Plan:
+        """What all ranks must do alike: as many chunks, and room for as many negatives and tokens."""
+        texts = Texts.of(batches)
+        cache = self.cache
+        chunks = cut(texts, size=cache.chunk if cache else None, tokens=cache.tokens if cache else None)
+        mine = [len(chunks), int(texts.per_sample.max()) - 2, int(texts.lengths.max())]
+        count, negatives, longest = reduce.max_over_ranks(mine, texts.device)
+        chunks = fill_up(chunks, count)
+        if texts.images is not None:
+            seen = reduce.max_over_ranks([int(has) for has in have_images(texts, chunks)], texts.device)
+            chunks = see(chunks, [bool(has) for has in seen])
+        return _Plan(texts, chunks, negatives, longest)
+
+    def _embed(
+        self, model: Any, texts: Texts, chunk: Chunk, *, longest: int = 0, packed: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens = self.similarity.tokens
+        packed = _packs(model) if packed is None else packed
+        given = inputs(texts, chunk, packed=packed, pad=_pad(model), images=_images(model))
+        vectors, scalars = model.embed(**given, tokens=tokens)
+        vectors = spread(vectors, given["lengths"], longest) if tokens and longest else vectors
+        # What comes after the texts is a blank image, run to keep step with ranks that have one.
+        return vectors if tokens and not longest else vectors[: len(chunk.texts)], scalars
+
+    @torch.no_grad()
+    def _first_pass(self, model: nn.Module, plan: _Plan, *, keep: bool = False) -> _First:
+        """All embeddings. With `keep` the activations of the last chunk stay: it need not run again."""
+        states: list[Randomness] = []
+        found: list[torch.Tensor] = []
+        scalars = None
+        for number, chunk in enumerate(plan.chunks, start=1):
+            states.append(Randomness.now(plan.texts.device))
+            with torch.set_grad_enabled(keep and number == len(plan.chunks)):
+                vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
+            found.append(vectors)
+        kept = (found[-1], scalars) if keep else None
+        joined = torch.cat([vectors for vectors, chunk in zip(found, plan.chunks, strict=True) if not chunk.filler])
+        return _First(joined[_inverse(plan.chunks, plan.texts)], scalars, states, kept)
+
+    def _second_pass(
+        self,
+        model: nn.Module,
+        plan: _Plan,
+        first: _First,
+        gradient: torch.Tensor | None,
+        of_scalars: torch.Tensor | None = None,
+    ) -> None:
+        """The same forward passes again, from last to first, each followed by its share of the backward pass."""
+        assert gradient is not None
+        device = plan.texts.device
+        kept, first.kept = first.kept, None
+        turns = list(zip(plan.chunks, first.states, strict=True))[::-1]
+        for chunk, state in one_by_one(model, turns, reduce_once=True):
+            if kept is not None:
+                (vectors, scalars), kept = kept, None
+            else:
+                state.restore(device)
+                vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
+            share = gradient[there(chunk.texts, device)]
+            surrogate = (vectors * (torch.zeros_like(share) if chunk.filler else share)).sum()
+            if scalars is not None and of_scalars is not None:
+                surrogate = surrogate + (scalars * (of_scalars if chunk is plan.chunks[0] else 0.0)).sum()
+            surrogate.backward()
+            del vectors, surrogate  # with them go the activations, before the next chunk makes its own
+
+    def _taught(self, plan: _Plan, aux: dict[str, nn.Module]) -> torch.Tensor | None:
+        """What the teacher makes of the same texts."""
+        if self.teacher is None:
+            return None
+        with torch.no_grad():
+            before = Randomness.now(plan.texts.device)
+            vectors = self._first_pass(aux["teacher"], plan).vectors
+            before.restore(plan.texts.device)
+        return vectors
+
+    def _embedded(
+        self, vectors: torch.Tensor, scalars: torch.Tensor | None, plan: _Plan, taught: torch.Tensor | None
+    ) -> Embedded:
+        """Queries, positives and negatives of all ranks."""
+        texts, device = plan.texts, plan.texts.device
+        firsts, number = texts.firsts[:, None], np.arange(2, 2 + plan.negatives)[None]
+        has = there(number < texts.per_sample[:, None], device)
+        negative = there(np.where(number < texts.per_sample[:, None], firsts + number, 0), device)
+        query, positive = there(texts.firsts, device), there(texts.firsts + 1, device)
+        lengths = there(texts.lengths, device)
+        within = torch.arange(plan.longest, device=device)
+
+        def real(index: torch.Tensor) -> torch.Tensor | None:
+            return self._all(within < lengths[index][..., None]) if self.similarity.tokens else None
+
+        ranks, rank = reduce.place() if self.across_ranks else (1, 0)
+        size = len(texts.per_sample)
+        names = self.similarity.learned()
+        return Embedded(
+            queries=self._all(vectors[query]),
+            positives=self._all(vectors[positive]),
+            negatives=self._all(vectors[negative]),
+            has_negative=self._all(has),
+            real=self._all(texts.real),
+            own=slice(rank * size, (rank + 1) * size),
+            labels=self._all(texts.labels),
+            query_keys=self._all(texts.keys[query]),
+            positive_keys=self._all(texts.keys[positive]),
+            negative_keys=self._all(texts.keys[negative]),
+            scalars=dict(zip(names, scalars, strict=True)) if scalars is not None else {},
+            query_tokens=real(query),
+            positive_tokens=real(positive),
+            negative_tokens=real(negative),
+            teacher_queries=None if taught is None else self._all(taught[query]),
+            teacher_positives=None if taught is None else self._all(taught[positive]),
+            teacher_negatives=None if taught is None else self._all(taught[negative]),
+        )
+
+    def _all(self, mine: torch.Tensor) -> torch.Tensor:
+        if not self.across_ranks:
+            return mine
+        if mine.dtype == torch.bool:
+            return reduce.gather_rows(mine.to(torch.uint8)).bool()
+        return reduce.gather_rows(mine)
+
+    def _reduced(self, embedded: Embedded) -> torch.Tensor:
+        """The loss, at every Matryoshka dimension."""
+        if self.matryoshka is None:
+            return self.similarity.loss(embedded)
+        dims = self.matryoshka.of(embedded.queries.shape[-1])
+        return torch.stack([weight * self.similarity.loss(embedded.narrowed(dim)) for dim, weight in dims]).sum()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The work of one step."""
+
+    texts: Texts
+    chunks: list[Chunk]
+    negatives: int
+    """Of the sample that has most, over all ranks."""
+    longest: int
+    """Tokens of the longest text, over all ranks."""
+
+
+@dataclass
+class _First:
+    """What the first of two passes leaves."""
+
+    vectors: torch.Tensor
+    """In the order of the texts."""
+    scalars: torch.Tensor | None
+    states: list[Randomness]
+    """The randomness of each chunk."""
+    kept: tuple[torch.Tensor, torch.Tensor | None] | None
+    """The last chunk's embeddings and scalars, with all that its backward pass needs."""
+
+
+def _inverse(chunks: Sequence[Chunk], texts: Texts) -> torch.Tensor:
+    """Where each text's embedding lies among those of the chunks one after the other."""
+    order = np.concatenate([chunk.texts for chunk in chunks if not chunk.filler])
+    return there(np.argsort(order), texts.device)
+
+
+def _packs(model: Any) -> bool:
+    return bool(getattr(model, "packs", False))
+
+
+def _images(model: Any) -> Images | None:
+    rule = getattr(model, "embed_rule", None)
+    return rule.images if rule is not None else None
+
+
+def _pad(model: Any) -> int:
+    """A token for places that no text has; what it is does not matter, as nothing sees it."""
+    return int(getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
+
+
+def _padding(plan: _Plan, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places without a token, and all places that were computed."""
+    layouts = [lay_out(plan.texts.lengths[c.texts], packed=packed and not c.sees) for c in plan.chunks]
+    numbers = [sum(layout.padding for layout in layouts), sum(layout.source.size for layout in layouts)]
+    padding, places = upload(torch.tensor(numbers, dtype=torch.float64), plan.texts.device)
+    return padding, places
+
+
+def _accuracy(embedded: Embedded) -> tuple[torch.Tensor, torch.Tensor]:
+    """Own queries that lie nearest to their own positive, and own queries."""
+    queries, positives = (F.normalize(each, dim=-1) for each in (embedded.queries, embedded.positives))
+    scores = queries[embedded.own] @ positives.T
+    keys = embedded.positive_keys
+    scores = scores.masked_fill(~embedded.real, -2.0)
+    right = (keys[scores.argmax(-1)] == keys[embedded.own]) & embedded.real[embedded.own]
+    return right.sum(), embedded.real[embedded.own].sum()
+
+
+def _place(stored: Any, samples: np.ndarray) -> str:
+    return str(stored.records.where(int(stored.store.records[samples[0]])))
+
+
+__all__ = ["Contrastive"]

@@ -1,0 +1,254 @@
+"""Conversations and question-answer pairs, learned on the answers only.
+
+A record is `messages`, `conversations`, `instruction` with `input` and `output`, or one of the pairs in `PAIRS`; its
+other columns (`tools`, `documents`, ...) are variables of the chat template. The tokenizer's template lays it out, or a
+plain one. Must not know files or ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from fullshard.config.problems import sort_of
+from fullshard.contracts.data import Encoder, Features, Record
+from fullshard.data.records import keys_found
+from fullshard.errors import DataError
+from fullshard.text.conversation import LISTS, Message, joined, read_messages, read_variables, written
+from fullshard.text.rendering import Layout, Rendered, Template, render
+from fullshard.text.tokens import collate_tokens, sample, shifted, tokenizer_of
+
+PAIRS = (
+    ("problem", "expected_answer"),
+    ("question", "expected_answer"),
+    ("question", "answer"),
+    ("input", "output"),
+    ("instruction", "response"),
+    ("prompt", "completion"),
+    ("query", "answer"),
+    ("query", "response"),
+    ("problem statement", "solution"),
+)
+"""Question and answer columns that are understood without being named."""
+INSTRUCTED = (["instruction", "input"], "output")
+"""The columns of a question in two parts, the second of which may be empty, and of its answer."""
+FORMS = (
+    'chat: {"messages": [{"role": "user", "content": "..."}, ...]}, {"conversations": [{"from": "human", "value": '
+    '"..."}, ...]}, instruction/input/output, or a pair of '
+) + ", ".join(f"{question}/{answer}" for question, answer in PAIRS)
+PLAIN = (
+    "{% if bos_token is defined and bos_token != eos_token %}{{ bos_token }}{% endif %}"
+    "{% if tools %}{{ 'Tools: ' + (tools | tojson) + '\n\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] in ('system', 'developer') %}{{ message['content'] + '\n\n' }}"
+    "{% elif message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n' }}"
+    "{% elif message['role'] in ('tool', 'ipython') %}{{ 'Tool: ' + message['content'] + '\n' }}"
+    "{% else %}{{ 'Assistant:' }}{% generation %}{{ ' ' + (message['content'] or '') }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\nCall: ' + (call['function'] | tojson) }}{% endfor %}"
+    "{{ eos_token if eos_token is defined else '\n' }}{% endgeneration %}{{ '\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+"""The layout for a tokenizer without a chat template; `leave_on` puts it on the exported tokenizer."""
+
+_KNOWN = frozenset(key for pair in PAIRS for key in pair)
+
+
+class Chat(Encoder):
+    """Conversations and question-answer pairs."""
+
+    forms: ClassVar[str] = FORMS
+
+    template: Literal["auto", "plain"] = "auto"
+    """auto: the tokenizer's chat template where it has one; plain: `User: ...`, `Assistant: ...`."""
+    train_on: Literal["answers", "all"] = "answers"
+    """Learn the answers (the assistant's text and its end-of-turn token; never a blank answer), or every token."""
+    question: str | list[str] | None = None
+    """The column of the question, or several to be joined by an empty line; null: one of the known pairs."""
+    answer: str | None = None
+    """The column of the answer; null: one of the known pairs."""
+
+    @staticmethod
+    def accepts(record: Record) -> bool:
+        keys = {key for key, value in record.items() if value is not None}
+        return bool(keys & LISTS.keys()) or _is_instructed(record) or any(keys >= set(pair) for pair in PAIRS)
+
+    def chat_template(self, tokenizer: Any) -> str | None:
+        plain = self.template == "plain" or tokenizer.chat_template in (None, "", PLAIN)
+        return "plain (User: ... / Assistant: ...)" if plain else "the tokenizer's own"
+
+    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
+        return self.encode_many([record], processor, length=length)[0]
+
+    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
+        tokenizer = tokenizer_of(processor, needed_by="chat")
+        if not tokenizer.is_fast:
+            raise DataError(
+                f"{type(tokenizer).__name__} does not tell which characters a token covers, so answers cannot be found "
+                "exactly. Use a tokenizer with a tokenizer.json."
+            )
+        rendered = [render(*self._to_render(record, tokenizer)) for record in records]
+        samples = iter(self._tokenise([layout for one in rendered for layout in one.layouts], tokenizer))
+        return [_with_remarks([next(samples) for _ in one.layouts], one) for one in rendered]
+
+    def _to_render(self, record: Record, tokenizer: Any) -> tuple[list[Message], Template]:
+        messages, variables = self.conversation(record), self.variables(record)
+        # A tokenizer may have a template of its own for conversations with tools.
+        is_plain, tools = self._is_plain(tokenizer), variables.get("tools")
+        text = PLAIN if is_plain else tokenizer.get_chat_template(tools=tools)
+        return messages, Template(text, tokenizer.special_tokens_map, variables)
+
+    def notes(self, processor: Any) -> list[str]:
+        tokenizer = tokenizer_of(processor, needed_by="chat")
+        if not self._is_plain(tokenizer):
+            return ["chat template: the tokenizer's own"]
+        why = "as data.encode says" if self.template == "plain" else "the tokenizer has none"
+        return [f"chat template: plain (User: ... / Assistant: ...), {why}"]
+
+    def leave_on(self, processor: Any, *, length: int) -> None:
+        tokenizer = tokenizer_of(processor, needed_by="chat")
+        if self._is_plain(tokenizer):
+            tokenizer.chat_template = PLAIN
+
+    def _is_plain(self, tokenizer: Any) -> bool:
+        return self.template == "plain" or not tokenizer.chat_template
+
+    def texts(self, record: Record) -> list[str]:
+        said = [
+            text
+            for message in self.conversation(record)
+            for text in (joined(message.get("content")), *map(written, message.get("tool_calls", ())))
+        ]
+        return [*said, *map(written, self.variables(record).get("tools", ()))]
+
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        return collate_tokens(samples, length=length)
+
+    def conversation(self, record: Record) -> list[Message]:
+        """The record as messages, in the form that chat templates read."""
+        lists = [key for key in LISTS if record.get(key) is not None]
+        if self.question is None and self.answer is None and lists:
+            if len(lists) > 1:
+                raise DataError(f"the record has both {' and '.join(map(repr, lists))}. Keep one of them.")
+            if any(all(record.get(key) is not None for key in pair) for pair in PAIRS) or _is_instructed(record):
+                raise DataError(f"the record has {lists[0]!r} and a pair as well. {_choose(record)}")
+            messages = read_messages(record[lists[0]], column=lists[0])
+        else:
+            questions, answer = self._columns(record)
+            parts = [_string(record, column) for column in questions]
+            messages = [
+                {"role": "user", "content": "\n\n".join(part for part in parts if part)},
+                {"role": "assistant", "content": _string(record, answer)},
+            ]
+        if record.get("system"):
+            if messages[0]["role"] == "system":
+                raise DataError("the record has a 'system' column and a system message as well. Keep one of them.")
+            messages.insert(0, {"role": "system", "content": _string(record, "system")})
+        return messages
+
+    def variables(self, record: Record) -> dict[str, Any]:
+        """What else the record gives to the chat template: tools, documents and every other column."""
+        lists = any(record.get(key) is not None for key in LISTS) and self.question is None
+        questions, answer = ([], "") if lists else self._columns(record)
+        return read_variables(record, used=["system", *questions, answer])
+
+    def _columns(self, record: Record) -> tuple[list[str], str]:
+        if (self.question is None) != (self.answer is None):
+            raise DataError("data.encode names only one of question and answer. Name both columns, or neither.")
+        if self.question is not None and self.answer is not None:
+            questions = [self.question] if isinstance(self.question, str) else self.question
+            missing = [key for key in (*questions, self.answer) if key not in record]
+            if missing:
+                raise DataError(f"no {', '.join(map(repr, missing))} in the record. {_choose(record)}")
+            return [key for key in questions if record[key] is not None], self.answer
+        present = {key for key in _KNOWN if record.get(key) is not None}
+        # An empty column says nothing, so it does not make the choice ambiguous.
+        spoken = {key for key in present if str(record[key]).strip()}
+        if _is_instructed(record) and spoken <= {*INSTRUCTED[0], INSTRUCTED[1]}:
+            return [key for key in INSTRUCTED[0] if key in spoken], INSTRUCTED[1]
+        pairs = [pair for pair in PAIRS if set(pair) <= present]
+        if not pairs:
+            raise DataError(f"no conversation found in the record. {_choose(record)}")
+        fitting = [pair for pair in pairs if spoken <= set(pair)]
+        if len(fitting) != 1:
+            raise DataError(f"it is not clear which columns are question and answer. {_choose(record)}")
+        return [fitting[0][0]], fitting[0][1]
+
+    def _tokenise(self, layouts: list[Layout], tokenizer: Any) -> list[Features]:
+        if not layouts:
+            return []
+        encoded = tokenizer(
+            [layout.text for layout in layouts],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        samples = []
+        for layout, ids, offsets in zip(layouts, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+            learned = _answer_tokens(layout, ids, np.array(offsets).reshape(-1, 2), special)
+            if (
+                not layout.marked
+                and len(ids)
+                and learned[-1]
+                and ids[-1] not in special
+                and tokenizer.eos_token_id is not None
+            ):
+                # The template ends the answer with nothing the model could learn to stop at.
+                ids, learned = [*ids, tokenizer.eos_token_id], np.append(learned, True)
+            array = np.array(ids, dtype=np.int32)
+            samples.append(sample(array, shifted(array, learned if self.train_on == "answers" else None)))
+        return samples
+
+
+def _choose(record: Record) -> str:
+    return (
+        f"{keys_found(record)} Accepted: {FORMS}. For other columns set data.encode = "
+        " {kind: chat, question: COLUMN, answer: COLUMN}."
+    )
+
+
+def _is_instructed(record: Record) -> bool:
+    questions, answer = INSTRUCTED
+    return {*questions, answer} <= record.keys() and None not in (record[questions[0]], record[answer])
+
+
+def _string(record: Record, key: str) -> str:
+    value = record[key]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        # Tables write NaN where a text is missing.
+        if not math.isfinite(value):
+            raise DataError(f"{key!r} must be a string, found {value}. Give it a text, or take the record out.")
+        return str(value)
+    if not isinstance(value, str):
+        raise DataError(f"{key!r} must be a string, found {sort_of(value)}.")
+    return value
+
+
+def _with_remarks(samples: list[Features], rendered: Rendered) -> list[Features]:
+    """The first sample of a record carries what is to be said of it, to be counted."""
+    remarks = {"lost": rendered.lost, "noted": rendered.noted}
+    samples[0] |= {name: np.array(lines) for name, lines in remarks.items() if lines}
+    return samples
+
+
+def _answer_tokens(layout: Layout, ids: list[int], offsets: np.ndarray, special: set[int]) -> np.ndarray:
+    """Which tokens overlap an answer; not the white space that a template sets after the end-of-turn token."""
+    learned = np.zeros(len(ids), dtype=bool)
+    first, last = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+    for start, stop in layout.spans:
+        inside = np.flatnonzero((first < stop) & (last > start))
+        if not layout.marked:
+            ends = [at for at in inside if ids[at] in special]
+            if ends and not layout.text[offsets[ends[-1], 1] : stop].strip():
+                inside = inside[inside <= ends[-1]]
+        learned[inside] = True
+    return learned
+
+
+__all__ = ["Chat"]

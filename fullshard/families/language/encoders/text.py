@@ -1,0 +1,150 @@
+"""Running text: `{"text": ...}`, or tokens made elsewhere: `{"input_ids": [...]}`. Every token is learned.
+
+Must not know files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fullshard.config.problems import found
+from fullshard.contracts.data import IGNORE, Encoder, Features, Record
+from fullshard.data.records import keys_found
+from fullshard.errors import DataError
+from fullshard.formatting.plural import counted
+from fullshard.text.tokens import collate_tokens, sample, shifted, tokenizer_of
+
+FORMS = 'text: {"text": "..."} or {"input_ids": [1, 2, ...]} (with optional "labels")'
+_IDS = "input_ids"
+
+
+class Text(Encoder):
+    """Documents for next-token prediction; each ends with the tokenizer's end-of-text token."""
+
+    forms: ClassVar[str] = FORMS
+    divisible: ClassVar[bool] = True
+
+    column: str | None = None
+    """The column to read; null: text, or input_ids where a record is tokenised already."""
+
+    @staticmethod
+    def accepts(record: Record) -> bool:
+        return any(record.get(key) is not None for key in ("text", _IDS))
+
+    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
+        return self.encode_many([record], processor, length=length)[0]
+
+    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
+        columns = [self._column(record) for record in records]
+        texts = [_text(record, column) for record, column in zip(records, columns, strict=True) if column != _IDS]
+        tokenised = iter(_tokenise(texts, processor))
+        # Tokens made elsewhere need no tokenizer; where there is one, it says which ids exist.
+        vocabulary = len(tokenizer_of(processor, needed_by="text")) if processor is not None else 2**31
+        documents = [
+            _given(record, vocabulary) if column == _IDS else next(tokenised)
+            for record, column in zip(records, columns, strict=True)
+        ]
+        return [_pieces(ids, labels, length) for ids, labels in documents]
+
+    def texts(self, record: Record) -> list[str]:
+        column = self._column(record)
+        return [] if column == _IDS else [_text(record, column)]
+
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        return collate_tokens(samples, length=length)
+
+    def _column(self, record: Record) -> str:
+        wanted = (self.column,) if self.column else ("text", _IDS)
+        found = [key for key in wanted if record.get(key) is not None]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise DataError(
+                "the record has both 'text' and 'input_ids'. Say which one to read: "
+                "data.encode = {kind: text, column: text}."
+            )
+        null = [key for key in wanted if key in record]
+        if null:
+            raise DataError(
+                f"{' and '.join(map(repr, null))} {'is' if len(null) == 1 else 'are'} null in the record. Give it a "
+                "text, or take the record out."
+            )
+        raise DataError(
+            f"no {' or '.join(map(repr, wanted))} in the record. {keys_found(record)} Accepted: {FORMS}. "
+            f"For another column set data.encode = {{kind: text, column: NAME}}."
+        )
+
+
+def _text(record: Record, column: str) -> str:
+    value = record[column]
+    if not isinstance(value, str):
+        raise DataError(f"{column!r} must be a string, found {found(value)}.")
+    return value
+
+
+def _tokenise(texts: list[str], processor: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    if not texts:
+        return []
+    tokenizer = tokenizer_of(processor, needed_by="text")
+    # verbose=False: the tokenizer need not warn of long documents, rows are cut to length later.
+    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)[_IDS]
+    end = tokenizer.eos_token_id
+    documents = []
+    for ids in encoded:
+        if end is not None and (not ids or ids[-1] != end):
+            ids = [*ids, end]
+        array = np.array(ids, dtype=np.int32)
+        documents.append((array, shifted(array)))
+    return documents
+
+
+def _given(record: Record, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens made elsewhere, taken as they are, without the positions that their attention mask calls padding."""
+    ids = _whole_numbers(record, _IDS)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise DataError(
+            f"'input_ids' goes from {ids.min()} to {ids.max()}, but the tokenizer has the ids 0 to {vocabulary - 1}. "
+            "Tokenise with the model's own tokenizer."
+        )
+    real = np.ones(len(ids), dtype=bool)
+    if record.get("attention_mask") is not None:
+        real = _whole_numbers(record, "attention_mask", size=len(ids)) != 0
+    if record.get("labels") is None:
+        return ids[real], shifted(ids[real])
+    labels = _whole_numbers(record, "labels", size=len(ids))
+    wrong = (labels != IGNORE) & ((labels < 0) | (labels >= vocabulary))
+    if wrong.any():
+        raise DataError(f"'labels' holds {labels[wrong][0]}; allowed are {IGNORE} and the ids 0 to {vocabulary - 1}.")
+    labels, ids = labels[real], ids[real]
+    if not record.get("labels_shifted"):
+        labels = np.append(labels[1:], IGNORE)
+    return ids, labels
+
+
+def _whole_numbers(record: Record, key: str, *, size: int | None = None) -> np.ndarray:
+    try:
+        array = np.asarray(record[key])
+    except ValueError:  # lists of different lengths inside
+        array = np.zeros((0, 0))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
+        raise DataError(f"{key!r} must be a list of whole numbers.")
+    if size is not None and len(array) != size:
+        raise DataError(
+            f"{key!r} has {counted(len(array), 'entry')}, but 'input_ids' has {size}. They must be equally long."
+        )
+    return array.astype(np.int64)
+
+
+def _pieces(ids: np.ndarray, labels: np.ndarray, length: int) -> list[Features]:
+    """A document in pieces of at most `length`; the last label of a piece is the first token of the next."""
+    pieces = [sample(ids[at : at + length], labels[at : at + length]) for at in range(0, len(ids), length)]
+    # A last piece of one token has nothing left to predict: that token was the label before it.
+    if len(pieces) > 1 and (pieces[-1]["labels"] == IGNORE).all():
+        pieces.pop()
+    return pieces
+
+
+__all__ = ["Text"]

@@ -1,0 +1,246 @@
+"""Stop signals, heard from the first line of the command on.
+
+While a run starts there is nothing to save: a signal ends the process with a line and exit code 75. In the loop it is a
+wish that is read at the end of a step. A launcher hands it to its ranks. A second one ends the process at once. But for
+Ctrl-C, signals may come twice for one wish: schedulers signal every process of a job, and the launcher passes its own
+on. So a second one counts when it comes later than that takes.
+
+A thread hears signals beside the main thread, which may be in native code for minutes (a rendezvous, a compilation, a
+collective): Python runs handlers only between two of its own instructions.
+
+A process that was started for another one can end with it. Must not import torch, and must not know what is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from fullshard.errors import EXIT_PREEMPTED
+from fullshard.launch.error_file import TOLD_BY_LAUNCHER, hand_over
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+ECHO_S = 2.0
+"""Signals within so many seconds of the first one are the same wish."""
+AT_ONCE = "Stopped at once by a second signal: steps after the last checkpoint are lost"
+_PR_SET_PDEATHSIG = 1
+
+Act = Callable[[int], None]
+"""What is done about a signal, given its number."""
+
+
+def end_with(starter: int) -> None:
+    """Asks for SIGTERM when the process that started this one ends, even by SIGKILL; Linux only, nothing elsewhere.
+
+    Where nobody listens yet, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to
+    return, and what it then prints is of no use beside the word of the starter."""
+    if not _ear.command:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        try:
+            os.kill(starter, 0)
+        except ProcessLookupError:  # it ended before we asked
+            signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def heard_by(act: Act, numbers: tuple[signal.Signals, ...] = STOP_SIGNALS, *, in_thread: bool = True) -> Iterator[None]:
+    """Signals go to `act`, in a thread of their own or in the main thread, whichever comes first; in the main thread
+    alone for an act that may raise. Called in another thread, nothing changes: whoever runs us handles signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, handlers = (_ear.act, _ear.in_thread), {number: signal.getsignal(number) for number in numbers}
+    _ear.act, _ear.in_thread = act, in_thread
+    _ear.open()
+    _set(dict.fromkeys(numbers, _ear.on_signal))
+    try:
+        yield
+    finally:
+        _set(handlers)
+        _ear.act, _ear.in_thread = before
+
+
+def listen() -> None:
+    """For the first line of a command: until the loop takes over, a signal ends it with a line and exit code 75."""
+    _ear.command, _ear.act = True, nothing_to_save
+    _ear.open()
+    _set(dict.fromkeys(STOP_SIGNALS, _ear.on_signal))
+
+
+def in_library() -> contextlib.AbstractContextManager[None]:
+    """The same in a program of the user's: signals that it handles itself stay its own, and so does Ctrl-C."""
+    main = threading.current_thread() is threading.main_thread()
+    free = [n for n in STOP_SIGNALS if main and n != signal.SIGINT and signal.getsignal(n) is signal.SIG_DFL]
+    return heard_by(nothing_to_save, tuple(free)) if free else contextlib.nullcontext()
+
+
+def in_command() -> bool:
+    """Whether the whole process is ours, and exit code 75 means what it means for `fullshard train`."""
+    return _ear.command
+
+
+def nothing_to_save(number: int) -> NoReturn:
+    """Ends a run that has not come to its first step."""
+    leave(unsaved(number))
+
+
+def unsaved(number: int) -> str:
+    return f"Stopped by {name_of(number)} before the first step: nothing to save. Run the same command again."
+
+
+def name_of(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+def leave(line: str) -> NoReturn:
+    """Ends this process, and those that it started, at once and with the exit code of a preempted run."""
+    handed = hand_over(line)
+    rank = os.environ.get("RANK", "0")
+    if TOLD_BY_LAUNCHER not in os.environ and (rank == "0" or not handed):
+        _write(line if rank == "0" else f"rank {rank}: {line}")
+    with contextlib.suppress(Exception):
+        import psutil  # type: ignore[import-untyped]
+
+        for child in psutil.Process().children(recursive=True):
+            child.terminate()
+    for folder in _ear.folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    # What was printed before goes out, unless whoever reads it has stopped to.
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush.start()
+    flush.join(timeout=2)
+    os._exit(EXIT_PREEMPTED)
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone when the process is, also when a signal ends it."""
+    with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
+        _ear.folders.append(name)
+        try:
+            yield Path(name)
+        finally:
+            _ear.folders.remove(name)
+
+
+class StopSignals:
+    """While it is entered, the first signal is a wish and a second one ends the process.
+
+    In a process of the command it stays in charge afterwards: what follows the loop is let to its end."""
+
+    def __init__(self) -> None:
+        self.heard: str | None = None
+        self._heard_at = 0.0
+        self._listening = contextlib.ExitStack()
+
+    def __enter__(self) -> StopSignals:
+        if _ear.command:
+            _ear.act = self._on_signal
+        else:
+            self._listening.enter_context(heard_by(self._on_signal))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listening.close()
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.heard is None:
+            self.heard, self._heard_at = name, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                _write(f"{name_of(number)}: what is under way is finished and saved. A second one stops at once.")
+        elif name == self.heard == "SIGINT" or time.monotonic() - self._heard_at > ECHO_S:
+            leave(f"{AT_ONCE}.")
+
+
+def _write(line: str) -> None:
+    """Past Python's own files, whose locks another thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+class _Ear:
+    """Hears each signal in two places, a thread and the main thread's handler, and acts on it once."""
+
+    def __init__(self) -> None:
+        self.act: Act | None = None
+        self.in_thread = True
+        self.command = False
+        """Whether the whole process is ours, from its first line to its last."""
+        self.folders: list[str] = []
+        self._pipe: tuple[int, int] | None = None
+        self._fork = threading.local()
+        self._lock = threading.RLock()
+        self._heard = {"handler": Counter[int](), "thread": Counter[int]()}
+        self._acted = Counter[int]()
+
+    def open(self) -> None:
+        """Starts to hear; again after another library has taken the wake-up call for itself."""
+        if self._pipe is None:
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            threading.Thread(target=self._wait, args=(self._pipe[0],), daemon=True, name="stop-signals").start()
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+
+    def on_signal(self, number: int, _: object) -> None:
+        self._hear("handler", number)
+
+    def before_fork(self) -> None:
+        self._fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def in_parent(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._fork.mask)
+
+    def in_child(self) -> None:
+        """A forked process is not ours to stop: it hears for itself, and never wakes the thread of its parent."""
+        mask = self._fork.mask
+        if self._pipe is not None:
+            signal.set_wakeup_fd(-1)
+            mine = [number for number in STOP_SIGNALS if signal.getsignal(number) == self.on_signal]
+            _set(dict.fromkeys(mine, signal.SIG_DFL))
+            self.__init__()  # type: ignore[misc]
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _wait(self, pipe: int) -> None:
+        while True:
+            for number in os.read(pipe, 64):
+                self._hear("thread", number)
+
+    def _hear(self, where: str, number: int) -> None:
+        # The thread is woken by every signal that Python handles.
+        if signal.getsignal(number) != self.on_signal or (where == "thread" and not self.in_thread):
+            return
+        with self._lock:
+            heard = self._heard[where]
+            heard[number] += 1
+            if heard[number] > self._acted[number]:
+                self._acted[number] = heard[number]
+                if self.act is not None:
+                    self.act(number)
+
+
+def _set(handlers: Mapping[signal.Signals, object]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)  # type: ignore[arg-type]
+        if handler == _ear.on_signal:
+            signal.siginterrupt(number, False)  # native code is not to see its calls fail
+
+
+_ear = _Ear()
+os.register_at_fork(before=_ear.before_fork, after_in_parent=_ear.in_parent, after_in_child=_ear.in_child)
+
+__all__ = ["AT_ONCE", "ECHO_S", "STOP_SIGNALS", "StopSignals", "end_with", "heard_by", "in_command", "in_library"]
+__all__ += ["leave", "listen", "name_of", "nothing_to_save", "temporary_folder", "unsaved"]

@@ -1,0 +1,72 @@
+"""All sinks of a run behind one `write`: one that cannot open stops the run, one that fails later is dropped.
+
+Rank 0 only. Must not know any concrete sink, and must not call collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fullshard.contracts.sink import OpenSink, Sink
+from fullshard.errors import FullshardError, SetupError
+
+
+class Sinks:
+    """The open sinks. Open them after metrics.jsonl has been cut back to the step that the run goes on from."""
+
+    def __init__(
+        self, sinks: Sequence[Sink], folder: Path, *, name: str, recipe: dict[str, Any], warn: Callable[[str], None]
+    ) -> None:
+        self._warn = warn
+        self._open: list[tuple[str, OpenSink]] = []
+        for index, sink in enumerate(sinks):
+            where = f"log.sinks[{index}] ({sink.kind()})"
+            for note in sink.notes():
+                warn(f"{where}: {note}.")
+            try:
+                self._open.append((where, sink.open(folder, name=name, recipe=recipe)))
+            except Exception as error:
+                self.close()
+                raise _cannot_open(where, error) from error
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Hands one record to every sink that still works."""
+        for where, sink in list(self._open):
+            try:
+                sink.write(record)
+            except Exception as error:
+                self._open.remove((where, sink))
+                self._warn(
+                    f"{where} failed at step {record.get('step')} and is dropped: {_say(error)}. "
+                    "The run goes on; metrics.jsonl has every number."
+                )
+                self._close(where, sink, quietly=True)
+
+    def close(self) -> None:
+        """Closes every sink; one that fails is named in a warning."""
+        while self._open:
+            self._close(*self._open.pop())
+
+    def _close(self, where: str, sink: OpenSink, *, quietly: bool = False) -> None:
+        try:
+            sink.close()
+        except Exception as error:
+            if not quietly:
+                self._warn(f"{where} could not be closed: {_say(error)}. Its last numbers may be missing.")
+
+
+def _cannot_open(where: str, error: Exception) -> FullshardError:
+    if isinstance(error, FullshardError):
+        return error
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return SetupError(
+            f"{where} needs the package {error.name}, which is not installed. Install it with: "
+            f"pip install {error.name.partition('.')[0]}"
+        )
+    return SetupError(f"{where} cannot be opened: {_say(error)}. Fix it, or remove it from log.sinks.")
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(" .:")

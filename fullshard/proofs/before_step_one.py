@@ -1,0 +1,347 @@
+"""What the engine proves before step 1, of every objective that reads tokens, a user's own included.
+
+Labels count at the positions where they stand; no position with a loss sees a later token; documents in a packed row
+stay apart; padding changes nothing. Short rows made of a real sample are changed in places, and the predictions, or the
+objective's own loss, must move there and only there. Every rank runs the same forward passes on the same rows, and all
+get the same verdict. Must not know model classes, recipes or ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fullshard.contracts.data import IGNORE, Features
+from fullshard.contracts.objective import Batch, Objective
+from fullshard.data.pack import row_of
+from fullshard.dist import reduce
+from fullshard.dist.nonzero_weights import awake
+from fullshard.dist.shard import reshard
+from fullshard.errors import SetupError
+from fullshard.proofs.finite import not_finite
+from fullshard.step import to_device
+
+WIDTH = 32
+"""Tokens of a row, where data.sequence_length allows."""
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""How far rounding may move a prediction by itself, relative to its norm: a mixture of experts computes a token beside
+other ones when a token changes."""
+SHARE = 0.2
+"""Where all tokens together move a prediction little, as with fresh weights, rounding may make up this share of it. A
+model that looks ahead is moved by later tokens about as much as by earlier ones."""
+LABELS = 4
+"""Labels that count in a row that the loss is asked for: a sum of few terms shows a small change of one."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the proofs run: a model with its objective, and how features become a batch."""
+
+    objective: Objective
+    model: nn.Module
+    aux: dict[str, nn.Module]
+    compute: torch.dtype
+    device: torch.device
+    collate: Callable[..., Batch]
+    """Features of some rows, and a length to pad them to or None."""
+
+    def batch(self, *rows: Features, length: int | None = None) -> Batch:
+        return to_device(self.collate(rows, length=length), self.device)
+
+    def loss(self, row: Features, *, length: int | None = None) -> torch.Tensor:
+        """The objective's own sum over one row; its random draws are the same every time."""
+        torch.manual_seed(0)
+        total = self.objective.loss(self.model, self.batch(row, length=length), self.aux).loss_sum
+        return total.detach().double().reshape(1, 1)
+
+    def predictions(self, *rows: Features, length: int | None = None) -> torch.Tensor:
+        """(rows, positions, vocabulary)."""
+        torch.manual_seed(0)
+        found = self.objective.predictions(self.model, self.batch(*rows, length=length))
+        assert found is not None
+        if not all(reduce.gather_objects(bool(found.isfinite().all()))):
+            raise not_finite(self.compute)
+        return found.detach().float()
+
+
+def prove(probe: Probe, find: Callable[[], Features], *, packed: bool, longest: int) -> list[str]:
+    """Raises SetupError on every rank where something does not hold; returns a line for each thing proven.
+
+    `find` gives one training sample, the same on every rank; rows of at most `longest` tokens are made of it."""
+    objective = probe.objective
+    if not reads(objective, "input_ids") or "input_ids" not in (sample := find()):
+        return []
+    rows = Rows(sample, width=max(4, min(WIDTH, longest)))
+    labelled = rows.labelled and reads(objective, "labels")
+    lines: list[str] = []
+    with _asking(probe):
+        if not _has_predictions(objective):
+            if (why := _unprovable(probe, rows)) is not None:
+                return _unproven(objective, why, packed=packed)
+            lines += [_labels_in_place(probe, rows)] if labelled else []
+        causal, scale = _causality(probe, rows) if labelled else ([], math.inf)
+        lines += causal
+        if packed:
+            lines.append(_isolation(probe, rows, labelled=labelled, scale=scale))
+        # Without labels only the objective knows which positions are its terms.
+        lines += [_padding(probe, rows, scale=scale)] if labelled else []
+    return lines
+
+
+def _unprovable(probe: Probe, rows: Rows) -> str | None:
+    """Why nothing can be learned from changes of this loss; None where it can."""
+    one, other = probe.loss(rows.plain), probe.loss(rows.plain)
+    if not all(reduce.gather_objects(bool(one.isfinite().all()))):
+        return "its loss is not finite"
+    moved = _moved(one, other)
+    return f"its loss differs by {moved:.1e} from call to call" if moved > ROUNDING[probe.compute] else None
+
+
+def _unproven(objective: Objective, why: str, *, packed: bool) -> list[str]:
+    if packed and "finite" not in why:  # a loss that is not finite stops the run at its first step
+        raise SetupError(
+            f"data.pack: nothing shows that objective.kind = {objective.kind()} keeps the documents of a packed row "
+            f"apart, for {why} on the same row. Let it draw all random numbers from torch's default generator, or set "
+            "data.pack: false."
+        )
+    return [f"nothing of objective.kind = {objective.kind()}: {why}"]
+
+
+def reads(objective: Objective, key: str) -> bool:
+    """Whether the objective reads this key of a batch; one that names none is taken to read all."""
+    return not objective.needs or key in objective.needs
+
+
+class Rows:
+    """Rows of a sample's own tokens, in short: every feature with an entry for each token is cut alike."""
+
+    def __init__(self, sample: Features, *, width: int) -> None:
+        ids, labels = sample["input_ids"], sample.get("labels", np.empty(0))
+        # A shorter sample is repeated, which sets its beginning behind its end: only where there is next to nothing.
+        self.width = min(width, max(len(ids), 8))
+        self._sample, self._size, self._latest = sample, len(ids), max(len(ids) - self.width, 0)
+        self.labelled = len(labels) == len(ids)
+        learned = np.flatnonzero(labels != IGNORE) if self.labelled else np.arange(len(ids))
+        self.first = int(learned[0]) if len(learned) else 0
+        # Some of what comes before the first label, where a model may see both ways; then what is learned.
+        self.plain = self._cut(min(max(self.first - self.width // 4, 0), self._latest), self.width)
+        carry = self.carrying(self.plain)
+        self.cut = int(carry[len(carry) // 2])
+
+    def _cut(self, start: int, width: int) -> Features:
+        """So many tokens from `start` on, as one document."""
+        places = (start + np.arange(width)) % self._size
+        row = {name: array[places] if len(array) == self._size else array for name, array in self._sample.items()}
+        row["position_ids"] = np.arange(width, dtype=np.int32)
+        if self.labelled:
+            following = np.append(row["input_ids"][1:], IGNORE)
+            row["labels"] = np.where(row["labels"] != IGNORE, following, IGNORE).astype(np.int32)
+        return row
+
+    def carrying(self, row: Features) -> np.ndarray:
+        """Positions with a loss that have a token after them."""
+        found = np.flatnonzero(row["labels"][:-1] != IGNORE) if self.labelled else np.arange(self.width - 1)
+        return found if len(found) else np.arange(len(row["input_ids"]) - 1)
+
+    def changed(self, row: Features, places: slice) -> Features:
+        """Other tokens in some places, labels as they are."""
+        ids = row["input_ids"].copy()
+        ids[places] = self.other(ids[places])
+        return {**row, "input_ids": ids}
+
+    def other(self, ids: np.ndarray) -> np.ndarray:
+        """For each token another one of the sample."""
+        known = np.unique(self._sample["input_ids"])
+        if len(known) == 1:
+            return np.where(ids == 0, 1, 0).astype(ids.dtype)
+        return known[(np.searchsorted(known, ids) + 1) % len(known)].astype(ids.dtype)
+
+    def counting(self, row: Features, places: np.ndarray) -> Features:
+        """Only the labels in some places count."""
+        labels = np.full_like(row["labels"], IGNORE)
+        # Where the sample teaches nothing, any token is as good a label.
+        labels[places] = np.where(row["labels"][places] == IGNORE, row["input_ids"][places], row["labels"][places])
+        return {**row, "labels": labels}
+
+    def at_first_label(self) -> Features:
+        """A row that begins with a position whose label counts, and no other."""
+        return self.counting(self._cut(self.first, max(2, min(self.width, self._size - self.first))), np.array([0]))
+
+    def short(self) -> Features:
+        """Half a row."""
+        return self._cut(min(self.first, self._latest), self.width // 2)
+
+    def documents(self) -> tuple[Features, Features]:
+        """Two halves of a row, each a document."""
+        start, half = min(self.first, self._latest), self.width // 2
+        return self._cut(start, half), self._cut(start + half, half)
+
+
+def _causality(probe: Probe, rows: Rows) -> tuple[list[str], float]:
+    """No position with a loss sees a later token. Also says how much earlier tokens move a prediction."""
+    later, earlier = _reach(probe, rows)
+    if earlier == 0.0:
+        # Fresh weights of zero may hide for now what each token will do to others.
+        with awake(probe.model):
+            later, earlier = _reach(probe, rows)
+    if probe.objective.bidirectional:
+        return [], earlier
+    if later > (allowed := _allowed(probe, earlier)):
+        own = "" if _has_predictions(probe.objective) else _OWN
+        raise SetupError(
+            f"model: a position that carries a loss sees later tokens. Other tokens after it move its prediction by "
+            f"{later:.1e} (allowed: {allowed:.0e}; earlier tokens move it by {earlier:.1e}), so it would learn to copy "
+            "the next token, not to predict it. Use a causal language model; where the model's config has a switch "
+            f"for it (is_decoder, causal), set it in model.overrides.{own}"
+        )
+    if earlier == 0.0:
+        return ["no token moves another one's prediction: the model looks at each token alone"], earlier
+    return [f"positions do not see later tokens ({later:.1e}; earlier ones move them by {earlier:.1e})"], earlier
+
+
+_OWN = (
+    " If the labels of your objective are not the next tokens, as with masked ones, write `bidirectional: "
+    "ClassVar[bool] = True` in its class."
+)
+
+
+def _reach(probe: Probe, rows: Rows) -> tuple[float, float]:
+    """How far other tokens after the cut move predictions up to it, and other tokens before it the one at the cut."""
+    row, cut = rows.plain, rows.cut
+    carry = rows.carrying(row)
+    seen = carry[carry <= cut]
+    after, before = rows.changed(row, slice(cut + 1, None)), rows.changed(row, slice(0, cut))
+    if _has_predictions(probe.objective):
+        plain, ahead, behind = probe.predictions(row, after, before)
+        places = torch.from_numpy(seen).to(plain.device)
+        return _moved(plain[places], ahead[places]), _moved(plain[cut], behind[cut])
+    few, last = seen[-LABELS:], seen[-1:]
+    ahead = _moved(probe.loss(rows.counting(row, few)), probe.loss(rows.counting(after, few)))
+    return ahead, _moved(probe.loss(rows.counting(row, last)), probe.loss(rows.counting(before, last)))
+
+
+def _isolation(probe: Probe, rows: Rows, *, labelled: bool, scale: float) -> str:
+    """In a packed row no document sees another."""
+    first, second = rows.documents()
+    other = rows.changed(first, slice(None))
+    half = rows.width // 2
+    if _has_predictions(probe.objective):
+        plain, changed = probe.predictions(row_of([first, second]), row_of([other, second]))
+        moved = _moved(plain[half:], changed[half:])
+    elif labelled:
+        counted = rows.counting(second, rows.carrying(second)[:LABELS])
+        # Also the labels of the first: they are no concern of the second.
+        silent, quiet = (rows.counting(each, np.empty(0, dtype=int)) for each in (first, other))
+        moved = _moved(probe.loss(row_of([silent, counted])), probe.loss(row_of([quiet, counted])))
+    else:
+        moved = _entangled(probe, first, second, rows)
+    if moved > (allowed := _allowed(probe, scale)):
+        calls = (
+            ""
+            if _has_predictions(probe.objective)
+            else (
+                " Your objective may call the model without position_ids, by which documents are told apart: pass "
+                "`position_ids=batch['position_ids']`, or call `model.hidden_states_and_head` as "
+                "fullshard/families/language/objectives/causal_lm.py does."
+            )
+        )
+        raise SetupError(
+            f"data.pack: a document in a packed row changes the next one by {moved:.1e} (allowed: {allowed:.0e}): the "
+            f"model's attention does not keep documents apart.{calls} Set data.pack: false."
+        )
+    return f"documents in a packed row do not see each other ({moved:.1e})"
+
+
+def _entangled(probe: Probe, first: Features, second: Features, rows: Rows) -> float:
+    """How far the sum over two documents is from one sum for each: f(a, b) - f(A, b) - f(a, B) + f(A, B) is zero."""
+    others = [rows.changed(document, slice(None)) for document in (first, second)]
+    both, one = probe.loss(row_of([first, second])), probe.loss(row_of([others[0], second]))
+    two, none = probe.loss(row_of([first, others[1]])), probe.loss(row_of(others))
+    return _moved(both + none, one + two)
+
+
+def _padding(probe: Probe, rows: Rows, *, scale: float) -> str:
+    """A row gives the same with and without padding after it."""
+    row, half = rows.short(), rows.width // 2
+    if _has_predictions(probe.objective):
+        moved = _moved(probe.predictions(row)[0], probe.predictions(row, length=rows.width)[0, :half])
+    else:
+        row = rows.counting(row, rows.carrying(row)[-LABELS:])
+        moved = _moved(probe.loss(row), probe.loss(row, length=rows.width))
+    rounding = ROUNDING[probe.compute]
+    # A row of another length is computed by other kernels, which round in another order.
+    if moved > (allowed := min(10 * rounding, max(rounding, SHARE * scale))):
+        whose = (
+            "the model depends on the length of the row. Use another model."
+            if _has_predictions(probe.objective)
+            else "your objective counts it, or the model depends on the length of the row. Leave positions without a "
+            "label (-100) out of the sum."
+        )
+        raise SetupError(f"Padding after a row moves its loss by {moved:.1e} (allowed: {allowed:.0e}): {whose}")
+    return f"padding changes nothing ({moved:.1e})"
+
+
+def _labels_in_place(probe: Probe, rows: Rows) -> str:
+    """Nothing counts without a label, and the label of a row's first position counts there: whoever shifts labels once
+    more leaves it out."""
+    row = rows.at_first_label()
+    labels = row["labels"].copy()
+    labels[0] = rows.other(labels[:1])[0]
+    without = rows.counting(row, np.empty(0, dtype=int))
+    none, one, other = (float(probe.loss(each)) for each in (without, row, {**row, "labels": labels}))
+    kind = probe.objective.kind()
+    if not all(reduce.gather_objects(abs(none) <= 1e-6 * max(1.0, abs(one)))):
+        raise SetupError(
+            f"objective.kind = {kind}: the loss of a row without any label (all are -100) is {none:g}, and must be 0. "
+            "Such rows fill up a step, and padding has no labels: take positions with the label -100 out of the sum."
+        )
+    if not all(reduce.gather_objects(math.isfinite(one) and math.isfinite(other) and one != other)):
+        raise SetupError(
+            f"objective.kind = {kind} does not use the label of a row's first position: with that label alone its loss "
+            f"is {one:g}, and {other:g} with another one. Labels are shifted already: labels[:, i] is the target of "
+            "position i. Compare logits[:, i] with labels[:, i], and do not shift once more."
+        )
+    return "each label counts at its own position, and nothing else does"
+
+
+def _allowed(probe: Probe, scale: float) -> float:
+    return min(ROUNDING[probe.compute], SHARE * scale) if scale else ROUNDING[probe.compute]
+
+
+def _moved(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How far two predictions are apart, relative to their norm, at the position where most; on the rank where most."""
+    size = one.norm(dim=-1).clamp(min=1e-30)
+    moved = float(((one - other).norm(dim=-1) / size).max())
+    return float(max(reduce.gather_objects(math.inf if math.isnan(moved) else moved)))
+
+
+def _has_predictions(objective: Objective) -> bool:
+    """Whether its predictions are those that its loss is computed from: a class may override the loss alone."""
+    loss, predictions = (_owner(type(objective), name) for name in ("loss", "predictions"))
+    return predictions is not Objective and issubclass(predictions, loss)
+
+
+def _owner(kind: type, name: str) -> type:
+    return next(parent for parent in kind.__mro__ if name in vars(parent))
+
+
+@contextmanager
+def _asking(probe: Probe) -> Iterator[None]:
+    """The model as it is asked: without gradients, dropout, or compiling for shapes that never come again."""
+    probe.model.eval()
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+        torch.random.fork_rng(devices=[probe.device] if probe.device.type == "cuda" else []),
+    ):
+        yield
+    reshard(probe.model)
+
+
+__all__ = ["Probe", "prove", "reads"]

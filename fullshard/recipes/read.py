@@ -1,0 +1,214 @@
+"""From a recipe file or a built-in name, a preset and the command line to one checked Recipe.
+
+Command line over recipe over preset over default; what replaced what is kept, to be said aloud. The user's file is
+never written to. Relative paths in a recipe are relative to the current directory. Must not know torch or any part.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from fullshard.config import builtin
+from fullshard.config.arguments import Typed
+from fullshard.config.merge import Settings, parse_override
+from fullshard.config.part import decode, did_you_mean, plain
+from fullshard.config.schema import schema
+from fullshard.errors import RecipeError
+from fullshard.formatting.yaml_text import Document, parse, render
+from fullshard.recipe import Recipe
+
+COMMAND_LINE = "command line"
+RUN_KEY = "run"
+"""The key of a resolved recipe that says how it came about; it is no setting."""
+_VERSIONS = ("fullshard", "torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pydantic", "numpy")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A recipe and how it came about."""
+
+    recipe: Recipe
+    name: str
+    """What was asked for, as one would type it again: a file or a built-in name; empty for a recipe made in Python."""
+    source: str
+    """The same in words: the file, `built-in recipe NAME`, or `a mapping`."""
+    overridden: tuple[str, ...] = ()
+    """One line per setting of the command line or a preset: what replaced what."""
+    preset: str | None = None
+    command: tuple[str, ...] = ()
+    """The command line that asked for it."""
+    typed: Typed | None = None
+    """The same in parts, to be typed again with other settings; None for a recipe made in Python."""
+
+
+def load(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None) -> Recipe:
+    """Reads a recipe: a YAML path, a built-in name or a mapping, with settings like "optimizer.lr=3e-4" on top."""
+    return read(source, *overrides, preset=preset).recipe
+
+
+def read(
+    source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None, typed: Typed | None = None
+) -> Reading:
+    """Reads a recipe as `load` does, and keeps where its values came from."""
+    name, document = _open(source)
+    run = document.values.get(RUN_KEY)
+    settings = Settings(Recipe)
+    if preset is not None:
+        settings.lay(_preset(preset), f"preset {preset}")
+    settings.lay({key: value for key, value in document.values.items() if key != RUN_KEY}, "recipe")
+    for text in overrides:
+        settings.set(parse_override(text), COMMAND_LINE)
+    try:
+        recipe = decode(Recipe, settings.values)
+    except RecipeError as error:
+        placed = (_placed(problem, settings.origins, name, document.lines) for problem in str(error).splitlines())
+        raise RecipeError("\n".join(placed)) from None
+    if isinstance(run, Mapping) and run.get("handed_on"):
+        typed = Typed(*map(tuple, run["typed"])) if run["typed"] else None
+        return Reading(
+            recipe, run["name"], run["source"], tuple(run["overridden"]), run["preset"], tuple(run["command"]), typed
+        )
+    asked = "" if isinstance(source, Mapping) else str(source)
+    if asked and typed is None:
+        typed = Typed(("fullshard", "train", asked, *(("--preset", preset) if preset else ())), overrides)
+    return Reading(recipe, asked, name, tuple(settings.replaced), preset, tuple(sys.argv), typed)
+
+
+def hand_on(reading: Reading, path: Path) -> None:
+    """Writes a recipe for the ranks of this run; reading it gives them this very Reading, not one of a new file."""
+    for where, kind in _kinds(plain(reading.recipe), ""):
+        if kind.startswith("__main__.") or "<locals>" in kind:
+            raise RecipeError(
+                f"{where}.kind = {kind!r}: this class lives in this session only, and other ranks cannot import it. "
+                "Put it at the top level of a file, say my_parts.py, and import it from there; or train on one device."
+            )
+    typed = [list(reading.typed.command), list(reading.typed.settings)] if reading.typed else None
+    save_resolved(reading.recipe, path, facts={**run_facts(reading), "handed_on": True, "typed": typed})
+
+
+def _kinds(value: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Every kind in plain settings, with its key path."""
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _kinds(item, f"{where}[{index}]")
+    if isinstance(value, Mapping):
+        if "kind" in value:
+            yield where, str(value["kind"])
+        for key, item in value.items():
+            yield from _kinds(item, f"{where}.{key}" if where else str(key))
+
+
+def save_resolved(recipe: Recipe, path: Path, *, facts: Mapping[str, Any]) -> None:
+    """Writes every value in force, and under `run` the facts; the file can be trained from again."""
+    text = "# Every value in force in this run. It is a recipe too: fullshard train THIS_FILE repeats the run.\n"
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(text + render({**plain(recipe), RUN_KEY: dict(facts)}), encoding="utf-8")
+    part.replace(path)
+
+
+def run_facts(reading: Reading) -> dict[str, Any]:
+    """Versions, git commit, command line and what was overridden: the `run` key of a resolved recipe."""
+    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in _VERSIONS:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "name": reading.name,
+        "source": reading.source,
+        "preset": reading.preset,
+        "overridden": list(reading.overridden),
+        "command": list(reading.command),
+        "folder": str(Path.cwd()),
+        "git_commit": _git_commit(),
+        "versions": versions,
+    }
+
+
+def _open(source: str | Path | Mapping[str, Any]) -> tuple[str, Document]:
+    if isinstance(source, Mapping):
+        return "a mapping", Document(dict(source), {})
+    path = Path(os.path.expanduser(source))
+    known = builtin.recipes()
+    # os.path answers no where Path raises an error: a name that is too long.
+    if os.path.isfile(path):
+        return str(source), parse(_text(path), name=str(source))
+    if isinstance(source, str) and source in known:
+        name = f"built-in recipe {source}"
+        return name, parse(_text(known[source]), name=name)
+    raise RecipeError(_not_found(str(source), path, list(known)))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{path}: byte {error.start} is not UTF-8 text. A recipe is YAML text; save it in UTF-8."
+        ) from None
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror}. Check its permissions.") from None
+
+
+def _not_found(source: str, path: Path, known: list[str]) -> str:
+    if os.path.isdir(path):
+        resolved = path / "recipe.resolved.yaml"
+        advice = f"Use {resolved}." if resolved.is_file() else "Name the YAML file inside it."
+        return f"{source} is a folder, and a recipe is a YAML file. {advice}"
+    there = sorted(f.name for f in path.parent.glob("[!.]*.y*ml")) if os.path.isdir(path.parent) else []
+    names = get_close_matches(path.stem, known, n=1)
+    files = get_close_matches(path.name, there, n=3) or ([] if names else there[:3])
+    near = [*(str(path.parent / file) for file in files), *names]
+    meant = f" Did you mean {' or '.join(near)}?" if near else ""
+    return f"{source} is neither a file nor a built-in recipe.{meant} Built-in recipes: {', '.join(known)}."
+
+
+def _preset(name: str) -> dict[str, Any]:
+    known = builtin.presets()
+    if name not in known:
+        raise RecipeError(
+            f"preset {name!r} is not known{did_you_mean(name, list(known))}. Known: {', '.join(known)}. "
+            "`fullshard presets` says what each is for."
+        )
+    return parse(_text(known[name]), name=f"preset {name}").values
+
+
+def _placed(problem: str, origins: Mapping[str, str], name: str, lines: Mapping[str, int]) -> str:
+    """A problem with the place it came from: a line of the file, the command line, or a preset."""
+    found = re.match(r"[\w.\[\]]+", problem)
+    path = found.group() if found else ""
+    while path:
+        if origins.get(path, "recipe") != "recipe":
+            return f"{origins[path]}: {problem}"
+        inside = [origin for key, origin in origins.items() if key == path or key.startswith((f"{path}.", f"{path}["))]
+        if inside and all(origin != "recipe" for origin in inside):
+            return f"{inside[0]}: {problem}"
+        if path in lines:
+            return f"{name}, line {lines[path]}: {problem}"
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return f"{name}: {problem}"
+
+
+def _git_commit() -> str | None:
+    """The commit of the current folder, marked when files differ from it; None outside a repository."""
+    try:
+        done = [
+            subprocess.run(["git", *words], capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        ]
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{done[0]} with uncommitted changes" if done[1] else done[0]
+
+
+__all__ = ["Reading", "hand_on", "load", "read", "run_facts", "save_resolved", "schema"]

@@ -1,0 +1,75 @@
+"""What a run prints to be pasted: its own command with other settings, and the line that reads its model.
+
+Commands are quoted for a shell, lines of Python bring their imports. Must not run anything, nor know ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from fullshard.checkpoint import folder as files
+from fullshard.contracts.progress import Result
+from fullshard.recipes.read import Reading
+
+RESOLVED = "recipe.resolved.yaml"
+
+
+def command(reading: Reading, *changes: str, resume: str | None = None) -> str:
+    """How to run the recipe again with other settings, in the way it was run."""
+    if reading.typed is not None:
+        return reading.typed.again(*changes, resume=resume)
+    # A recipe made in Python is not at hand, but what it came to is.
+    words = ", ".join(repr(word) for word in (str(reading.recipe.folder / RESOLVED), *changes))
+    return f"import fullshard; fullshard.train(fullshard.load({words}){f', resume={resume!r}' if resume else ''})"
+
+
+def go_on(reading: Reading, *, out_of_patience: bool) -> str:
+    """The command that trains a finished run further: twice as long, or without patience."""
+    duration = reading.recipe.duration
+    unit, amount = ("epochs", duration.epochs) if duration.epochs else ("steps", duration.steps)
+    more = "evaluate.patience=null" if out_of_patience else f"duration.{unit}={2 * (amount or 1):g}"
+    return command(reading, more)
+
+
+def next_steps(reading: Reading, result: Result, *, adapted: bool) -> list[str]:
+    """The three things to try next."""
+    recipe, folder = reading.recipe, shlex.quote(result.folder)
+    curves = f"See the numbers:   {folder}/metrics.jsonl"
+    if any(sink.kind() == "tensorboard" for sink in recipe.log.sinks):
+        curves = f"See the curves:    tensorboard --logdir {shlex.quote(f'{result.folder}/logs')}"
+    changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
+    return [
+        _use(reading, result, adapted=adapted)
+        if recipe.checkpoint.at_end
+        else f"Keep the model:    {command(reading, 'checkpoint.at_end=true')}",
+        curves,
+        f"Change a setting:  {command(reading, *changes)}",
+    ]
+
+
+def _use(reading: Reading, result: Result, *, adapted: bool) -> str:
+    recipe = reading.recipe
+    place = recipe.checkpoints / "model"
+    if files.is_remote(place):
+        line = recipe.model.load_with("model", adapter=adapted)
+        return f"Use the model:     copy {place} to this folder" + (f", then: {importing(line)}" if line else "")
+    # From any working directory, and in the words of Python.
+    model = str(Path(result.folder).resolve() / "model")
+    if line := recipe.model.load_with(model, adapter=adapted):
+        return f"Use the model:     {importing(line)}"
+    if adapted:
+        return f"Use the model:     fullshard export {shlex.quote(result.folder)} OUT --as merged"
+    return f"Use the model:     it is in {model}, as {recipe.model.kind()} has written it"
+
+
+def importing(line: str) -> str:
+    """A line of Python with the imports that it needs; what it gives is called `model`, unless it has names itself."""
+    bare = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "''", line)
+    assigned = set(re.findall(r"(?:^|;\s*)(\w+) = ", bare))
+    # safetensors.torch of safetensors.torch.load_file(, transformers of transformers.AutoModel.from_pretrained(
+    modules = dict.fromkeys(found.rstrip(".") for found in re.findall(r"(?<![\w.])((?:[a-z_]\w*\.)+)", bare))
+    imports = [name for name in modules if name.partition(".")[0] not in assigned]
+    named = line if assigned else f"model = {line}"
+    return f"import {', '.join(imports)}; {named}" if imports else named

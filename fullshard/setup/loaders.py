@@ -1,0 +1,93 @@
+"""What a run is fed: loaders of its data, what is proven of them before step 1, and what evaluations may use.
+
+Must not know the loop, optimizers or checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fullshard.contracts.evaluation import EvaluationInputs
+from fullshard.data.loader import Loader
+from fullshard.dist import reduce
+from fullshard.dist.shard import reshard
+from fullshard.dist.world import World
+from fullshard.log.console import Console
+from fullshard.log.image_grids import Gallery
+from fullshard.proofs.before_step_one import Probe, prove
+from fullshard.recipe import Recipe
+from fullshard.setup.run_inputs import Ground
+from fullshard.setup.sharded_model import ShardedModel
+from fullshard.step import to_device
+
+
+def num_workers(recipe: Recipe, world: World) -> int:
+    """Loader processes of each rank."""
+    return recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
+
+
+def loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
+    """Of the training data, and of the validation data where there is any."""
+
+    def loader(samples: Any, per_device: int, global_size: int, shuffle: bool) -> Loader:
+        return Loader(
+            samples,
+            ground.data.encoder,
+            seed=recipe.seed,
+            shuffle=shuffle,
+            per_device=per_device,
+            global_size=global_size,
+            rank=world.rank,
+            world=world.size,
+            workers=workers,
+            pin_memory=world.device.type == "cuda",
+        )
+
+    train = loader(ground.data.train, ground.plan.per_device, ground.plan.global_size, recipe.data.shuffle)
+    if ground.data.validation is None:
+        return train, None
+    each = ground.validation_per_device
+    return train, loader(ground.data.validation, each, each * world.size, False)
+
+
+def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux: dict[str, nn.Module]) -> list[str]:
+    """What holds of the model with this objective, on the first data: the engine's proofs, then the objective's own."""
+    packed, compute = recipe.data.pack, model.plan.compute
+    probe = Probe(recipe.objective, model.module, aux, compute, world.device, train.collate)
+    lines = prove(probe, train.long_sample, packed=packed, longest=recipe.data.sequence_length)
+    batch = to_device(train.first_batch(), world.device)
+    lines += recipe.objective.check(model.module, batch, packed=packed, compute=compute)
+    reshard(model.module)
+    return lines
+
+
+def evaluation_inputs(
+    recipe: Recipe,
+    ground: Ground,
+    module: nn.Module,
+    aux: dict[str, nn.Module],
+    validation: Loader | None,
+    world: World,
+    console: Console,
+    gallery: Gallery,
+) -> EvaluationInputs:
+    """What every evaluation of this run is given."""
+    return EvaluationInputs(
+        model=module,
+        objective=recipe.objective,
+        aux=aux,
+        batches=validation.once if validation else (lambda: iter(())),
+        num_batches=validation.num_batches if validation else 0,
+        processor=ground.processor,
+        sum_over_ranks=reduce.sum_over_ranks,
+        device=world.device,
+        bar=console.validation_bar,
+        show=gallery.show,
+        encoder=ground.data.encoder,
+        length=recipe.data.sequence_length,
+    )
+
+
+__all__ = ["evaluation_inputs", "loaders", "num_workers", "proven"]

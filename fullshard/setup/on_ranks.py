@@ -1,0 +1,101 @@
+"""What every command that works on ranks shares: how many there are, starting them, and being one of them.
+
+Must not know models, data or what the ranks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from fullshard.contracts.launcher import Ranks
+from fullshard.dist import env
+from fullshard.dist.ranks import ranks_for
+from fullshard.recipe import Topology
+
+if TYPE_CHECKING:
+    from fullshard.dist.env import Launch
+    from fullshard.dist.world import World
+    from fullshard.log.console import Console
+
+
+def ranks_of(topology: Topology, *, node_rank: int | None = None, master: str | None = None) -> Ranks:
+    """How many ranks a topology means on this machine."""
+    num_gpus = 0
+    if topology.device != "cpu":
+        import torch
+
+        num_gpus = torch.cuda.device_count()
+    return ranks_for(
+        device=topology.device,
+        devices=topology.devices,
+        nodes=topology.nodes,
+        num_gpus=num_gpus,
+        timeout_s=topology.timeout_s,
+        node_rank=node_rank,
+        master=master,
+        backend=topology.backend,
+    )
+
+
+def start_own(words: Sequence[str], topology: Topology) -> int | None:
+    """Starts the ranks on which `fullshard WORDS` runs, and gives their exit code. None: this process is the only rank,
+    or one that a launcher has started."""
+    if env.detect(os.environ).launcher != "none":
+        return None
+    ranks = ranks_of(topology)
+    if ranks.per_node > 1:
+        return topology.launcher.start([sys.executable, "-m", "fullshard", *words], ranks)
+    if ranks.device_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
+    return None
+
+
+def check_launch(launch: Launch, topology: Topology) -> None:
+    """Whether what the launcher said of this process can be true for this topology."""
+    import torch
+
+    from fullshard.dist.world import choose_device_type
+
+    gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
+    env.check(
+        launch,
+        os.environ,
+        num_gpus=gpus,
+        wanted_device=topology.device,
+        nodes=topology.nodes,
+        backend=topology.backend,
+    )
+
+
+@contextlib.contextmanager
+def as_rank(topology: Topology, *, silent: bool = False) -> Iterator[tuple[Console, Callable[[], World]]]:
+    """This process as one rank, its environment checked: a console, and what meets the other ranks, to be called once
+    everything is done that needs none of them. Left again at the end."""
+    from fullshard.dist import world as worlds
+    from fullshard.dist.precision import avoid_broken_amx
+    from fullshard.log import libraries
+    from fullshard.log.console import Console
+
+    launch = env.detect(os.environ)
+    check_launch(launch, topology)
+    env.export(launch)
+    if worlds.choose_device_type(topology.device) == "cpu":
+        avoid_broken_amx()
+    console = Console(silent=silent or launch.rank != 0)
+
+    def meet() -> World:
+        return worlds.join(device=topology.device, backend=topology.backend, timeout_s=topology.timeout_s)
+
+    try:
+        with libraries.route(console):
+            yield console, meet
+    finally:
+        console.close()
+        worlds.leave()
+
+
+__all__ = ["as_rank", "check_launch", "ranks_of", "start_own"]

@@ -1,0 +1,63 @@
+"""This process as one rank of a run: environment checked, inputs prepared, then the other ranks met and compared with.
+
+Must not build the model on its device, nor know what the rank does then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+from fullshard.config.part import plain
+from fullshard.dist import accelerate, env
+from fullshard.dist.env import Launch
+from fullshard.dist.precision import resolve_precision
+from fullshard.dist.world import World
+from fullshard.errors import FullshardError
+from fullshard.log.console import Console
+from fullshard.recipe import Recipe
+from fullshard.recipes.read import Reading
+from fullshard.setup import on_ranks, same_run
+from fullshard.setup.run_inputs import Ground, lay_ground
+from fullshard.setup.same_run import Subject, subjects
+
+Preflight = Callable[[Ground, Launch, Console], None]
+"""What is checked on one rank of each node before ranks meet; raises what would stop the run later."""
+
+
+@contextlib.contextmanager
+def as_rank(
+    reading: Reading,
+    *,
+    silent: bool = False,
+    preflight: Preflight | None = None,
+    options: Mapping[str, str] | None = None,
+) -> Iterator[tuple[Ground, World, Console]]:
+    """One rank of a run, left again at the end. All ranks compare what they must have alike, the `options` of the
+    command too. Without a `preflight` the caller checks and compares."""
+    recipe, launch = reading.recipe, env.detect(os.environ)
+    with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
+        foreign = accelerate.notes(os.environ, world=launch.world) if launch.launcher == "accelerate" else []
+        for line in [*reading.overridden, *foreign]:
+            console.note(line)
+        ground = lay_ground(recipe, world_size=launch.world, console=console)
+        if preflight is not None and launch.local_rank == 0:
+            preflight(ground, launch, console)
+        world = meet()
+        if preflight is not None and world.size > 1:
+            same_run.require(compared(recipe, ground, world, options or {}))
+        yield ground, world, console
+
+
+def compared(recipe: Recipe, ground: Ground, world: World, options: Mapping[str, str]) -> list[Subject]:
+    """What this rank must have in common with all others."""
+    try:
+        precision = resolve_precision(recipe.precision, world.device).word
+    except FullshardError as error:  # raised again where the model is built, if all ranks have it
+        precision = str(error)
+    realised = {"the device": world.device.type, "the precision in force": precision, **options}
+    return subjects(plain(recipe), ground, realised=realised)
+
+
+__all__ = ["Preflight", "as_rank", "compared"]

@@ -1,0 +1,193 @@
+"""The run header: what is true of the run, as realised. Must not decide anything."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from fullshard.checkpoint.saver import Saver
+from fullshard.contracts.evaluation import Evaluation
+from fullshard.control.triggers import Due
+from fullshard.dist.precision import ResolvedPrecision
+from fullshard.dist.recompute import of_block
+from fullshard.dist.world import World
+from fullshard.formatting.plural import counted
+from fullshard.loop import Parts
+from fullshard.recipe import Recipe
+from fullshard.setup.dropout import active_dropout
+from fullshard.setup.run_inputs import Ground
+from fullshard.setup.sharded_model import ShardedModel
+from fullshard.setup.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class Built:
+    """The parts, and the facts that the run header states."""
+
+    parts: Parts
+    model: ShardedModel
+    precision: ResolvedPrecision
+    saver: Saver
+    proofs: list[str]
+    resolved: Recipe
+
+
+NO_BLOCKS = "it works block by block, and the model is one unit"
+NO_DATA = "there is no validation data"
+NO_WORKERS = "none: each rank reads its data between steps"
+
+
+def header_rows(
+    recipe: Recipe, ground: Ground, world: World, built: Built, checkpoint: Path | None
+) -> list[tuple[str, str]]:
+    """Label and fact, in reading order."""
+    rows = [
+        ("world", world.describe()),
+        ("sharding", built.model.plan.layout.describe()),
+        ("units", _units(built)),
+        ("precision", built.precision.describe()),
+        *_kept_in_fp32(built),
+        ("attention", built.model.kernels),
+        ("compile", _compile(built)),
+        ("recompute", _recompute(built)),
+        *_dropout(built),
+    ]
+    for line in [*ground.data.report, *ground.plan.describe()]:
+        label, _, text = line.partition(": ")
+        rows.append((label, text) if text else ("data", line))
+    rows += [("workers", _workers(built)), ("optimizer", _optimizer(recipe, ground))]
+    if recipe.ema:
+        rows.append(("ema", recipe.ema.describe(evaluated=bool(_running(recipe, ground)))))
+    rows += [
+        ("evaluate", _evaluated(recipe, ground, built)),
+        ("checkpoints", _checkpoints(recipe, ground, built)),
+        ("export", _exported(recipe, built)),
+    ]
+    rows += [("proven", proof) for proof in built.proofs]
+    if checkpoint is not None:
+        rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))
+    rows.append(("run folder", str(recipe.folder)))
+    return rows
+
+
+def _units(built: Built) -> str:
+    classes = Counter(unit.class_name for unit in built.model.units)
+    ties = sum(len(unit.tied) for unit in built.model.units)
+    tied = f"; {ties} tied {'group' if ties == 1 else 'groups'}" if ties else ""
+    return (
+        ", ".join(f"{count} x {name}" for name, count in classes.items()) + f" ({built.model.plan.wrap.reason}{tied})"
+    )
+
+
+def _compile(built: Built) -> str:
+    plan = built.model.plan
+    if plan.compile and not plan.wrap.blocks:
+        return f"off: {NO_BLOCKS}"
+    return "each block" if plan.compile else "off"
+
+
+def _recompute(built: Built) -> str:
+    plan = built.model.plan
+    asked = plan.activation_checkpointing
+    if asked == "none" or not plan.wrap.blocks:
+        return "off" if asked == "none" else f"off: {NO_BLOCKS}"
+    whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)
+    rest = f", full in {counted(whole, 'block')} that hold units of their own" if whole else ""
+    return f"activation checkpointing {asked}{rest}"
+
+
+def _dropout(built: Built) -> list[tuple[str, str]]:
+    """Said where it is at work: it makes an exception to what is promised of losses."""
+    found = active_dropout(built.model.module)
+    if not found:
+        return []
+    most = max(found.values())
+    return [("dropout", f"up to {most:g}: another number of ranks or another micro-batch draws other noise")]
+
+
+def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
+    """What a half precision leaves alone, and what it could not."""
+    wrap, word = built.model.plan.wrap, built.precision.word
+    lines = []
+    if wrap.exact and word != "fp32":
+        lines.append(
+            f"{counted(len(wrap.exact), 'unit')} (routers, the model's own list): {', '.join(wrap.exact[:2])} ..."
+        )
+    if wrap.inexact and word != "fp32":
+        lines.append(
+            f"not {counted(len(wrap.inexact), 'single parameter')} of the model's own list, which compute in {word} "
+            f"with the module around them: {', '.join(wrap.inexact[:2])} ..."
+        )
+    return [("in fp32", line) for line in lines]
+
+
+def _optimizer(recipe: Recipe, ground: Ground) -> str:
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    clip = f"clipped at norm {optimizer.clip:g}" if optimizer.clip else "not clipped"
+    steps = schedule.warmup_steps(ground.plan.total_steps)
+    warmup = f" after {counted(steps, 'step')} of warm-up" if steps else ""
+    return f"{optimizer.kind()}, lr {optimizer.lr:g}, {schedule.kind()} schedule{warmup}, gradients {clip}"
+
+
+def _workers(built: Built) -> str:
+    workers = built.parts.workers
+    return f"{workers} loader {'process' if workers == 1 else 'processes'} per rank" if workers else NO_WORKERS
+
+
+def _evaluated(recipe: Recipe, ground: Ground, built: Built) -> str:
+    """What is found out, and when; the end of the run is always validated."""
+    parts, due, done = _running(recipe, ground), built.parts.evaluate_due, built.parts.progress.step
+    if not parts:
+        return f"never: {'evaluate.parts is empty' if not recipe.evaluate.parts else NO_DATA}"
+    often = [part.kind() for part in parts if not part.only_at_end]
+    late = [part.kind() for part in parts if part.only_at_end]
+    when = ["before the first step"] if due.at_start and not done else []
+    when += [*intervals(due, ground.plan, done), "at the end"]
+    lines = [f"{', '.join(often)} {', '.join(when)}"] if often else []
+    return "; ".join([*lines, *([f"{', '.join(late)} at the end"] if late else [])])
+
+
+def _running(recipe: Recipe, ground: Ground) -> list[Evaluation]:
+    """The evaluations that have what they need."""
+    held_out = ground.data.validation is not None
+    return [part for part in recipe.evaluate.parts if held_out or not part.needs_held_out]
+
+
+def intervals(due: Due, plan: StepPlan, done: int) -> list[str]:
+    """The intervals that come to pass in the steps that are left. A run that ends within an epoch ends that epoch."""
+    found = []
+    if due.every_steps and plan.total_steps // due.every_steps > done // due.every_steps:
+        found.append("every step" if due.every_steps == 1 else f"every {due.every_steps:,} steps")
+    last, before = math.ceil(plan.total_steps / plan.steps_per_epoch), done // plan.steps_per_epoch
+    if due.every_epochs and last // due.every_epochs > before // due.every_epochs:
+        found.append("every epoch" if due.every_epochs == 1 else f"every {due.every_epochs} epochs")
+    if due.every_minutes:
+        found.append(f"every {due.every_minutes:g} minutes")
+    return found
+
+
+def _checkpoints(recipe: Recipe, ground: Ground, built: Built) -> str:
+    """What will be saved, when, and how."""
+    policy, parts = recipe.checkpoint, built.parts
+    when = intervals(parts.save_due, ground.plan, parts.progress.step)
+    when += [f"at each best ({parts.best.describe()})"] if parts.best else []
+    when += ["at the end"] if policy.at_end else []
+    why = NO_DATA if ground.data.validation is None else "no evaluation finds a number"
+    unjudged = f"; no best checkpoint: {why}" if policy.best and parts.best is None else ""
+    if not when:
+        return f"none: nothing will be saved, unless a signal stops the run{unjudged}"
+    best = ", and the best" if parts.best else ""
+    kept = f"the last {policy.keep if policy.keep > 1 else 'one'} kept{best}" if policy.keep else "all kept"
+    how = f"{policy.format}, {'in the background' if built.saver.background else 'training waits for each'}"
+    where = f", in {built.saver.target.run}" if policy.store else ""
+    return f"{', '.join(when)}; {how}; {kept}{where}{unjudged}"
+
+
+def _exported(recipe: Recipe, built: Built) -> str:
+    if not recipe.checkpoint.at_end:
+        return "none (checkpoint.at_end = false)"
+    best = recipe.checkpoint.export == "best" and built.parts.best is not None
+    weights = "averaged weights" if recipe.ema else "weights"
+    return f"model/, the {weights} of {'the best checkpoint' if best else 'the last step'}"

@@ -1,0 +1,203 @@
+"""What every rank must have alike before step 1: recipe, versions, code, data and model. `train` and `check` ask here.
+
+Called right after the ranks met, in the same order on each. Must not know how findings are shown.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fullshard.control.resume import flat
+from fullshard.data.store import processor_fingerprint
+from fullshard.dist.agreement import Facts, differences, some
+from fullshard.errors import SetupError
+from fullshard.setup.run_inputs import Ground
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "datasets",
+    "safetensors",
+    "numpy",
+    "torchao",
+    "diffusers",
+    "sentence-transformers",
+)
+"""Libraries that take part in the numbers of a run."""
+_OWN = ("topology.", "data.cache", "data.workers")
+"""Settings that may differ from node to node."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One thing that ranks compare."""
+
+    name: str
+    facts: Facts
+    what: str
+    """What the ranks do not have alike, for the message."""
+    remedy: str
+    agreed: str
+    """What to say when they do."""
+
+
+def subjects(settings: Mapping[str, Any], ground: Ground, *, realised: Mapping[str, str]) -> list[Subject]:
+    """What this rank has, by subject. `settings` is the whole recipe, `realised` what this rank adds to it: options of
+    the command, and what an "auto" came to here."""
+    recipe = {key: str(value) for key, value in flat(dict(settings)).items() if not key.startswith(_OWN)}
+    return [
+        Subject(
+            "recipe",
+            {**recipe, **realised},
+            "the same recipe",
+            "Give every node the same recipe file and the same command.",
+            "the same on every rank",
+        ),
+        Subject(
+            "versions",
+            versions(),
+            "the same versions",
+            "Install the same versions on every node, or use one shared environment.",
+            ", ".join(f"{name} {value}" for name, value in list(versions().items())[:3]) + " on every rank",
+        ),
+        Subject(
+            "code",
+            code(settings, ground.module),
+            "the same code",
+            "Put the same code on every node, or use one shared folder.",
+            "fullshard, the run's own parts and the model's class are the same on every rank",
+        ),
+        Subject(
+            "data",
+            _data(ground),
+            "the same data",
+            "Give every node the same files.",
+            "the same content on every rank",
+        ),
+        Subject(
+            "model",
+            _model(ground.module),
+            "the same model",
+            "Give every node the same model folder.",
+            "the same config and shapes on every rank",
+        ),
+    ]
+
+
+def compare(subject: Subject) -> str | None:
+    """The sentence that says how ranks differ; None where they agree. A collective."""
+    found = differences(subject.facts)
+    return f"the ranks do not have {subject.what}: {some(found)}." if found else None
+
+
+def require(compared: list[Subject]) -> None:
+    """Raises the same SetupError on every rank where they do not agree on all subjects. A collective."""
+    problems = [f"{s.name}: {text} {s.remedy}" for s in compared if (text := compare(s)) is not None]
+    if problems:
+        raise SetupError("\n".join(problems))
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python and of each library; None where it is not installed, which stops only a run that needs it."""
+    found: dict[str, str | None] = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def code(settings: Mapping[str, Any], module: nn.Module) -> dict[str, str | None]:
+    """Our own sources, those of the user's parts and of the model's class, each by version and hash."""
+    found: dict[str, str | None] = {"fullshard": _own()}
+    for name, path in [*_user_files(settings), (type(module).__module__, _file_of(type(module)))]:
+        found[name] = None
+        if path is not None and path.is_file():
+            found[name] = hashlib.blake2b(path.read_bytes(), digest_size=6).hexdigest()
+    return found
+
+
+@functools.cache
+def _own() -> str:
+    """The version, and a hash of the sources: two source trees of one version are told apart."""
+    folder = Path(__file__).parents[1]
+    content = hashlib.blake2b(digest_size=6)
+    for path in sorted(folder.rglob("*.py")):
+        content.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    try:
+        version = importlib.metadata.version("fullshard")
+    except importlib.metadata.PackageNotFoundError:
+        version = "a source folder"
+    return f"{version} ({content.hexdigest()})"
+
+
+def _user_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path | None]]:
+    """`my_package.my_module.Name` and `path.py:Name` among the settings. A module without a file here is not loaded:
+    what only encodes the data is loaded by the rank that encodes, and others find the result."""
+    for value in map(str, _leaves(settings)):
+        if match := re.fullmatch(r"(.+\.py):\w+", value):
+            yield match[1], Path(match[1]).expanduser()
+        elif (name := value.rpartition(".")[0]) and not name.startswith("fullshard."):
+            file = getattr(sys.modules.get(name), "__file__", None)
+            yield name, Path(file) if file else None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        yield value
+        return
+    for item in value:
+        yield from _leaves(item)
+
+
+def _file_of(found: type) -> Path | None:
+    try:
+        return Path(inspect.getfile(found))
+    except (TypeError, OSError):
+        return None
+
+
+def _data(ground: Ground) -> dict[str, str | None]:
+    held = ground.data.validation_from
+    found = {key: str(value) for key, value in ground.identity.items()}
+    found["content of data.validation"] = held.records.fingerprint() if held is not None else "no data"
+    found["tokenizer"] = processor_fingerprint(ground.processor)
+    return dict(found)
+
+
+def _model(module: nn.Module) -> dict[str, str | None]:
+    shapes = [(name, list(p.shape), p.requires_grad) for name, p in module.named_parameters()]
+    shapes += [(name, list(b.shape), False) for name, b in module.named_buffers()]
+    content = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=6).hexdigest()
+    found: dict[str, str | None] = {"parameters": f"{len(shapes)} tensors ({content})"}
+    config: Any = getattr(module, "config", None)
+    config = config.to_dict() if hasattr(config, "to_dict") else config
+    if isinstance(config, Mapping):
+        # Keys with an underscore are the library's own notes: where a model came from, and lists made of sets, whose
+        # order is another in every process.
+        values = {key: value for key, value in flat(dict(config)).items() if not key.rpartition(".")[2].startswith("_")}
+        values.pop("transformers_version", None)
+        found |= {f"config.{key}": str(value) for key, value in values.items()}
+    return found
+
+
+__all__ = ["Subject", "compare", "require", "subjects", "versions"]

@@ -1,0 +1,65 @@
+"""From the recipe to the model spread over the ranks, with the weights it starts from.
+
+Must not know optimizers, data or checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from fullshard.contracts.model import Weights
+from fullshard.dist.mesh import make_mesh
+from fullshard.dist.precision import ResolvedPrecision
+from fullshard.dist.shard import ShardPlan, Unit, shard
+from fullshard.dist.world import World
+from fullshard.recipe import Recipe
+from fullshard.setup.saving import frozen_in
+from fullshard.setup.shard_plan import shard_plan, sync_batchnorm
+
+
+@dataclass(frozen=True)
+class ShardedModel:
+    """The model as it is spread over the ranks."""
+
+    module: nn.Module
+    plan: ShardPlan
+    units: list[Unit]
+    kernels: str
+    flops_per_token: float
+    left_out: frozenset[str]
+
+
+def sharded_model(
+    recipe: Recipe,
+    module: nn.Module,
+    world: World,
+    precision: ResolvedPrecision,
+    *,
+    say: Callable[[str], None],
+    values: Weights | None = None,
+) -> ShardedModel:
+    """Shards the empty module, with the weights that the recipe starts from, or with those of a checkpoint."""
+    if recipe.sharding.sync_batchnorm:
+        module = sync_batchnorm(module, world, say=say)
+    plan = shard_plan(recipe, module, world, precision)
+    kernels = recipe.model.choose_kernels(
+        module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
+    )
+    flops = recipe.model.flops_per_token(module, length=recipe.data.sequence_length)
+    weights = values or recipe.model.weights(module)
+    units = shard(
+        module,
+        plan,
+        make_mesh(plan.layout, world),
+        family=recipe.model,
+        weights=weights,
+        device=world.device,
+        seed=recipe.seed,
+    )
+    return ShardedModel(module, plan, units, kernels, flops, frozen_in(recipe, module, weights))
+
+
+__all__ = ["ShardedModel", "sharded_model"]
