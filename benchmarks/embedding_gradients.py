@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.embedding import cases  # noqa: E402
-from tests.embedding.test_gradients import LOSSES, TOLERANCE  # noqa: E402
+from tests.families.embedding import cases  # noqa: E402
+from tests.families.embedding.test_gradients import LOSSES, TOLERANCE  # noqa: E402
 from tests.ranks import RankPool  # noqa: E402
 
 CACHES = [None, 1, 3, 64]

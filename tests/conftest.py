@@ -13,6 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from fullshard.dist.precision import avoid_broken_amx
 from tests.ranks import RankPool
+from tests.tiny_tokenizers import chatml, tokenizer, tokenizer_with
+
+__all__ = ["chatml", "tokenizer", "tokenizer_with"]
 
 avoid_broken_amx()
 

@@ -14,7 +14,7 @@ from fullshard.check.command import _merged
 from fullshard.config import builtin
 from tests.check import on_ranks
 from tests.check.seeded import Seed, everything, healthy_place, seed_in
-from tests.embedding import vision
+from tests.families.embedding import vision
 from tests.ranks import RankPool
 
 HEALTHY: dict[str, Callable[[Seed], None]] = {}

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fullshard.cli import app
 from fullshard.log.metrics import FILE, read
-from tests.embedding import texts
+from tests.families.embedding import texts
 from tests.ranks import RankPool
 from tests.small import model_folder, recipe, token_file, train
 

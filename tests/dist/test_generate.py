@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from fullshard.cli import app
-from tests.embedding import texts
+from tests.families.embedding import texts
 from tests.ranks import RankPool
 from tests.small import recipe, train
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fullshard.cli import app
 from tests.docs.test_readme import _tokenizer
-from tests.embedding import texts
+from tests.families.embedding import texts
 from tests.small import model_folder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evaluation.md").read_text()

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.embedding import cases, texts
 from tests.extension.with_parts import steps_with, train_with
+from tests.families.embedding import cases, texts
 from tests.ranks import RankPool
 from tests.small import curve
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.embedding import cases
+from tests.families.embedding import cases
 from tests.small import train
 
 

@@ -12,7 +12,7 @@ import fullshard
 from fullshard.config import builtin
 from fullshard.config.part import plain
 from fullshard.log.metrics import read as read_metrics
-from tests.embedding import vision
+from tests.families.embedding import vision
 from tests.small import model_folder
 
 RECIPES, PRESETS = sorted(builtin.recipes()), sorted(builtin.presets())

@@ -17,7 +17,7 @@ from fullshard.log.console import Console
 from fullshard.recipes.read import Reading, read
 from fullshard.setup.run_inputs import Ground, lay_ground
 from tests import small
-from tests.embedding import vision
+from tests.families.embedding import vision
 
 Look = Callable[..., list[Finding]]
 
