@@ -27,7 +27,7 @@ from fullshard.loop import Parts
 from fullshard.recipe import Recipe
 from fullshard.setup.auxiliary_models import frozen_models
 from fullshard.setup.loaders import evaluation_inputs, loaders, num_workers, proven
-from fullshard.setup.run_inputs import Ground, acting_best
+from fullshard.setup.run_inputs import RunInputs, effective_best
 from fullshard.setup.run_summary import Built
 from fullshard.setup.saving import go_background, make_saver, saves_to_come
 from fullshard.setup.sharded_model import sharded_model
@@ -35,7 +35,7 @@ from fullshard.setup.sharded_model import sharded_model
 
 def build(
     recipe: Recipe,
-    ground: Ground,
+    inputs: RunInputs,
     world: World,
     *,
     checkpoint: Path | None,
@@ -47,7 +47,7 @@ def build(
     precision = resolve_precision(recipe.precision, world.device)
     if line := precision.switched():
         console.note(line)
-    model = sharded_model(recipe, ground.module, world, precision, say=console.note)
+    model = sharded_model(recipe, inputs.module, world, precision, say=console.note)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     scaler = torch.amp.GradScaler(world.device.type) if precision.scaler else None
     average = Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None
@@ -57,18 +57,18 @@ def build(
         "optimizer": optimizer,
         "average": average,
     }
-    saver = make_saver(recipe, ground, world, **places, scaler=scaler, console=console)
+    saver = make_saver(recipe, inputs, world, **places, scaler=scaler, console=console)
     if checkpoint is not None:
         saver.restore(checkpoint)
     values.agree(model.module)
     go_background(saver, recipe.checkpoint.asynchronous)
     FirstUpdate(model.module, optimizer, say=console.note)
     workers = num_workers(recipe, world)
-    train, validation = loaders(recipe, ground, world, workers=workers)
-    aux = frozen_models(recipe, ground, world, precision)
+    train, validation = loaders(recipe, inputs, world, workers=workers)
+    aux = frozen_models(recipe, inputs, world, precision)
     proofs = proven(recipe, model, train, world, aux)
     speed = model.flops_per_token, peak_of(world.device)
-    gallery = Gallery(recipe.folder, progress, write, ground.data.encoder)
+    gallery = Gallery(recipe.folder, progress, write, inputs.data.encoder)
     parts = Parts(
         model=model.module,
         objective=recipe.objective,
@@ -79,23 +79,23 @@ def build(
         base_lr=recipe.optimizer.lr,
         clip=recipe.optimizer.clip,
         windows=train.windows,
-        steps_per_epoch=ground.plan.steps_per_epoch,
-        total_steps=ground.plan.total_steps,
-        epochs=ground.plan.epochs,
+        steps_per_epoch=inputs.plan.steps_per_epoch,
+        total_steps=inputs.plan.total_steps,
+        epochs=inputs.plan.epochs,
         evaluations=evaluations(recipe.evaluate.parts, average),
-        evaluation_inputs=evaluation_inputs(recipe, ground, model.module, aux, validation, world, console, gallery),
+        evaluation_inputs=evaluation_inputs(recipe, inputs, model.module, aux, validation, world, console, gallery),
         evaluate_due=Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs, at_start=recipe.evaluate.at_start),
         save_due=Due(recipe.checkpoint.every_steps, recipe.checkpoint.every_epochs, recipe.checkpoint.every_minutes),
         save_at_end=recipe.checkpoint.at_end,
-        approach=saves_to_come(recipe, ground, saver),
+        approach=saves_to_come(recipe, inputs, saver),
         log_every=recipe.log.every_steps,
         log_sample_ids=recipe.log.sample_ids,
-        best=acting_best(recipe, ground),
+        best=effective_best(recipe, inputs),
         patience=recipe.evaluate.patience,
         saver=saver,
         write=write,
         console=console,
-        meters=Meters.going_on(progress, *speed, ranks=world.size, unit=ground.data.encoder.unit),
+        meters=Meters.going_on(progress, *speed, ranks=world.size, unit=inputs.data.encoder.unit),
         progress=progress,
         device=world.device,
         rank=world.rank,
@@ -103,11 +103,11 @@ def build(
         workers=workers,
         folder=recipe.folder,
     )
-    resolved = _resolved(recipe, ground, parts, model.plan, precision)
+    resolved = _resolved(recipe, inputs, parts, model.plan, precision)
     return Built(parts, model, precision, saver, proofs, resolved)
 
 
-def _resolved(recipe: Recipe, ground: Ground, parts: Parts, plan: ShardPlan, precision: ResolvedPrecision) -> Recipe:
+def _resolved(recipe: Recipe, inputs: RunInputs, parts: Parts, plan: ShardPlan, precision: ResolvedPrecision) -> Recipe:
     """The recipe with every "auto" replaced by what it came to."""
     sharding = {"strategy": plan.layout.strategy, "compile": plan.compile}
     world = parts.saver.world
@@ -119,7 +119,7 @@ def _resolved(recipe: Recipe, ground: Ground, parts: Parts, plan: ShardPlan, pre
         update={
             "precision": precision.word,
             "sharding": recipe.sharding.model_copy(update=sharding),
-            "data": recipe.data.model_copy(update={"encode": ground.data.encoder, "workers": parts.workers}),
+            "data": recipe.data.model_copy(update={"encode": inputs.data.encoder, "workers": parts.workers}),
             "topology": recipe.topology.model_copy(update=topology),
             "checkpoint": recipe.checkpoint.model_copy(update=checkpoint),
         }

@@ -251,27 +251,27 @@ def check(
     """
     from fullshard.check import command
 
-    wish = command.Wish(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
+    options = command.CheckOptions(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
     given = {"--devices": devices, "--gpus": gpus, "--nodes": nodes, "--output": output, "--preset": preset}
     given |= {"--node-rank": node_rank, "--master": master, "--resume": resume}
     try:
-        with command.aside(wish):
+        with command.aside(options):
             reading = _read("check", recipe, settings, given)
             again = reading.typed.again() if reading.typed else ""
-            wish = replace(wish, command=f"{again} --resume-anyway" if resume_anyway else again)
+            options = replace(options, command=f"{again} --resume-anyway" if resume_anyway else again)
         launch = _launch(node_rank=node_rank, master=master)
         if trial_in is not None:
             raise typer.Exit(command.trial_rank(reading, trial_in))
     except FullshardError as mistake:
-        raise typer.Exit(command.refused(mistake, wish)) from None
+        raise typer.Exit(command.refused(mistake, options)) from None
     ranks: Ranks | SetupError
     try:
         ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank, master=master)
     except SetupError as mistake:
         ranks = mistake
     if launch.launcher != "none" and not isinstance(ranks, SetupError):
-        raise typer.Exit(command.check_as_rank(reading, ranks, wish, rank=launch.rank))
-    raise typer.Exit(command.check(reading, ranks, wish))
+        raise typer.Exit(command.check_as_rank(reading, ranks, options, rank=launch.rank))
+    raise typer.Exit(command.check(reading, ranks, options))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -308,8 +308,8 @@ def prove(
         given = {"--devices": devices, "--gpus": gpus, "--output": output, "--preset": preset}
         reading = _read("prove", recipe, settings, given)
     command.refuse_launcher(_launch(node_rank=None, master=None).launcher)
-    wish = command.Wish(cases, keep, as_json)
-    raise typer.Exit(command.prove(reading, command.own_ranks(reading.recipe.topology), wish))
+    options = command.ProveOptions(cases, keep, as_json)
+    raise typer.Exit(command.prove(reading, command.own_ranks(reading.recipe.topology), options))
 
 
 def _read(command: str, recipe: str, words: list[str] | None, options: dict[str, Any]) -> Reading:
@@ -400,8 +400,10 @@ def _of_families() -> Iterator[Callable[..., Any]]:
             yield getattr(importlib.import_module(f"{package}.{module.name}"), module.name)
 
 
-for _plain in (verify, export, generate, *_of_families()):
+for _plain in (verify, export, generate):
     app.command()(_plain)
+for _of_family in _of_families():
+    app.command()(_of_family)
 for _free in (explain, evaluate):
     app.command(context_settings={"ignore_unknown_options": True})(_free)
 app.add_typer(recipes.recipes, name="recipes")

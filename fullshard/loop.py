@@ -146,7 +146,7 @@ def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
             scaler=parts.scaler,
             clip=parts.clip,
             lr=_lr(parts),
-            wishes=_wishes(parts),
+            flags=_flags(parts),
             device=parts.device,
         )
     for name, pair in result.sums.items():
@@ -159,12 +159,12 @@ def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
     if parts.log_sample_ids:
         ids = [i for part in reduce.gather_objects(window.sample_ids()) for i in part]
         parts.write({"kind": "event", "event": "samples", "step": progress.step, "sample_ids": ids})
-    _read_wishes(parts)
+    _read_flags(parts)
     parts.last = result
     return result
 
 
-def _wishes(parts: Parts) -> tuple[bool, bool, bool, bool]:
+def _flags(parts: Parts) -> tuple[bool, bool, bool, bool]:
     """What this rank would have all ranks do: stop, fail with a save that went wrong, save for it is time, make ready
     for a save that comes near."""
     parts.saver.report()
@@ -174,11 +174,11 @@ def _wishes(parts: Parts) -> tuple[bool, bool, bool, bool]:
     return parts.stop_signals.heard is not None, parts.saver.failed, overdue, near
 
 
-def _read_wishes(parts: Parts) -> None:
-    """The wishes of the step before: reading this step's would make the host wait for the device."""
+def _read_flags(parts: Parts) -> None:
+    """The flags of the step before: reading this step's would make the host wait for the device."""
     if parts.last is not None:
-        parts.stop, failed, overdue, near = (number > 0 for number in parts.last.wishes.read())
-        # A wish from before the last save is fulfilled.
+        parts.stop, failed, overdue, near = (number > 0 for number in parts.last.flags.read())
+        # The last save answered a flag raised before it.
         parts.overdue = overdue and parts.saved_step < parts.progress.step - 1
         if failed:
             parts.saver.settle()

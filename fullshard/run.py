@@ -24,7 +24,7 @@ from fullshard.checkpoint.paths import reaching
 from fullshard.config.part import plain
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
-from fullshard.control.resume import candidates, choose, stand
+from fullshard.control.resume import candidates, choose, resume_point
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.formatting.plural import counted
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fullshard.dist.env import Launch
     from fullshard.dist.world import World
     from fullshard.log.console import Console
-    from fullshard.setup.run_inputs import Ground
+    from fullshard.setup.run_inputs import RunInputs
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
@@ -92,23 +92,23 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
         options = {"--resume": resume, "--resume-anyway": str(anyway)}
         preflight = functools.partial(_preflight, reading)
         with (
-            as_rank(reading, preflight=preflight, options=options) as (ground, world, console),
+            as_rank(reading, preflight=preflight, options=options) as (inputs, world, console),
             _claimed(recipe, world, console=console),
         ):
-            return _run(reading, ground, world, resume=resume, anyway=anyway, console=console)
+            return _run(reading, inputs, world, resume=resume, anyway=anyway, console=console)
     except BaseException as error:  # not Exception alone: a failed load or save of torch's is none
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         crash.report(error, folder=recipe.folder, rank=rank, world=size)
         raise
 
 
-def _preflight(reading: Reading, ground: Ground, launch: Launch, console: Console) -> None:
+def _preflight(reading: Reading, inputs: RunInputs, launch: Launch, console: Console) -> None:
     from fullshard.check.preflight import before_ranks_meet
 
-    before_ranks_meet(reading, ground, Ranks(launch.local_world, launch.num_nodes), console=console)
+    before_ranks_meet(reading, inputs, Ranks(launch.local_world, launch.num_nodes), console=console)
 
 
-def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
+def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
     from fullshard.hf.edits import has_adapters
@@ -118,19 +118,19 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway:
 
     recipe = reading.recipe
     checkpoint, exported = _start(recipe, world, resume=resume, console=console)
-    standing = stand(
+    standing = resume_point(
         checkpoint,
-        identity=ground.identity,
+        identity=inputs.identity,
         recipe=plain(recipe),
-        content=ground.content,
-        steps_per_epoch=ground.plan.steps_per_epoch,
+        content=inputs.content,
+        steps_per_epoch=inputs.plan.steps_per_epoch,
         anyway=anyway,
     )
     for note in standing.notes:
         console.note(note)
     progress = standing.progress
     out_of_patience = progress.validations_without_gain >= (recipe.evaluate.patience or math.inf)
-    if progress.finished and (progress.step >= ground.plan.total_steps or out_of_patience):
+    if progress.finished and (progress.step >= inputs.plan.total_steps or out_of_patience):
         if exported or not recipe.checkpoint.at_end:
             return _say_finished(reading, progress, console, out_of_patience=out_of_patience)
         progress.settled = False  # ended between the last save and the export: do the end again
@@ -151,13 +151,13 @@ def _run(reading: Reading, ground: Ground, world: World, *, resume: str, anyway:
         for outlet in outlets:
             ending.callback(outlet.close)
         built = build.build(
-            recipe, ground, world, checkpoint=checkpoint, progress=progress, console=console, write=write
+            recipe, inputs, world, checkpoint=checkpoint, progress=progress, console=console, write=write
         )
         ending.callback(built.saver.close)
         if world.is_main:
             save_resolved(built.resolved, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
             write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in built.model.units]})
-        console.header(f"fullshard: {recipe.name}", header_rows(recipe, ground, world, built, checkpoint))
+        console.header(f"fullshard: {recipe.name}", header_rows(recipe, inputs, world, built, checkpoint))
         totals = [sum(unit.parameters for unit in built.model.units), sum(unit.trainable for unit in built.model.units)]
         console.parameter_summary(total=totals[0], trainable=totals[1], frozen=totals[0] - totals[1])
         try:
@@ -289,10 +289,10 @@ def describe(reading: Reading, *, ranks: Ranks) -> str:
     """What a run would do: every value in force, and the step arithmetic. Starts nothing."""
     from fullshard.log import libraries
     from fullshard.log.console import Console
-    from fullshard.setup.run_inputs import lay_ground
+    from fullshard.setup.run_inputs import prepare_inputs
 
     recipe, console = reading.recipe, Console(silent=True)
     with libraries.route(console):
-        ground = lay_ground(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
-    lines = [*reading.overridden, *recipe.sharding.notes(), *ground.data.report, *ground.plan.describe()]
+        inputs = prepare_inputs(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
+    lines = [*reading.overridden, *recipe.sharding.notes(), *inputs.data.report, *inputs.plan.describe()]
     return render(plain(recipe)) + "\n" + "\n".join(f"# {line}" for line in lines) + "\n"

@@ -34,8 +34,8 @@ class StepResult:
     grad_norm: torch.Tensor
     skipped: bool
     """The scaler found an overflow and left the weights alone."""
-    wishes: reduce.OnItsWay
-    """How many ranks have each wish; they ride along with the count, so agreeing costs no collective of its own."""
+    flags: reduce.HostCopy
+    """How many ranks raised each flag; flags travel with the count, so agreeing costs no collective of its own."""
 
 
 def train_step(
@@ -48,15 +48,15 @@ def train_step(
     scaler: torch.amp.GradScaler | None,
     clip: float | None,
     lr: float,
-    wishes: Sequence[bool],
+    flags: Sequence[bool],
     device: torch.device,
 ) -> StepResult:
     """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches."""
     if not model.training:  # it asks every module
         model.train()
     count = sum(objective.count(batch) for batch in batches)
-    agreed = reduce.sum_over_ranks(upload(torch.tensor([float(count), *map(float, wishes)]), device))
-    total, wished = agreed[0].clamp(min=1.0), reduce.OnItsWay(agreed[1:])
+    agreed = reduce.sum_over_ranks(upload(torch.tensor([float(count), *map(float, flags)]), device))
+    total, agreed_flags = agreed[0].clamp(min=1.0), reduce.HostCopy(agreed[1:])
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else lambda loss: loss
     terms = objective.backward(model, on_device, total, aux, scale)
@@ -67,7 +67,7 @@ def train_step(
     if scaler and skipped and scaler.get_scale() < SMALLEST_SCALE:
         raise _overflow(model, scaler.get_scale())
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, wished)
+    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, agreed_flags)
 
 
 def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, lr: float) -> bool:

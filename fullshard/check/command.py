@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from fullshard.log.console import Console
     from fullshard.recipe import Recipe, Topology
-    from fullshard.setup.run_inputs import Ground
+    from fullshard.setup.run_inputs import RunInputs
 
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -40,7 +40,7 @@ _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe",
 
 
 @dataclass(frozen=True)
-class Wish:
+class CheckOptions:
     """What the user asked of the check."""
 
     quick: bool = False
@@ -53,33 +53,33 @@ class Wish:
     resume_anyway: bool = False
 
 
-def check(reading: Reading, ranks: Ranks | SetupError, wish: Wish) -> int:
+def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions) -> int:
     """Checks in this process, then on ranks of its own; returns the exit code. Where the ranks that are asked for
     cannot be had, why not is one finding among others."""
-    report = Report(as_json=wish.as_json)
-    with aside(wish):
-        extra = _look(reading, ranks, report, wish)
-    tried = not (wish.quick or report.failed)
+    report = Report(as_json=options.as_json)
+    with aside(options):
+        extra = _look(reading, ranks, report, options)
+    tried = not (options.quick or report.failed)
     if tried and isinstance(ranks, Ranks):
         with report.working("Starting the ranks and trying the longest batch"):
             found = _on_ranks(reading, ranks)
         report.section("Trial", found)
-    report.end(wish.command, tried=tried, extra=extra)
+    report.end(options.command, tried=tried, extra=extra)
     return EXIT_USER if report.failed else EXIT_DONE
 
 
-def check_as_rank(reading: Reading, ranks: Ranks, wish: Wish, *, rank: int) -> int:
+def check_as_rank(reading: Reading, ranks: Ranks, options: CheckOptions, *, rank: int) -> int:
     """The same in a rank that a launcher has started: all look, rank 0 tells."""
     problem, by_hand = _launch_problem(reading.recipe.topology)
-    report = Report(as_json=wish.as_json, silent=rank != 0 and not by_hand)
-    with aside(wish):
-        extra = _look(reading, problem or ranks, report, wish)
-    tried = not (wish.quick or report.failed)
+    report = Report(as_json=options.as_json, silent=rank != 0 and not by_hand)
+    with aside(options):
+        extra = _look(reading, problem or ranks, report, options)
+    tried = not (options.quick or report.failed)
     if tried:
-        with aside(wish):
+        with aside(options):
             found = _as_one(reading, rank=rank)
         report.section("Trial", found)
-    report.end(wish.command, tried=tried, extra=extra)
+    report.end(options.command, tried=tried, extra=extra)
     return EXIT_USER if report.failed else EXIT_DONE
 
 
@@ -110,23 +110,23 @@ def _as_one(reading: Reading, *, rank: int) -> list[Finding]:
 
 
 @contextlib.contextmanager
-def aside(wish: Wish) -> Iterator[None]:
+def aside(options: CheckOptions) -> Iterator[None]:
     """For machines, standard output has the one JSON object; what a user's part prints goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if wish.as_json else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext():
         yield
 
 
-def refused(mistake: FullshardError, wish: Wish) -> int:
+def refused(mistake: FullshardError, options: CheckOptions) -> int:
     """A recipe that could not even be read, or a launcher that contradicts itself."""
-    report = Report(as_json=wish.as_json)
+    report = Report(as_json=options.as_json)
     section, check = ("Environment", "ranks") if isinstance(mistake, SetupError) else ("Recipe", "recipe")
     # A recipe with several mistakes has a line for each.
     report.section(section, [error(check, line, "") for line in str(mistake).splitlines()])
-    report.end(wish.command, tried=False, extra={})
+    report.end(options.command, tried=False, extra={})
     return mistake.exit_code
 
 
-def _look(reading: Reading, asked: Ranks | SetupError, report: Report, wish: Wish) -> dict[str, Any]:
+def _look(reading: Reading, asked: Ranks | SetupError, report: Report, options: CheckOptions) -> dict[str, Any]:
     """Sections 1 to 4, without any rank; gives what the verdict carries beside findings."""
     with report.working("Looking at this machine"):  # importing torch takes seconds
         from fullshard.check import earlier, environment, preflight
@@ -142,20 +142,20 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, wish: Wis
         report.section("Environment", [*found, *([of("ranks", asked)] if isinstance(asked, SetupError) else [])])
         with report.working("Reading the data and building the model"):
             laid = _lay(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
-        asked_of: dict[str, Any] = {"asked": wish.resume, "anyway": wish.resume_anyway}
-        before = guarded("earlier run", lambda: earlier.look(recipe, laid.ground, **asked_of) if laid.ground else ())
-        sections = preflight.look(reading, ranks, machine=machine, module=laid.module, ground=laid.ground)
+        asked_of: dict[str, Any] = {"asked": options.resume, "anyway": options.resume_anyway}
+        before = guarded("earlier run", lambda: earlier.look(recipe, laid.inputs, **asked_of) if laid.inputs else ())
+        sections = preflight.look(reading, ranks, machine=machine, module=laid.module, inputs=laid.inputs)
         for title, seen in sections.items():
             report.section(title, chain(laid.problems(title.lower()), seen, before if title == "Recipe" else ()))
-        return _units(recipe, ranks, laid.module, report) if wish.units and laid.module is not None else {}
+        return _units(recipe, ranks, laid.module, report) if options.units and laid.module is not None else {}
 
 
 @dataclass
 class _Laid:
-    """As much of a run's ground as could be laid."""
+    """As much of a run's inputs as could be laid."""
 
     module: nn.Module | None = None
-    ground: Ground | None = None
+    inputs: RunInputs | None = None
     mistakes: list[tuple[str, FullshardError]] = field(default_factory=list)
 
     def problems(self, section: str) -> list[Finding]:
@@ -166,7 +166,7 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
     """Goes on after a mistake as far as it can, so that one check finds them all."""
     from torch import nn
 
-    from fullshard.setup.run_inputs import build_module, find_best, find_processor, lay_data
+    from fullshard.setup.run_inputs import build_module, find_best, find_processor, prepare_data
 
     laid = _Laid()
 
@@ -188,7 +188,9 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
         attempt("recipe", lambda: find_best(recipe, built))
     # Data can be looked at beside a model that cannot be built.
     module = nn.Module() if laid.module is None else laid.module
-    laid.ground = attempt("data", lambda: lay_data(recipe, processor, module, world_size=world_size, console=console))
+    laid.inputs = attempt(
+        "data", lambda: prepare_data(recipe, processor, module, world_size=world_size, console=console)
+    )
     return laid
 
 

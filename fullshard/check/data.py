@@ -22,7 +22,7 @@ from fullshard.data.records import origins
 from fullshard.data.store import Store
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 
 MOST_MASKED = 0.95
 """Share of positions without a loss term above which a warning is due."""
@@ -42,15 +42,15 @@ MOST_TOKENS = 20_000_000
 """Tokens of each side that are read."""
 
 
-def look(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
+def look(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     """The findings about the data of a run, in the parent process."""
-    data = ground.data
+    data = inputs.data
     yield from _encoder(data)
     yield _counts("train", data.train, data.train_from)
     yield from _losses("data.train", data.train_from.store)
     yield from _unrendered("data.train", data.train_from.store)
-    yield from _validation(recipe, ground)
-    yield from _batches(recipe, ground)
+    yield from _validation(recipe, inputs)
+    yield from _batches(recipe, inputs)
     read = _read(data.train_from)
     yield from _masked(data.train_from, read)
     yield from _repeated(data.train_from, read)
@@ -131,13 +131,13 @@ def _unrendered(key: str, store: Store) -> Iterator[Finding]:
         yield ok("rendered", f"{key}: {line}")
 
 
-def _validation(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
-    data = ground.data
+def _validation(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
+    data = inputs.data
     if data.validation is None or data.validation_from is None:
         yield ok("validation", "none: no data.validation, and data.holdout = 0")
         return
     found = _counts("validation", data.validation, data.validation_from)
-    batch = ground.validation_per_device * ground.plan.world
+    batch = inputs.validation_per_device * inputs.plan.world
     small = f"; less than one batch of {batch:,}" if len(data.validation) < batch else ""
     yield ok("validation", f"{found.text}{small}")
     if recipe.data.validation is None and recipe.data.holdout > MOST_HELD:
@@ -152,9 +152,9 @@ def _validation(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
         yield from _unrendered("data.validation", data.validation_from.store)
 
 
-def _batches(recipe: Recipe, ground: Ground) -> Iterator[Finding]:
+def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     """The first and the longest batch, through encoder and collator."""
-    data, plan = ground.data, ground.plan
+    data, plan = inputs.data, inputs.plan
     loader = Loader(
         data.train,
         data.encoder,

@@ -13,12 +13,12 @@ from fullshard.checkpoint import folder as files
 from fullshard.config.part import plain
 from fullshard.control import resume
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 
 _NAME = "earlier run"
 
 
-def look(recipe: Recipe, ground: Ground, *, asked: str | None = None, anyway: bool = False) -> Iterator[Finding]:
+def look(recipe: Recipe, inputs: RunInputs, *, asked: str | None = None, anyway: bool = False) -> Iterator[Finding]:
     """The checkpoint that `train` goes on from, by itself or with `--resume ASKED`; CheckpointError when all are
     damaged, or when its steps mean other samples than those of this recipe. Where there is none, nothing unless it was
     asked for."""
@@ -37,15 +37,15 @@ def look(recipe: Recipe, ground: Ground, *, asked: str | None = None, anyway: bo
         if asked is not None:
             yield ok(_NAME, f"no checkpoint in {recipe.checkpoints}: train starts at step 0")
         return
-    standing = resume.stand(
+    standing = resume.resume_point(
         checkpoint,
-        identity=ground.identity,
+        identity=inputs.identity,
         recipe=plain(recipe),
-        content=ground.content,
-        steps_per_epoch=ground.plan.steps_per_epoch,
+        content=inputs.content,
+        steps_per_epoch=inputs.plan.steps_per_epoch,
         anyway=anyway,
     )
-    progress, total = standing.progress, ground.plan.total_steps
+    progress, total = standing.progress, inputs.plan.total_steps
     if progress.finished and progress.step >= total:
         text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing left to do"
     else:

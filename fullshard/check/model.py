@@ -30,7 +30,7 @@ from fullshard.errors import SetupError
 from fullshard.formatting.readable import short
 from fullshard.hf.safetensors_folder import open_folder
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 from fullshard.setup.shard_plan import shard_plan
 
 LARGE = 100_000_000
@@ -38,16 +38,18 @@ LARGE = 100_000_000
 _TEXTS, _CHARACTERS = 64, 5_000
 
 
-def look(recipe: Recipe, ground: Ground | None, *, module: nn.Module, ranks: Ranks | None = None) -> Iterator[Finding]:
-    """Section 3 of a check. Without `ground` the tokenizer is left out; without `ranks` there is one."""
+def look(
+    recipe: Recipe, inputs: RunInputs | None, *, module: nn.Module, ranks: Ranks | None = None
+) -> Iterator[Finding]:
+    """Section 3 of a check. Without `inputs` the tokenizer is left out; without `ranks` there is one."""
     yield from parameters(module, adapters=getattr(recipe.model, "lora", None) is not None)
     yield from guarded("units", lambda: _units(recipe, module, ranks or Ranks(1)))
     yield from _batch_norm(recipe, module, ranks or Ranks(1))
     yield from guarded("norms", lambda: _norms(recipe, module))
     yield from weights(recipe, module)
     yield from shape(recipe, module)
-    if ground is not None:
-        yield from guarded("tokenizer", lambda: _tokenizer(recipe, ground, module))
+    if inputs is not None:
+        yield from guarded("tokenizer", lambda: _tokenizer(recipe, inputs, module))
 
 
 def parameters(module: nn.Module, *, adapters: bool) -> Iterator[Finding]:
@@ -224,28 +226,28 @@ def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
         )
 
 
-def _tokenizer(recipe: Recipe, ground: Ground, module: nn.Module) -> Iterator[Finding]:
+def _tokenizer(recipe: Recipe, inputs: RunInputs, module: nn.Module) -> Iterator[Finding]:
     model: Any = module
     embedding = model.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
     rows = getattr(embedding, "num_embeddings", None)
     if rows is None:
         return
-    if ground.processor is None:
-        yield from tokenizer.token_ids(ground.data.train, rows=rows)
+    if inputs.processor is None:
+        yield from tokenizer.token_ids(inputs.data.train, rows=rows)
         return
-    found = getattr(ground.processor, "tokenizer", ground.processor)
+    found = getattr(inputs.processor, "tokenizer", inputs.processor)
     stored = recipe.model.stored_rows()
     config = getattr(module, "config", None)
-    texts, writes = _texts(recipe, ground), not ground.data.encoder.lays_out
+    texts, writes = _texts(recipe, inputs), not inputs.data.encoder.lays_out
     yield from tokenizer.look(found, rows=rows, texts=texts, config=config, writes=writes, stored=stored)
-    yield from tokenizer.chat_template(found, ground.data.encoder)
+    yield from tokenizer.chat_template(found, inputs.data.encoder)
 
 
-def _texts(recipe: Recipe, ground: Ground) -> list[str]:
+def _texts(recipe: Recipe, inputs: RunInputs) -> list[str]:
     """Some texts of the training data, from its beginning to its end."""
     records = recipe.data.train.open()
     chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _TEXTS)).astype(int))
-    found = [text for index in chosen for text in ground.data.encoder.texts(records[int(index)])]
+    found = [text for index in chosen for text in inputs.data.encoder.texts(records[int(index)])]
     return [text[:_CHARACTERS] for text in found if text.strip()]
 
 

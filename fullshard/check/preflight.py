@@ -18,15 +18,15 @@ from fullshard.launch.machine import Machine, inspect
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 from fullshard.setup.step_plan import StepPlan
 
 
-def before_ranks_meet(reading: Reading, ground: Ground, ranks: Ranks, *, console: Console) -> None:
+def before_ranks_meet(reading: Reading, inputs: RunInputs, ranks: Ranks, *, console: Console) -> None:
     """Raises what would stop the run later, all of it at once; the warnings go into the header of the run."""
     machine = inspect(links=False)
     found: dict[str, Iterable[Finding]] = {"Environment": environment.look(reading.recipe, ranks, machine=machine)}
-    found |= look(reading, ranks, machine=machine, module=ground.module, ground=ground)
+    found |= look(reading, ranks, machine=machine, module=inputs.module, inputs=inputs)
     seen = [(section, finding) for section, findings in found.items() for finding in findings]
     lines = dict.fromkeys(_line(finding) for _, finding in seen if finding.level == "error")
     if lines:
@@ -42,20 +42,20 @@ def _line(finding: Finding) -> str:
 
 
 def look(
-    reading: Reading, ranks: Ranks, *, machine: Machine, module: nn.Module | None, ground: Ground | None
+    reading: Reading, ranks: Ranks, *, machine: Machine, module: nn.Module | None, inputs: RunInputs | None
 ) -> dict[str, Iterable[Finding]]:
-    """The sections after the environment; `module` and `ground` are None where they could not be made."""
+    """The sections after the environment; `module` and `inputs` are None where they could not be made."""
     recipe = reading.recipe
 
     def model_and_space() -> Iterator[Finding]:
         if module is not None:
-            yield from model.look(recipe, ground, module=module, ranks=ranks)
-            yield from space(recipe, ranks, machine=machine, module=module, plan=ground.plan if ground else None)
+            yield from model.look(recipe, inputs, module=module, ranks=ranks)
+            yield from space(recipe, ranks, machine=machine, module=module, plan=inputs.plan if inputs else None)
 
     return {
-        "Recipe": settings.look(reading, ranks, ground),
+        "Recipe": settings.look(reading, ranks, inputs),
         "Model": model_and_space(),
-        "Data": data.look(recipe, ground) if ground else (),
+        "Data": data.look(recipe, inputs) if inputs else (),
     }
 
 

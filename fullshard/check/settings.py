@@ -23,7 +23,7 @@ from fullshard.setup.step_plan import StepPlan, plan_steps
 if TYPE_CHECKING:
     from fullshard.dist.mesh import Layout
     from fullshard.recipe import Recipe
-    from fullshard.setup.run_inputs import Ground
+    from fullshard.setup.run_inputs import RunInputs
 
 LARGEST_LR = 0.1
 """AdamW moves every weight by about the learning rate at each step, and weights are mostly below 0.1."""
@@ -34,22 +34,22 @@ MOST_DECAY = 1.0
 _MOST_LINES = 12
 
 
-def look(reading: Reading, ranks: Ranks, ground: Ground | None) -> Iterator[Finding]:
-    """Section 2 of a check. Without `ground` (its data could not be laid) what depends on the data is left out."""
+def look(reading: Reading, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:
+    """Section 2 of a check. Without `inputs` (its data could not be laid) what depends on the data is left out."""
     recipe = reading.recipe
     layout = _layout(recipe, ranks)
     yield from _origin(reading)
-    yield from guarded("batch", lambda: arithmetic(recipe, ranks, ground))
+    yield from guarded("batch", lambda: arithmetic(recipe, ranks, inputs))
     yield from mesh(recipe, ranks, layout)
     found = [
-        *conflicts(recipe, ranks, ground),
-        *best_model(recipe, ground),
-        *prompts(recipe, ground),
+        *conflicts(recipe, ranks, inputs),
+        *best_model(recipe, inputs),
+        *prompts(recipe, inputs),
         *learning_rate(recipe),
-        *course(recipe, ground),
+        *course(recipe, inputs),
         *unused_settings.of_sharding(recipe, ranks, device=device_of(recipe), shards=layout.shards if layout else None),
-        *unused_settings.of_evaluation(recipe, ground),
-        *unused_settings.of_intervals(recipe, ground),
+        *unused_settings.of_evaluation(recipe, inputs),
+        *unused_settings.of_intervals(recipe, inputs),
     ]
     yield from found or [ok("settings", "none contradicts another, all of them have an effect")]
 
@@ -66,13 +66,13 @@ def _origin(reading: Reading) -> Iterator[Finding]:
         )
 
 
-def arithmetic(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[Finding]:
+def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:
     """What makes a step, an epoch and the run."""
-    plan = ground.plan if ground else _plan_without_data(recipe, ranks)
+    plan = inputs.plan if inputs else _plan_without_data(recipe, ranks)
     lines = [line.partition(": ") for line in plan.describe()]
-    for label, _, text in lines if ground else lines[:1]:
+    for label, _, text in lines if inputs else lines[:1]:
         yield ok(label, text)
-    if ground and plan.num_rows < plan.global_size:
+    if inputs and plan.num_rows < plan.global_size:
         yield warning(
             "batch",
             f"batch: {counted(plan.global_size, plan.noun)} per step are asked for, and the training data has "
@@ -127,7 +127,7 @@ def _layout(recipe: Recipe, ranks: Ranks) -> Layout | None:
 
 
 def device_of(recipe: Recipe) -> str:
-    """`cuda` or `cpu`; a wish for CUDA stays one where there is none, which is the environment's finding."""
+    """`cuda` or `cpu`; a options for CUDA stays one where there is none, which is the environment's finding."""
     if recipe.topology.device != "auto":
         return recipe.topology.device
     import torch
@@ -135,7 +135,7 @@ def device_of(recipe: Recipe) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[Finding]:
+def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:
     """Settings that contradict each other, or this machine."""
     topology, checkpoint = recipe.topology, recipe.checkpoint
     device = device_of(recipe)
@@ -154,7 +154,7 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
                 "topology.backend = gloo with a GPU for every rank: all traffic goes through the hosts' memory.",
                 "Leave topology.backend out: NCCL is many times faster. gloo is for ranks that share a GPU.",
             )
-    if checkpoint.export == "best" and (checkpoint.best is None or not unused_settings.gives_numbers(recipe, ground)):
+    if checkpoint.export == "best" and (checkpoint.best is None or not unused_settings.gives_numbers(recipe, inputs)):
         why = "checkpoint.best = null" if checkpoint.best is None else "nothing is validated"
         yield error(
             "conflict",
@@ -172,19 +172,19 @@ def conflicts(recipe: Recipe, ranks: Ranks, ground: Ground | None) -> Iterator[F
         )
 
 
-def best_model(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+def best_model(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """A direction that contradicts what the evaluation says of its number."""
     from fullshard.setup.run_inputs import find_best
 
-    with contextlib.suppress(RecipeError):  # found when the ground was laid
-        rule = find_best(recipe, ground.module) if ground else None
+    with contextlib.suppress(RecipeError):  # found when the inputs was laid
+        rule = find_best(recipe, inputs.module) if inputs else None
         if rule and (contradiction := rule.warning()):
             yield warning("best", *contradiction)
 
 
-def prompts(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+def prompts(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """Prompts are text; the first validation would be too late to find that nothing can read them."""
-    if ground and ground.processor is None and any(part.kind() == "sample" for part in recipe.evaluate.parts):
+    if inputs and inputs.processor is None and any(part.kind() == "sample" for part in recipe.evaluate.parts):
         yield error(
             "conflict",
             "evaluate.parts: sample continues prompts, which needs a tokenizer, and the model brings none.",
@@ -219,10 +219,10 @@ def learning_rate(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
-def course(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """How the learning rate moves over the run."""
     schedule = recipe.schedule
-    total = ground.plan.total_steps if ground else recipe.duration.steps or 1000
+    total = inputs.plan.total_steps if inputs else recipe.duration.steps or 1000
     factors = [schedule.factor(step, total) for step in _some_steps(total)]
     if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
         yield error(
@@ -237,7 +237,7 @@ def course(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
             f"schedule.kind = {schedule.kind()}: the learning rate is 0 throughout.",
             "Use another schedule.",
         )
-    if ground and schedule.warmup_steps(total) >= total > 1:
+    if inputs and schedule.warmup_steps(total) >= total > 1:
         yield warning(
             "no effect",
             f"schedule.warmup = {schedule.warmup:g} is as long as the run of {counted(total, 'step')}: the learning "
@@ -252,7 +252,7 @@ def course(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
             "Use a share of optimizer.lr below 1, such as 0.1, or schedule: constant.",
         )
     step_size = getattr(schedule, "step_size", None)
-    if schedule.kind() == "step" and ground and step_size is not None and step_size >= total:
+    if schedule.kind() == "step" and inputs and step_size is not None and step_size >= total:
         yield warning(
             "schedule",
             f"schedule.step_size = {step_size:,}, and the run has {counted(total, 'step')}: the learning rate "

@@ -32,7 +32,7 @@ from fullshard.formatting.readable import duration, size
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
 from fullshard.setup.rank_of_run import as_rank, compared
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 from fullshard.step import seed_everything, train_step
 
 MOST_OVERFLOWS = 20
@@ -58,18 +58,18 @@ def clear(recipe: Recipe) -> None:
 
 def run_trial(reading: Reading) -> list[Finding]:
     """The findings of all ranks together; the same list on every rank."""
-    with as_rank(reading, silent=True) as (ground, world, console):
-        found = among_ranks(reading.recipe, world, compared(reading.recipe, ground, world, {}))
+    with as_rank(reading, silent=True) as (inputs, world, console):
+        found = among_ranks(reading.recipe, world, compared(reading.recipe, inputs, world, {}))
         if any(finding.level == "error" for finding in found):
             return found
         with _hidden_folder(reading.recipe, world) as recipe:
             begun = time.perf_counter()
             built = build.build(
-                recipe, ground, world, checkpoint=None, progress=Progress(), console=console, write=lambda record: None
+                recipe, inputs, world, checkpoint=None, progress=Progress(), console=console, write=lambda record: None
             )
             found.append(ok("model in place", f"built, sharded and filled in {time.perf_counter() - begun:.1f} s"))
             found += [ok("proven", proof) for proof in built.proofs]
-            seconds, step = _step(recipe, ground, world, built)
+            seconds, step = _step(recipe, inputs, world, built)
             found += step
             found += _memory(world)
             found += _exchange(world, built, seconds)
@@ -97,9 +97,9 @@ def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
                     path.rmdir()
 
 
-def _step(recipe: Recipe, ground: Ground, world: World, built: build.Built) -> tuple[float, list[Finding]]:
+def _step(recipe: Recipe, inputs: RunInputs, world: World, built: build.Built) -> tuple[float, list[Finding]]:
     """Two whole steps on the longest batch: the first one proves, the second one is timed."""
-    parts, batch = built.parts, longest_batch(ground.data, per_device=ground.plan.per_device)
+    parts, batch = built.parts, longest_batch(inputs.data, per_device=inputs.plan.per_device)
     results: list[tuple[float, float]] = []
     overflows, seconds = 0, 0.0
     while len(results) < 2:
@@ -114,7 +114,7 @@ def _step(recipe: Recipe, ground: Ground, world: World, built: build.Built) -> t
             scaler=parts.scaler,
             clip=parts.clip,
             lr=parts.base_lr * parts.schedule.factor(0, parts.total_steps),
-            wishes=(),
+            flags=(),
             device=world.device,
         )
         norm, loss = float(result.grad_norm), float(result.sums["loss"][0] / result.sums["loss"][1].clamp(min=1))
@@ -132,9 +132,9 @@ def _step(recipe: Recipe, ground: Ground, world: World, built: build.Built) -> t
     found = [ok("longest batch", text)]
     if parts.scaler is not None:
         found.append(ok("loss scale", f"{parts.scaler.get_scale():g} after {counted(overflows, 'overflow')}"))
-    whole = seconds * ground.plan.accumulate * ground.plan.total_steps
-    per_step = f"{seconds * ground.plan.accumulate:.2f} s a step at most"
-    found.append(ok("time", f"{per_step}, so {duration(whole)} at most for {counted(ground.plan.total_steps, 'step')}"))
+    whole = seconds * inputs.plan.accumulate * inputs.plan.total_steps
+    per_step = f"{seconds * inputs.plan.accumulate:.2f} s a step at most"
+    found.append(ok("time", f"{per_step}, so {duration(whole)} at most for {counted(inputs.plan.total_steps, 'step')}"))
     return seconds, found
 
 

@@ -14,7 +14,7 @@ from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.recipe import Checkpoint, Data, Evaluate, Log, Recipe
-    from fullshard.setup.run_inputs import Ground
+    from fullshard.setup.run_inputs import RunInputs
 
 LEAVE_OUT = "Leave it out."
 
@@ -49,10 +49,10 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
             )
 
 
-def of_evaluation(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+def of_evaluation(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """What cannot be validated, and what waits for a validation that never comes."""
     evaluate, data = recipe.evaluate, recipe.data
-    validates = has_validation(recipe, ground)
+    validates = has_validation(recipe, inputs)
     if not validates:
         for key in ("every_steps", "per_device", "patience"):
             if getattr(evaluate, key) is not None and not _needs_no_data(evaluate):
@@ -71,10 +71,10 @@ def of_evaluation(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
     if data.validation is not None and data.holdout not in (0, _default(data, "holdout")):
         yield warning("no effect", "data.holdout has no effect: data.validation is given.", LEAVE_OUT)
     if evaluate.patience is not None and validates:
-        yield from _patience(recipe, ground)
+        yield from _patience(recipe, inputs)
 
 
-def _patience(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+def _patience(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     evaluate = recipe.evaluate
     if recipe.checkpoint.best is None:
         yield warning(
@@ -82,8 +82,8 @@ def _patience(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
             "evaluate.patience has no effect: checkpoint.best is null, so no validation is better than another.",
             "Leave checkpoint.best out, or evaluate.patience.",
         )
-    elif ground and evaluate.parts:
-        plan = ground.plan
+    elif inputs and evaluate.parts:
+        plan = inputs.plan
         times = plan.total_steps // evaluate.every_steps if evaluate.every_steps else 0
         times += int(plan.epochs // evaluate.every_epochs) if evaluate.every_epochs else 0
         if times <= (evaluate.patience or 0):
@@ -95,21 +95,21 @@ def _patience(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
             )
 
 
-def of_intervals(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
+def of_intervals(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """Intervals that are longer than the run."""
-    if ground is None:
+    if inputs is None:
         return
-    plan = ground.plan
+    plan = inputs.plan
     sections: dict[str, Checkpoint | Evaluate | Log] = {
         "checkpoint": recipe.checkpoint,
         "evaluate": recipe.evaluate,
         "log": recipe.log,
     }
     for name, section in sections.items():
-        if name == "evaluate" and not has_validation(recipe, ground):
+        if name == "evaluate" and not has_validation(recipe, inputs):
             continue
         steps = section.every_steps
-        # A default is not a wish.
+        # A default is not a options.
         if steps is not None and steps > plan.total_steps and steps != _default(section, "every_steps"):
             yield warning(
                 "no effect",
@@ -125,19 +125,19 @@ def of_intervals(recipe: Recipe, ground: Ground | None) -> Iterator[Finding]:
             )
 
 
-def has_validation(recipe: Recipe, ground: Ground | None) -> bool:
+def has_validation(recipe: Recipe, inputs: RunInputs | None) -> bool:
     """Whether there is data to validate on."""
-    if ground:
-        return ground.data.validation is not None
+    if inputs:
+        return inputs.data.validation is not None
     return recipe.data.validation is not None or recipe.data.holdout > 0
 
 
-def gives_numbers(recipe: Recipe, ground: Ground | None) -> bool:
+def gives_numbers(recipe: Recipe, inputs: RunInputs | None) -> bool:
     """Whether a validation can give a number at all; some evaluations need no data for it."""
     from fullshard.control import best
 
-    module = ground.module if ground else None
-    held_out = has_validation(recipe, ground)
+    module = inputs.module if inputs else None
+    held_out = has_validation(recipe, inputs)
     return best.gives_numbers(recipe.evaluate.parts, recipe.objective, module, held_out=held_out)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.dcp_files import Hashed
 from fullshard.checkpoint.reader import StoredTensors
-from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.checkpoint.tensors import Tensors, local
 from fullshard.dist import reduce
 from fullshard.dist.values import rows_of, slices
@@ -43,7 +43,7 @@ def write_full(folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
 
 
 def _write(path: Path, tensors: Tensors, group: Any) -> str:
-    entries = {name: Entry(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+    entries = {name: TensorEntry(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
     arriving = {name: _pieces(tensor, group) for name, tensor in tensors.items()}
     try:
         with path.open("wb") as file:

@@ -189,7 +189,7 @@ class Saver:
         # A copy: the loop goes on counting while this is written.
         facts = copy.deepcopy(facts) | self.facts
         return Snapshot(
-            progress.step, tensors, list(shares), reduce.OnItsWay(stacked), facts, self._files_of_processor(), best
+            progress.step, tensors, list(shares), reduce.HostCopy(stacked), facts, self._files_of_processor(), best
         )
 
     def _files_of_processor(self) -> dict[str, bytes]:

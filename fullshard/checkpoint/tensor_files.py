@@ -50,7 +50,7 @@ _ROWS_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file: what is known of it before its bytes are."""
 
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Entry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Entry:
+    def of(cls, tensor: torch.Tensor) -> TensorEntry:
         return cls(tensor.dtype, tuple(tensor.shape))
 
 
@@ -78,20 +78,20 @@ def in_rows(tensor: Any) -> Iterator[torch.Tensor]:
 class _Stream:
     """A file that takes tensors by name, each once and whole."""
 
-    def __init__(self, file: Path | IO[bytes], *, entries: Mapping[str, Entry] | None, mode: str) -> None:
+    def __init__(self, file: Path | IO[bytes], *, entries: Mapping[str, TensorEntry] | None, mode: str) -> None:
         opened: Any = file
         # A UPath is not a pathlib.Path, but opens like one.
         self._owned = not hasattr(opened, "write")
         self._file: Any = opened.open(mode) if self._owned else opened
         self._where = str(opened if self._owned else getattr(opened, "name", "the file"))
         self._expected = dict(entries) if entries is not None else None
-        self._written: dict[str, Entry] = {}
+        self._written: dict[str, TensorEntry] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Writes a whole tensor."""
-        self.add_rows(name, Entry.of(tensor), [tensor])
+        self.add_rows(name, TensorEntry.of(tensor), [tensor])
 
-    def add_rows(self, name: str, entry: Entry, pieces: Iterable[torch.Tensor]) -> None:
+    def add_rows(self, name: str, entry: TensorEntry, pieces: Iterable[torch.Tensor]) -> None:
         """Writes a tensor that comes in pieces of rows, so that no more than one piece need be in memory."""
         if name in self._written:
             raise ValueError(f"{self._where}: {name} is given twice")
@@ -119,7 +119,7 @@ class _Stream:
             self._file.write(data[start : start + _PIECE_BYTES])
         return len(data)
 
-    def _place(self, name: str, entry: Entry) -> None:
+    def _place(self, name: str, entry: TensorEntry) -> None:
         raise NotImplementedError
 
     def _finish(self) -> None:
@@ -165,7 +165,7 @@ class SafetensorsStream(_Stream):
         self,
         file: Path | IO[bytes],
         *,
-        entries: Mapping[str, Entry] | None = None,
+        entries: Mapping[str, TensorEntry] | None = None,
         metadata: Mapping[str, str] | None = None,
         reserve_bytes: int = 1 << 16,
     ) -> None:
@@ -178,7 +178,7 @@ class SafetensorsStream(_Stream):
             self._reserved = 8 + reserve_bytes + -reserve_bytes % 8
             self._file.write(b"\0" * self._reserved)
 
-    def _place(self, name: str, entry: Entry) -> None:
+    def _place(self, name: str, entry: TensorEntry) -> None:
         if entry.dtype not in _NAMES:
             raise CheckpointError(
                 f"{self._where}: {name} is {entry.dtype}, which safetensors cannot hold. Convert it to one of: "
@@ -187,7 +187,7 @@ class SafetensorsStream(_Stream):
         if self._expected is not None and (due := next(self._order)) != name:
             raise ValueError(f"{self._where}: {name} is given where {due} was announced")
 
-    def _header(self, entries: Mapping[str, Entry], *, length: int = 0) -> bytes:
+    def _header(self, entries: Mapping[str, TensorEntry], *, length: int = 0) -> bytes:
         """The size and the JSON, padded to `length` and to the 8 bytes that keep the tensors aligned."""
         body: dict[str, Any] = {"__metadata__": self._metadata}
         end = 0
@@ -227,15 +227,15 @@ class TorchStream(_Stream):
     empty tensors: torch does not look at them.
     """
 
-    def __init__(self, path: Path, *, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, path: Path, *, entries: Mapping[str, TensorEntry]) -> None:
         self._offsets = _write_skeleton(path, entries)
         super().__init__(path, entries=entries, mode="r+b")
 
-    def _place(self, name: str, entry: Entry) -> None:
+    def _place(self, name: str, entry: TensorEntry) -> None:
         self._file.seek(self._offsets[name])
 
 
-def _write_skeleton(path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
+def _write_skeleton(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, int]:
     """Writes the file with room for the tensors; returns where each one goes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -248,4 +248,4 @@ def _write_skeleton(path: Path, entries: Mapping[str, Entry]) -> dict[str, int]:
     return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in loaded.items()}
 
 
-__all__ = ["Entry", "SafetensorsStream", "TorchStream"]
+__all__ = ["TensorEntry", "SafetensorsStream", "TorchStream"]

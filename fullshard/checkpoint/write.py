@@ -31,7 +31,7 @@ class Snapshot:
     step: int
     tensors: Tensors
     kinds: list[str]
-    squares: reduce.OnItsWay
+    squares: reduce.HostCopy
     """This rank's share of the squared norm of each kind of optimizer state."""
     facts: dict[str, Any]
     processor: dict[str, bytes]

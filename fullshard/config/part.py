@@ -27,6 +27,7 @@ from fullshard.errors import RecipeError, SetupError
 from fullshard.formatting.yaml_text import shown
 
 S = TypeVar("S", bound="Section")
+P = TypeVar("P", bound="Part")
 
 
 class Section(BaseModel):
@@ -106,7 +107,7 @@ def _files_with_parts(folder: str) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def part_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:
+def part_class(contract: type[P], kind: str, *, where: str) -> type[P]:
     """The class behind `kind`, or an error that lists what exists."""
     if (ours := foreign_keys.of_value(f"{where}.kind", kind)) and kind not in kinds(contract):
         raise RecipeError(f"{where}.kind = '{kind}' is not known. Here it is {ours}: write {where}: {{kind: {ours}}}.")
@@ -126,7 +127,7 @@ def part_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:
     )
 
 
-def _user_class(contract: type[Part], kind: str, *, where: str) -> type[Part]:
+def _user_class(contract: type[P], kind: str, *, where: str) -> type[P]:
     module_name, _, name = kind.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), name)

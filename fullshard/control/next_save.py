@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fullshard.control.triggers import Due
 
 SOON_STEPS = 3
-"""A wish is heard by all ranks a step later: with fewer steps to go, the save would come first."""
+"""All ranks hear a flag one step later: with fewer steps to go, the save would come first."""
 AHEAD_S, BYTES_PER_S = 30.0, 1e9
 """How long before a save its memory is taken, at least; and how fast pinning is on a slow host."""
 

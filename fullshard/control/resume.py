@@ -33,7 +33,7 @@ _SILENT = ("output", "name", "log.", "topology.launcher", "checkpoint.store")
 
 
 @dataclass(frozen=True)
-class Standing:
+class ResumePoint:
     """Where a run stands when it starts."""
 
     progress: Progress
@@ -41,7 +41,7 @@ class Standing:
     """What has changed since the checkpoint."""
 
 
-def stand(
+def resume_point(
     checkpoint: Path | None,
     *,
     identity: dict[str, Any],
@@ -49,10 +49,10 @@ def stand(
     content: Inventory | None = None,
     steps_per_epoch: int = 1,
     anyway: bool = False,
-) -> Standing:
+) -> ResumePoint:
     """Where the run stands; an error with the differences when the checkpoint is that of another run."""
     if checkpoint is None:
-        return Standing(Progress(), [])
+        return ResumePoint(Progress(), [])
     facts = _read_facts(checkpoint)
     noted, changed = [], _changes(flat(facts.recipe), flat(recipe))
     refused = [
@@ -75,7 +75,7 @@ def stand(
     if line := jump(facts.recipe, recipe, facts.progress, steps_per_epoch=steps_per_epoch):
         notes.append(line)
     notes += [f"Resumed anyway, although it changes what the steps mean: {change}." for change in refused]
-    return Standing(facts.progress, notes)
+    return ResumePoint(facts.progress, notes)
 
 
 _CONTENT = "content of data.train"

@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Entry:
+class Column:
     """A query or a document: a text, an image or both."""
 
     text: str | None = None
@@ -66,7 +66,7 @@ class Entry:
 class Pair:
     """What a record holds: the query, the positive, then the negatives."""
 
-    entries: list[Entry]
+    entries: list[Column]
     label: float
 
     @property
@@ -161,21 +161,21 @@ class Columns:
             )
         return found[0] if found else []
 
-    def _side(self, record: Record, name: str) -> Entry:
+    def _side(self, record: Record, name: str) -> Column:
         """The query or the positive. An empty text beside an image is how a table says that there is none."""
         images = [given(record[column], column) for column in self.of(record, _IMAGE_OF[name])]
         image = images[0] if images else None
         columns = [key for key in self.of(record, name) if image is None or not is_empty(record[key])]
         if not columns:
             if image is not None:
-                return Entry(image=image)
+                return Column(image=image)
             raise DataError(
                 f"no {name!r} in the record. {keys_found(record)} Accepted for it: "
                 f"{', '.join((name, *ALIASES[name]))}. As an image: "
                 f"{', '.join((_IMAGE_OF[name], *IMAGES[_IMAGE_OF[name]]))}. For another column set "
                 f"{MAPPING} = {{{name}: COLUMN}}."
             )
-        return Entry(_text(record[columns[0]], columns[0], name), image, columns[0])
+        return Column(_text(record[columns[0]], columns[0], name), image, columns[0])
 
 
 def is_empty(value: Any) -> bool:
@@ -185,15 +185,15 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, (str, list, tuple)) and not value)
 
 
-def _text_entry(value: Any, column: str) -> Entry:
-    return Entry(_text(value, column, "negatives"), column=column.partition("[")[0])
+def _text_entry(value: Any, column: str) -> Column:
+    return Column(_text(value, column, "negatives"), column=column.partition("[")[0])
 
 
-def _image_entry(value: Any, column: str) -> Entry:
+def _image_entry(value: Any, column: str) -> Column:
     found = given(value, column)
     if found is None:
         raise DataError(f"{column!r} is null or blank in the record. Give it an image, or take it out of the list.")
-    return Entry(image=found)
+    return Column(image=found)
 
 
 def _text(value: Any, column: str, name: str) -> str:

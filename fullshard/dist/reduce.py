@@ -32,7 +32,7 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class OnItsWay:
+class HostCopy:
     """Numbers that are copied to the host while the device goes on; reading them later waits only for the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

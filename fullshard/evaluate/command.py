@@ -16,9 +16,9 @@ import typer
 if TYPE_CHECKING:
     from fullshard.dist.world import World
     from fullshard.evaluate.measure import Found
-    from fullshard.evaluate.source import Subject, Wish
+    from fullshard.evaluate.source import EvaluateOptions, Subject
     from fullshard.log.console import Console
-    from fullshard.setup.run_inputs import Ground
+    from fullshard.setup.run_inputs import RunInputs
 
 OPTIONS = ("--data", "--checkpoint", "--weights", "--devices", "--base", "--trust-remote-code", "--json")
 
@@ -63,16 +63,16 @@ def evaluate(
     """
     from fullshard.commands.options import one_of, overrides
     from fullshard.dist import env
-    from fullshard.evaluate.source import Wish, subject_of
+    from fullshard.evaluate.source import EvaluateOptions, subject_of
     from fullshard.setup.on_ranks import as_rank, start_own
 
     one_of("--weights", weights, (None, "ema", "model"))
     given = overrides(target, settings or [], command="evaluate", options=OPTIONS)
-    wish = Wish(data, checkpoint, weights, devices, given, base, trust_remote_code)
+    options = EvaluateOptions(data, checkpoint, weights, devices, given, base, trust_remote_code)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        subject = subject_of(target, wish, nodes=env.detect(os.environ).num_nodes)
+        subject = subject_of(target, options, nodes=env.detect(os.environ).num_nodes)
         topology = subject.reading.recipe.topology
-    if (code := start_own(_words(subject, wish, as_json=as_json), topology)) is not None:
+    if (code := start_own(_words(subject, options, as_json=as_json), topology)) is not None:
         raise typer.Exit(code)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         from fullshard.evaluate.measure import measure
@@ -80,29 +80,29 @@ def evaluate(
         worlds: list[World] = []
         with as_rank(topology) as (console, meet):
 
-            def announce(ground: Ground, world: World) -> None:
+            def announce(inputs: RunInputs, world: World) -> None:
                 worlds.append(world)
-                _announce(console, subject, wish, ground, world)
+                _announce(console, subject, options, inputs, world)
 
             found = measure(subject, weights, console=console, meet=meet, announce=announce)
             _say(console, found)
     if as_json and worlds[0].is_main:
-        typer.echo(json.dumps(_record(subject, wish, worlds[0], found)))
+        typer.echo(json.dumps(_record(subject, options, worlds[0], found)))
 
 
-def _words(subject: Subject, wish: Wish, *, as_json: bool) -> list[str]:
+def _words(subject: Subject, options: EvaluateOptions, *, as_json: bool) -> list[str]:
     """The command for each rank, which all mean the same checkpoint."""
-    options = {"--data": wish.data, "--weights": wish.weights, "--base": wish.base}
-    words = [word for option, value in options.items() if value is not None for word in (option, value)]
-    words += [flag for flag, on in (("--trust-remote-code", wish.trust_remote_code), ("--json", as_json)) if on]
-    return ["evaluate", subject.name, *wish.settings, *words]
+    given = {"--data": options.data, "--weights": options.weights, "--base": options.base}
+    words = [word for option, value in given.items() if value is not None for word in (option, value)]
+    words += [flag for flag, on in (("--trust-remote-code", options.trust_remote_code), ("--json", as_json)) if on]
+    return ["evaluate", subject.name, *options.settings, *words]
 
 
-def _announce(console: Console, subject: Subject, wish: Wish, ground: Ground, world: World) -> None:
-    held = [line for line in ground.data.report if line.startswith("validation: ")]
+def _announce(console: Console, subject: Subject, options: EvaluateOptions, inputs: RunInputs, world: World) -> None:
+    held = [line for line in inputs.data.report if line.startswith("validation: ")]
     lines = [
-        ("weights", f"{subject.name} ({subject.why}{f', {wish.weights}' if wish.weights else ''})"),
-        ("data", wish.data or "the run's own validation data"),
+        ("weights", f"{subject.name} ({subject.why}{f', {options.weights}' if options.weights else ''})"),
+        ("data", options.data or "the run's own validation data"),
         *(("", line.removeprefix("validation: ")) for line in held),
         ("world", world.describe()),
     ]
@@ -119,12 +119,12 @@ def _say(console: Console, found: Found) -> None:
         console.say(text)
 
 
-def _record(subject: Subject, wish: Wish, world: World, found: Found) -> dict[str, Any]:
+def _record(subject: Subject, options: EvaluateOptions, world: World, found: Found) -> dict[str, Any]:
     return {
         "target": subject.name,
         "step": subject.step,
-        "weights": wish.weights,
-        "data": wish.data,
+        "weights": options.weights,
+        "data": options.data,
         "ranks": world.size,
         "numbers": found.numbers,
         "texts": found.texts,

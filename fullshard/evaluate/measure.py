@@ -25,7 +25,7 @@ from fullshard.log.console import Console
 from fullshard.log.image_grids import Gallery
 from fullshard.setup.auxiliary_models import frozen_models
 from fullshard.setup.loaders import evaluation_inputs, loaders, num_workers, proven
-from fullshard.setup.run_inputs import Ground, build_module, lay_ground
+from fullshard.setup.run_inputs import RunInputs, build_module, prepare_inputs
 from fullshard.setup.sharded_model import sharded_model
 
 
@@ -43,21 +43,21 @@ def measure(
     *,
     console: Console,
     meet: Callable[[], World],
-    announce: Callable[[Ground, World], None],
+    announce: Callable[[RunInputs, World], None],
 ) -> Found:
     """Runs every evaluation of the recipe. `weights`: ema or model; None: those that training looks at."""
     recipe = subject.reading.recipe
-    ground = lay_ground(recipe, world_size=env.detect(os.environ).world, console=console)
-    if ground.data.validation is None and all(part.needs_held_out for part in recipe.evaluate.parts):
+    inputs = prepare_inputs(recipe, world_size=env.detect(os.environ).world, console=console)
+    if inputs.data.validation is None and all(part.needs_held_out for part in recipe.evaluate.parts):
         raise SetupError(f"{subject.name}: its recipe has no validation data. Give some: --data FILE.")
     # Opened before the ranks meet: weights that cannot be read are found in seconds.
-    passes = list(_passes(subject, ground, weights))
+    passes = list(_passes(subject, inputs, weights))
     world = meet()
-    announce(ground, world)
+    announce(inputs, world)
     found = Found()
     while passes:
         prefix, module, values = passes.pop(0)
-        _run(subject, ground, world, module, values, prefix, console, found)
+        _run(subject, inputs, world, module, values, prefix, console, found)
     if not (found.numbers or found.texts):
         raise SetupError(
             f"{subject.name}: nothing was measured. Name evaluations (evaluate.parts=[loss]), or give validation data: "
@@ -66,11 +66,13 @@ def measure(
     return found
 
 
-def _passes(subject: Subject, ground: Ground, weights: str | None) -> Iterator[tuple[str, nn.Module, Weights | None]]:
+def _passes(
+    subject: Subject, inputs: RunInputs, weights: str | None
+) -> Iterator[tuple[str, nn.Module, Weights | None]]:
     """What is looked at: a prefix for its numbers, a module, and its values; None: the model's own."""
     recipe = subject.reading.recipe
     if subject.checkpoint is None:
-        yield "", ground.module, None
+        yield "", inputs.module, None
         return
     looked_at: list[tuple[str, str | None]] = [("", weights)]
     if weights is None and recipe.ema is not None:
@@ -78,14 +80,14 @@ def _passes(subject: Subject, ground: Ground, weights: str | None) -> Iterator[t
         if recipe.ema.evaluate == "both":
             looked_at = [("", "model"), (PREFIX, "ema")]
     for number, (prefix, which) in enumerate(looked_at):
-        module = ground.module if number == 0 else build_module(recipe, ground.processor)
-        trained = trained_as(subject.checkpoint, recipe.model, ground.processor, module, weights=which)
+        module = inputs.module if number == 0 else build_module(recipe, inputs.processor)
+        trained = trained_as(subject.checkpoint, recipe.model, inputs.processor, module, weights=which)
         yield prefix, module, Values(trained)
 
 
 def _run(
     subject: Subject,
-    ground: Ground,
+    inputs: RunInputs,
     world: World,
     module: nn.Module,
     values: Weights | None,
@@ -96,14 +98,14 @@ def _run(
     recipe = subject.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
     model = sharded_model(recipe, module, world, precision, say=console.note, values=values)
-    train, validation = loaders(recipe, ground, world, workers=num_workers(recipe, world))
-    aux = frozen_models(recipe, ground, world, precision)
+    train, validation = loaders(recipe, inputs, world, workers=num_workers(recipe, world))
+    aux = frozen_models(recipe, inputs, world, precision)
     proven(recipe, model, train, world, aux)
-    gallery = _Unshown(recipe.folder, Progress(step=subject.step or 0), _forget, ground.data.encoder)
-    inputs = evaluation_inputs(recipe, ground, model.module, aux, validation, world, console, gallery)
+    gallery = _Unshown(recipe.folder, Progress(step=subject.step or 0), _forget, inputs.data.encoder)
+    evaluating = evaluation_inputs(recipe, inputs, model.module, aux, validation, world, console, gallery)
     model.module.eval()
     for part in recipe.evaluate.parts:
-        of_part = part.run(inputs)
+        of_part = part.run(evaluating)
         found.numbers |= {f"{prefix}{name}": value for name, value in of_part.numbers.items()}
         found.texts += of_part.texts
 

@@ -22,7 +22,7 @@ from fullshard.setup.chosen_run import Here, choose, is_run
 
 
 @dataclass(frozen=True)
-class Wish:
+class EvaluateOptions:
     """What is asked for."""
 
     data: str | None
@@ -51,17 +51,17 @@ class Subject:
         return files.step_of(self.checkpoint) if self.checkpoint else None
 
 
-def subject_of(target: str, wish: Wish, *, nodes: int) -> Subject:
+def subject_of(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
     """The run or model that RUN|MODEL means."""
     if is_run(target) or Path(target).name in ("best", "last"):
-        return _run(target, wish, nodes=nodes)
-    if (option := "--checkpoint" if wish.checkpoint else "--weights" if wish.weights else None) is not None:
+        return _run(target, options, nodes=nodes)
+    if (option := "--checkpoint" if options.checkpoint else "--weights" if options.weights else None) is not None:
         raise SetupError(f"{option} chooses among what a run has saved, and {target} is no run. Leave it out.")
-    return _model(target, wish, nodes=nodes)
+    return _model(target, options, nodes=nodes)
 
 
-def _run(target: str, wish: Wish, *, nodes: int) -> Subject:
-    chosen = choose(target, wish.checkpoint, here=_as_it_was(wish, nodes=nodes), best_first=True)
+def _run(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
+    chosen = choose(target, options.checkpoint, here=_as_it_was(options, nodes=nodes), best_first=True)
     if chosen.checkpoint is None:
         raise CheckpointError(
             f"RUN = {target} has no checkpoint. Evaluate the model it has exported: "
@@ -73,14 +73,14 @@ def _run(target: str, wish: Wish, *, nodes: int) -> Subject:
     return Subject(str(chosen.checkpoint), chosen.reading, chosen.checkpoint, why)
 
 
-def _as_it_was(wish: Wish, *, nodes: int) -> Here:
+def _as_it_was(options: EvaluateOptions, *, nodes: int) -> Here:
     """The run's recipe as it was trained, for as many ranks of this machine as it had, unless others are asked for."""
 
     def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
         from fullshard.export.source import model_settings
 
         topology = {**recipe.get("topology", {}), "nodes": nodes}
-        topology |= {"devices": wish.devices} if wish.devices is not None else {}
+        topology |= {"devices": options.devices} if options.devices is not None else {}
         sharding = dict(recipe.get("sharding", {}))
         if sharding.get("strategy") == "hybrid" and nodes == 1:
             sharding["strategy"] = "auto"
@@ -90,11 +90,11 @@ def _as_it_was(wish: Wish, *, nodes: int) -> Here:
         recipe |= {"topology": topology, "sharding": sharding, "batch": batch}
         if checkpoint is not None:
             state = files.read_state(checkpoint)
-            recipe["model"] = model_settings(checkpoint, state, wish.base, wish.trust_remote_code)
-        reading = read(recipe, *wish.settings)
-        if wish.data is None:
+            recipe["model"] = model_settings(checkpoint, state, options.base, options.trust_remote_code)
+        reading = read(recipe, *options.settings)
+        if options.data is None:
             return reading
-        return read(_on_other_data(recipe, reading, data_of(wish.data), checkpoint), *wish.settings)
+        return read(_on_other_data(recipe, reading, data_of(options.data), checkpoint), *options.settings)
 
     return here
 
@@ -115,11 +115,11 @@ def _on_other_data(recipe: dict[str, Any], reading: Reading, data: Any, checkpoi
     return changed
 
 
-def _model(target: str, wish: Wish, *, nodes: int) -> Subject:
+def _model(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
     """A model that stands for itself: its family says what else a recipe for it needs."""
     from fullshard.hf.hub import fetch
 
-    folder = fetch(target, revision=None, code=wish.trust_remote_code, weights=False, where="MODEL")
+    folder = fetch(target, revision=None, code=options.trust_remote_code, weights=False, where="MODEL")
     families = [cast(type[Family], part_class(Family, kind, where="model")) for kind in kinds(Family)]
     fitting = [family for family in families if family.recognises(folder)]
     if not fitting:
@@ -132,20 +132,25 @@ def _model(target: str, wish: Wish, *, nodes: int) -> Subject:
             f"MODEL = {target} is of kind {fitting[0].kind()}, which is evaluated as the recipe of its run says. Name "
             "the run."
         )
-    if wish.data is None:
+    if options.data is None:
         raise SetupError(f"MODEL = {target} has no validation data of its own. Give it: --data FILE.")
-    data = data_of(wish.data)
-    model = {"kind": fitting[0].kind(), "path": target, "base": wish.base, "trust_remote_code": wish.trust_remote_code}
+    data = data_of(options.data)
+    model = {
+        "kind": fitting[0].kind(),
+        "path": target,
+        "base": options.base,
+        "trust_remote_code": options.trust_remote_code,
+    }
     recipe = {
         "name": "evaluate",
         "model": {key: value for key, value in model.items() if value},
         "data": {"train": data, "validation": data},
-        "topology": {"devices": wish.devices or "auto", "nodes": nodes},
+        "topology": {"devices": options.devices or "auto", "nodes": nodes},
         "checkpoint": {"best": None},
         **fitting[0].usual,
     }
-    recipe["precision"] = _stored_precision(read(recipe, *wish.settings))
-    return Subject(target, read(recipe, *wish.settings), None, "its own weights")
+    recipe["precision"] = _stored_precision(read(recipe, *options.settings))
+    return Subject(target, read(recipe, *options.settings), None, "its own weights")
 
 
 def _stored_precision(reading: Reading) -> str:
@@ -165,4 +170,4 @@ def data_of(text: str) -> Any:
     return parse_value(text, where="--data") if text.lstrip()[:1] in ("[", "{") else text
 
 
-__all__ = ["Subject", "Wish", "data_of", "subject_of"]
+__all__ = ["Subject", "EvaluateOptions", "data_of", "subject_of"]

@@ -11,7 +11,7 @@ import traceback
 import typing
 from dataclasses import dataclass
 
-from fullshard.explain.record import Entry, Role, entries
+from fullshard.explain.record import KnownError, Role, entries
 from fullshard.formatting.readable import plain
 
 _ORDER = typing.get_args(Role)
@@ -22,7 +22,7 @@ _SHOWN = 160
 class Match:
     """A known failure that a text speaks of."""
 
-    entry: Entry
+    entry: KnownError
     found: str
     """The words that gave it away."""
     position: int
@@ -42,7 +42,7 @@ def explain_exception(error: BaseException) -> list[Match]:
     return explain("".join(traceback.format_exception(error)))
 
 
-def _find(entry: Entry, text: str) -> Match | None:
+def _find(entry: KnownError, text: str) -> Match | None:
     hits = [hit for pattern in entry.patterns if (hit := re.search(pattern, text))]
     if not hits:
         return None

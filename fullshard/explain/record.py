@@ -20,7 +20,7 @@ Role = Literal["cause", "general", "consequence", "remark"]
 Group = Literal["memory", "precision", "sharding", "ranks", "model", "data", "machine"]
 
 
-class Entry(BaseModel):
+class KnownError(BaseModel):
     """One known failure."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -57,12 +57,12 @@ class Entry(BaseModel):
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[KnownError, ...]:
     """Every known failure, by name."""
     return tuple(
-        Entry.model_validate({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
+        KnownError.model_validate({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
         for path in sorted(FOLDER.glob("*.yaml"))
     )
 
 
-__all__ = ["FOLDER", "Entry", "Group", "Role", "entries"]
+__all__ = ["FOLDER", "KnownError", "Group", "Role", "entries"]

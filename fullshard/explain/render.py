@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fullshard.explain.match import Match
-from fullshard.explain.record import Entry, Group, entries
+from fullshard.explain.record import Group, KnownError, entries
 from fullshard.formatting import readable
 
 WIDTH = 100
@@ -31,7 +31,7 @@ _ROLES = {
 }
 
 
-def section(entry: Entry, *, found: str = "", width: int = WIDTH) -> str:
+def section(entry: KnownError, *, found: str = "", width: int = WIDTH) -> str:
     """One entry for a console, without colours."""
     rows = [("found", found)] if found else []
     rows.append(("cause", entry.cause))
@@ -94,7 +94,7 @@ traceback of every rank, the resolved recipe, the environment, the last metrics 
 This page is made from the files in `fullshard/explain/entries`; `python -m fullshard.explain` writes it anew."""
 
 
-def _chapter(entry: Entry) -> str:
+def _chapter(entry: KnownError) -> str:
     seen = "\n".join(_readable(pattern) for pattern in entry.patterns)
     parts = [f'<a id="{entry.name}"></a>\n\n### {entry.title}', f"```text\n{seen}\n```"]
     if entry.role in _ROLES:

@@ -73,10 +73,12 @@ def export(
         from fullshard.export.source import open_trained
 
         trained = open_trained(found, base=base, trust_remote_code=trust_remote_code, weights=weights)
-        wish = writing.Wish(writing.settle(trained, form, target), dtype, size if shard_size != "5GB" else None)
-        names = list(writing.names_for(trained, wish.form))
-        writing.write(trained, target, wish, _watched(trained.tensors(names), len(names), console))
-    _say_done(console, target, wish.form, trained.family)
+        options = writing.ExportOptions(
+            writing.settle(trained, form, target), dtype, size if shard_size != "5GB" else None
+        )
+        names = list(writing.names_for(trained, options.form))
+        writing.write(trained, target, options, _watched(trained.tensors(names), len(names), console))
+    _say_done(console, target, options.form, trained.family)
 
 
 def parse_size(text: str) -> int:

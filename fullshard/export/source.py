@@ -19,7 +19,7 @@ from torch import nn
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import StoredTensors, weights_of
-from fullshard.checkpoint.tensor_files import Entry
+from fullshard.checkpoint.tensor_files import TensorEntry
 from fullshard.config.part import decode
 from fullshard.contracts.model import Family, Weights
 from fullshard.dist.gradients import checksums
@@ -50,13 +50,13 @@ class Trained:
         """Whether adapters were trained, and not the model."""
         return has_adapters(self.module)
 
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, TensorEntry]:
         """Dtype and shape of every tensor, in the order in which they are read: adapters first."""
         stored = self.stored.names()
         found = {}
         for name, tensor in _tensors_of(self.module).items():
             dtype = self.stored.dtype(name) if name in stored else self._dtype(name, tensor)
-            found[name] = Entry(dtype, tuple(tensor.shape))
+            found[name] = TensorEntry(dtype, tuple(tensor.shape))
         return {name: found[name] for name in sorted(found, key=lambda name: not is_adapter(name))}
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

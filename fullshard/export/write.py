@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, TorchStream, in_rows
+from fullshard.checkpoint.tensor_files import TensorEntry, SafetensorsStream, TorchStream, in_rows
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
 from fullshard.hf.edits import is_adapter
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 @dataclass(frozen=True)
-class Wish:
+class ExportOptions:
     """What is asked for."""
 
     form: str
@@ -52,7 +52,7 @@ def settle(trained: Trained, form: str | None, out: Path) -> str:
     return chosen
 
 
-def names_for(trained: Trained, form: str) -> dict[str, Entry]:
+def names_for(trained: Trained, form: str) -> dict[str, TensorEntry]:
     """The tensors that a form needs."""
     entries = trained.entries()
     if form == "adapter":
@@ -60,18 +60,18 @@ def names_for(trained: Trained, form: str) -> dict[str, Entry]:
     return entries
 
 
-def write(trained: Trained, out: Path, wish: Wish, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+def write(trained: Trained, out: Path, options: ExportOptions, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Writes `out` whole or not at all."""
     with _hidden(out) as hidden:
-        if wish.form == "state":
-            _write_state(hidden, names_for(trained, "state"), tensors, DTYPES[wish.dtype])
+        if options.form == "state":
+            _write_state(hidden, names_for(trained, "state"), tensors, DTYPES[options.dtype])
             return
-        options = {
-            "dtype": DTYPES[wish.dtype],
-            "shard_bytes": wish.shard_bytes,
-            "merged": wish.form == "merged" or None,
+        wanted = {
+            "dtype": DTYPES[options.dtype],
+            "shard_bytes": options.shard_bytes,
+            "merged": options.form == "merged" or None,
         }
-        asked = {key: value for key, value in options.items() if value is not None}
+        asked = {key: value for key, value in wanted.items() if value is not None}
         taken = inspect.signature(trained.family.export).parameters
         if foreign := [key for key in asked if key not in taken]:
             words = {"dtype": "--dtype", "shard_bytes": "--shard-size", "merged": "--as merged"}
@@ -84,11 +84,11 @@ def write(trained: Trained, out: Path, wish: Wish, tensors: Iterator[tuple[str, 
 
 
 def _write_state(
-    path: Path, entries: dict[str, Entry], tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype | None
+    path: Path, entries: dict[str, TensorEntry], tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype | None
 ) -> None:
     """One file with every tensor under the model's own name."""
     if dtype is not None:
-        entries = {n: Entry(dtype, e.shape) if e.dtype.is_floating_point else e for n, e in entries.items()}
+        entries = {n: TensorEntry(dtype, e.shape) if e.dtype.is_floating_point else e for n, e in entries.items()}
     kind = SafetensorsStream if path.suffix in SAFE else TorchStream
     with kind(path, entries=entries) as stream:
         for name, tensor in tensors:
@@ -133,4 +133,4 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-__all__ = ["FORMS", "Wish", "free", "names_for", "settle", "write"]
+__all__ = ["FORMS", "ExportOptions", "free", "names_for", "settle", "write"]

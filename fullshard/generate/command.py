@@ -19,7 +19,7 @@ from fullshard.errors import SetupError
 if TYPE_CHECKING:
     from fullshard.contracts.model import Continuation
     from fullshard.dist.world import World
-    from fullshard.evaluate.source import Wish
+    from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import Prompt
     from fullshard.generate.source import Speaker
     from fullshard.log.console import Console
@@ -93,14 +93,14 @@ def generate(
     words += [str(word) for pair in chosen.items() if pair[1] is not None for word in pair]
     flags = {"--raw": raw, "--trust-remote-code": trust_remote_code, "--json": as_json}
     words += [flag for flag, on in flags.items() if on]
-    from fullshard.evaluate.source import Wish
+    from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import gathered
 
     asked = gathered(prompt or [], prompts or [], messages or [])
-    wish = Wish(None, checkpoint, weights, devices, (), base, trust_remote_code)
+    options = EvaluateOptions(None, checkpoint, weights, devices, (), base, trust_remote_code)
     ask = _Ask(asked, raw, max_new_tokens, temperature, top_p, seed, batch_size)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        records = _generate(target, wish, ask, words, say=not as_json)
+        records = _generate(target, options, ask, words, say=not as_json)
     for record in records:
         typer.echo(json.dumps(record, ensure_ascii=False))
 
@@ -118,7 +118,7 @@ class _Ask:
     batch_size: int
 
 
-def _generate(target: str, wish: Wish, ask: _Ask, words: list[str], *, say: bool) -> list[dict[str, Any]]:
+def _generate(target: str, options: EvaluateOptions, ask: _Ask, words: list[str], *, say: bool) -> list[dict[str, Any]]:
     """This rank's part, from loading to the last line; gives what is left to print, on rank 0."""
     from fullshard.dist import env
     from fullshard.generate.source import speaker_of
@@ -128,7 +128,7 @@ def _generate(target: str, wish: Wish, ask: _Ask, words: list[str], *, say: bool
 
     launch = env.detect(os.environ)
     with libraries.route(Console(silent=launch.rank != 0)):
-        speaker = speaker_of(target, wish, nodes=launch.num_nodes)
+        speaker = speaker_of(target, options, nodes=launch.num_nodes)
     topology = speaker.reading.recipe.topology
     if (code := start_own(["generate", speaker.name, *words], topology)) is not None:
         raise typer.Exit(code)

@@ -15,7 +15,7 @@ from fullshard.checkpoint import folder as files
 from fullshard.contracts.model import Family, Weights
 from fullshard.contracts.objective import Objective
 from fullshard.errors import SetupError
-from fullshard.evaluate.source import Wish, subject_of
+from fullshard.evaluate.source import EvaluateOptions, subject_of
 from fullshard.export.source import Values, model_settings, open_trained
 from fullshard.recipes.read import Reading, read
 from fullshard.setup.chosen_run import RESOLVED, Here, choose, is_run
@@ -37,16 +37,18 @@ class Speaker:
     """It was trained on conversations; a model by itself: it has a chat template."""
 
 
-def speaker_of(target: str, wish: Wish, *, nodes: int) -> Speaker:
+def speaker_of(target: str, options: EvaluateOptions, *, nodes: int) -> Speaker:
     """The run or model that RUN|MODEL means."""
     if is_run(target) or Path(target).name in ("best", "last"):
-        chosen = choose(target, wish.checkpoint, here=_for_generating(wish, nodes=nodes), best_first=True)
+        chosen = choose(target, options.checkpoint, here=_for_generating(options, nodes=nodes), best_first=True)
         if chosen.checkpoint is not None:
-            return _trained(chosen.checkpoint, chosen.reading, wish)
+            return _trained(chosen.checkpoint, chosen.reading, options)
         target = str(chosen.weights)
     # Data is never opened.
     subject = subject_of(
-        target, Wish("none", None, None, wish.devices, (), wish.base, wish.trust_remote_code), nodes=nodes
+        target,
+        EvaluateOptions("none", None, None, options.devices, (), options.base, options.trust_remote_code),
+        nodes=nodes,
     )
     reading = read({**_leaner(_plain(subject.reading)), "data": {"train": "none", "pack": False}})
     recipe = reading.recipe
@@ -58,10 +60,12 @@ def speaker_of(target: str, wish: Wish, *, nodes: int) -> Speaker:
     return Speaker(target, "its own weights", reading, recipe.model, processor, module, None, chat)
 
 
-def _trained(checkpoint: Path, reading: Reading, wish: Wish) -> Speaker:
+def _trained(checkpoint: Path, reading: Reading, options: EvaluateOptions) -> Speaker:
     recipe = reading.recipe
     _require_tokens(recipe.objective, str(checkpoint))
-    trained = open_trained(checkpoint, base=wish.base, trust_remote_code=wish.trust_remote_code, weights=wish.weights)
+    trained = open_trained(
+        checkpoint, base=options.base, trust_remote_code=options.trust_remote_code, weights=options.weights
+    )
     recipe.objective.extend(trained.module)
     step = f"step {files.step_of(checkpoint):,}"
     chat = hasattr(_encoder(checkpoint, reading), "conversation")
@@ -76,15 +80,15 @@ def _encoder(checkpoint: Path, reading: Reading) -> Any:
     return found if found is not None or not resolved.is_file() else encoder_of(read(resolved).recipe)
 
 
-def _for_generating(wish: Wish, *, nodes: int) -> Here:
+def _for_generating(options: EvaluateOptions, *, nodes: int) -> Here:
     """The run's recipe for the ranks of this machine; what only training needs is off."""
 
     def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
         topology = {**recipe.get("topology", {}), "nodes": nodes}
-        topology |= {"devices": wish.devices} if wish.devices is not None else {}
+        topology |= {"devices": options.devices} if options.devices is not None else {}
         model = recipe["model"]
         if checkpoint is not None:
-            model = model_settings(checkpoint, files.read_state(checkpoint), wish.base, wish.trust_remote_code)
+            model = model_settings(checkpoint, files.read_state(checkpoint), options.base, options.trust_remote_code)
         return read(_leaner({**recipe, "topology": topology, "model": model}))
 
     return here

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
 from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf.adapter import stored_names
@@ -149,7 +149,7 @@ class _Writer:
             self._release()
             self._block = block
             self._cut(self._block_bytes.get(block, 0), whole=False)
-        entry = Entry(dtype, tuple(tensor.shape))
+        entry = TensorEntry(dtype, tuple(tensor.shape))
         stored = self._renamed(name, tensor.shape)
         if stored is not None:
             self._write(stored, entry, self._pieces(name, tensor, dtype))
@@ -197,9 +197,9 @@ class _Writer:
         self._held = {}
         for name in list(state):
             tensor = state.pop(name)
-            self._write(name, Entry.of(tensor), iter([tensor]))
+            self._write(name, TensorEntry.of(tensor), iter([tensor]))
 
-    def _write(self, name: str, entry: Entry, pieces: Iterator[torch.Tensor]) -> None:
+    def _write(self, name: str, entry: TensorEntry, pieces: Iterator[torch.Tensor]) -> None:
         self._cut(entry.size_bytes, whole=True)
         if self._stream is None:
             stream = SafetensorsStream(self._part(len(self._files)), reserve_bytes=min(self._reserve, 8 << 20))

@@ -35,7 +35,7 @@ _STEMS = ("model", "diffusion_pytorch_model")
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One stored tensor."""
 
     file: Path
@@ -43,14 +43,14 @@ class Entry:
     dtype: torch.dtype
 
 
-class Stored(Mapping[str, Entry]):
+class Stored(Mapping[str, TensorEntry]):
     """The tensors of a folder; headers are read at once, values only when asked for."""
 
-    def __init__(self, entries: dict[str, Entry]) -> None:
+    def __init__(self, entries: dict[str, TensorEntry]) -> None:
         self._entries = entries
         self._open: dict[Path, Any] = {}
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> TensorEntry:
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -91,7 +91,7 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 def open_files(files: Sequence[Path]) -> Stored:
     """The tensors of these files together; headers are read, values are not."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for file in files:
         handle = _open(file)
         for name in list(handle.keys()):
@@ -102,7 +102,7 @@ def open_files(files: Sequence[Path]) -> Stored:
                     f"{file}: {name} is stored as {dtype}, a quantised form that cannot be trained. "
                     f"Use the unquantised weights ({', '.join(k for k in _DTYPES if 'F' in k)})."
                 )
-            entries[name] = Entry(file, tuple(part.get_shape()), _DTYPES[dtype])
+            entries[name] = TensorEntry(file, tuple(part.get_shape()), _DTYPES[dtype])
     return Stored(entries)
 
 

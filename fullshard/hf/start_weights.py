@@ -22,7 +22,7 @@ from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf import checkpoint_model
 from fullshard.hf.edits import base_name, has_adapters, is_adapter
-from fullshard.hf.safetensors_folder import Entry, Stored
+from fullshard.hf.safetensors_folder import Stored, TensorEntry
 from fullshard.hf.torch_state import Renamed, open_state
 from fullshard.hf.weights import AdapterWeights, StoredWeights, Together
 
@@ -42,7 +42,7 @@ class _Section(Stored):
 
         self._reader = open_tensors(checkpoint).section("model")
         super().__init__(
-            {n: Entry(checkpoint, self._reader.shape(n), self._reader.dtype(n)) for n in self._reader.names()}
+            {n: TensorEntry(checkpoint, self._reader.shape(n), self._reader.dtype(n)) for n in self._reader.names()}
         )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

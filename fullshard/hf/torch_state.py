@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import CheckpointError
-from fullshard.hf.safetensors_folder import Entry, Stored, open_files
+from fullshard.hf.safetensors_folder import Stored, TensorEntry, open_files
 
 _NESTED = ("model", "state_dict", "module")
 _INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -37,7 +37,7 @@ class _Mapped(Stored):
     """Tensors that torch mapped into memory: rows are read from the disk when they are asked for."""
 
     def __init__(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__({name: Entry(file, tuple(t.shape), t.dtype) for name, t in tensors.items()})
+        super().__init__({name: TensorEntry(file, tuple(t.shape), t.dtype) for name, t in tensors.items()})
         self._tensors = tensors
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:

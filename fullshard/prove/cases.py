@@ -20,7 +20,7 @@ from fullshard.formatting.plural import counted
 from fullshard.prove.kill import Kill
 from fullshard.prove.noise import still
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 
 STEPS, SAVE_EVERY, KILLS = 6, 2, (3, 5)
 """A checkpoint every second step, and a kill after the step behind each of the first two."""
@@ -84,9 +84,9 @@ class Plan:
     """Cases that cannot be had, and why."""
 
 
-def plan(recipe: Recipe, place: Place, ground: Ground, *, cases: tuple[str, ...]) -> Plan:
+def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, ...]) -> Plan:
     """The runs for the cases that are asked for."""
-    world, samples_per_step = place.ranks.per_node, ground.plan.global_size
+    world, samples_per_step = place.ranks.per_node, inputs.plan.global_size
     other_world = 2 if world == 1 else world // 2
     gpus = len(place.ranks.device_ids) if place.ranks.device_ids else place.num_gpus
     shared = place.device == "cuda" and other_world > gpus
@@ -97,7 +97,7 @@ def plan(recipe: Recipe, place: Place, ground: Ground, *, cases: tuple[str, ...]
     passes = [recipe.batch.per_device * world, own * world, own * other_world, split * world, elsewhere * other_world]
     step = _samples(samples_per_step, math.lcm(*passes), recipe.batch.per_device * world)
     straight = _shrunk(recipe, place, samples=step)
-    quiet, removed, noisy = still(recipe, ground.module, ground.processor, half=place.half)
+    quiet, removed, noisy = still(recipe, inputs.module, inputs.processor, half=place.half)
     changed = bool(removed) or own != recipe.batch.per_device
     base = _with(straight, **{key: getattr(quiet, key) for key in ("model", "precision", "optimizer")})
     base = _batch(base, own)
@@ -118,7 +118,7 @@ def plan(recipe: Recipe, place: Place, ground: Ground, *, cases: tuple[str, ...]
         reference if chosen else None,
         chosen,
         step,
-        tuple(_notes(recipe, place, step, samples_per_step, removed if chosen else [], own, ground.plan.noun)),
+        tuple(_notes(recipe, place, step, samples_per_step, removed if chosen else [], own, inputs.plan.noun)),
         left_out,
     )
 

@@ -1,4 +1,4 @@
-"""`fullshard prove`: lays the ground, plans the runs, makes them in a folder of their own, and tells what came of it.
+"""`fullshard prove`: lays the inputs, plans the runs, makes them in a folder of their own, and tells what came of it.
 
 Must not know how a run is made or compared.
 """
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from fullshard.prove.cases import Place
     from fullshard.recipe import Recipe, Topology
     from fullshard.recipes.read import Reading
-    from fullshard.setup.run_inputs import Ground
+    from fullshard.setup.run_inputs import RunInputs
 
 
 @dataclass(frozen=True)
-class Wish:
+class ProveOptions:
     """What the user asked of the proof."""
 
     cases: str | None = None
@@ -34,25 +34,25 @@ class Wish:
     as_json: bool = False
 
 
-def prove(reading: Reading, ranks: Ranks, wish: Wish) -> int:
+def prove(reading: Reading, ranks: Ranks, options: ProveOptions) -> int:
     """Proves a recipe; returns the exit code: 0 no drift, 3 drift, 2 where a run could not be made."""
     from fullshard.prove import cases, proof
     from fullshard.prove.report import Report
     from fullshard.prove.runs import Runs, start_ranks
 
-    names, report = cases.check_names(wish.cases), Report(as_json=wish.as_json)
-    with aside(wish.as_json), report.working("Reading the data and building the model"):
-        ground = _lay(reading.recipe, ranks)
-        place = _place(reading.recipe, ranks, ground)
-    with _folder(reading.recipe, keep=wish.keep) as folder:
-        with aside(wish.as_json):
-            plan = cases.plan(reading.recipe, replace(place, folder=folder), ground, cases=names)
-        each = counted(plan.samples_per_step, ground.plan.noun)
+    names, report = cases.check_names(options.cases), Report(as_json=options.as_json)
+    with aside(options.as_json), report.working("Reading the data and building the model"):
+        inputs = _lay(reading.recipe, ranks)
+        place = _place(reading.recipe, ranks, inputs)
+    with _folder(reading.recipe, keep=options.keep) as folder:
+        with aside(options.as_json):
+            plan = cases.plan(reading.recipe, replace(place, folder=folder), inputs, cases=names)
+        each = counted(plan.samples_per_step, inputs.plan.noun)
         title = f"Proving {reading.recipe.name}: {cases.STEPS} steps of {each}"
         report.opening(f"{title} on {counted(ranks.per_node, 'rank')}, {place.device}", plan.notes)
-        verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=wish.keep))
+        verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=options.keep))
         facts = {"steps": cases.STEPS, "samples_per_step": plan.samples_per_step, "notes": list(plan.notes)}
-        report.end(verdicts, facts=facts | ({"folder": str(folder)} if wish.keep else {}))
+        report.end(verdicts, facts=facts | ({"folder": str(folder)} if options.keep else {}))
     words = {verdict.word for verdict in verdicts}
     return EXIT_NUMERICAL if "DRIFT" in words else EXIT_USER if "not run" in words else EXIT_DONE
 
@@ -73,18 +73,18 @@ def own_ranks(topology: Topology) -> Ranks:
     return ranks_of(topology.model_copy(update={"nodes": 1}))
 
 
-def _lay(recipe: Recipe, ranks: Ranks) -> Ground:
+def _lay(recipe: Recipe, ranks: Ranks) -> RunInputs:
     """The data and the empty model: mistakes in them are told before any rank starts, and the ranks find the cache."""
     from fullshard.log import libraries
     from fullshard.log.console import Console
-    from fullshard.setup.run_inputs import lay_ground
+    from fullshard.setup.run_inputs import prepare_inputs
 
     console = Console(silent=True)
     with libraries.route(console):
-        return lay_ground(recipe, world_size=ranks.per_node * recipe.topology.nodes, console=console)
+        return prepare_inputs(recipe, world_size=ranks.per_node * recipe.topology.nodes, console=console)
 
 
-def _place(recipe: Recipe, ranks: Ranks, ground: Ground) -> Place:
+def _place(recipe: Recipe, ranks: Ranks, inputs: RunInputs) -> Place:
     import torch
 
     from fullshard.dist.mesh import choose_layout
@@ -95,7 +95,7 @@ def _place(recipe: Recipe, ranks: Ranks, ground: Ground) -> Place:
 
     device = torch.device(choose_device_type(recipe.topology.device))
     world = World(0, ranks.per_node, 0, ranks.per_node, device, recipe.topology.backend)
-    state = state_bytes(recipe, ground.module)
+    state = state_bytes(recipe, inputs.module)
     return Place(
         folder=recipe.output,
         ranks=ranks,
@@ -136,4 +136,4 @@ def aside(as_json: bool) -> Iterator[None]:
         yield
 
 
-__all__ = ["Wish", "aside", "own_ranks", "prove", "refuse_launcher"]
+__all__ = ["ProveOptions", "aside", "own_ranks", "prove", "refuse_launcher"]

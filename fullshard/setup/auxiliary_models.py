@@ -19,39 +19,41 @@ from fullshard.dist.shard import shard
 from fullshard.dist.world import World
 from fullshard.errors import RecipeError
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import Ground, cache_folder, encoder_of
+from fullshard.setup.run_inputs import RunInputs, cache_folder, encoder_of
 from fullshard.setup.shard_plan import shard_plan
 
 
 def frozen_models(
-    recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, *, texts: bool = True
+    recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision, *, texts: bool = True
 ) -> dict[str, nn.Module]:
     """The models that the objective names, with stored weights; and, unless `texts` is false, the text encoders that
     the run looks at in every step."""
     found = {
-        name: _frozen(recipe, ground, world, precision, name, family)
+        name: _frozen(recipe, inputs, world, precision, name, family)
         for name, family in recipe.objective.frozen().items()
     }
     stack = getattr(encoder_of(recipe), "stack", None)
     if texts and stack is not None and stack.is_live:
-        found |= text_encoders(recipe, ground, world, precision)
+        found |= text_encoders(recipe, inputs, world, precision)
     return found
 
 
-def text_encoders(recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision) -> dict[str, nn.Module]:
+def text_encoders(
+    recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision
+) -> dict[str, nn.Module]:
     """The text encoders of data.encode.text, whether the run looks at them in every step or not."""
     stack: Any = getattr(encoder_of(recipe), "stack", None)
     return {
-        name: _frozen(recipe, ground, world, precision, name, decode(Family, settings, where="data.encode.text"))
+        name: _frozen(recipe, inputs, world, precision, name, decode(Family, settings, where="data.encode.text"))
         for name, settings in stack.families().items()
     }
 
 
 def _frozen(
-    recipe: Recipe, ground: Ground, world: World, precision: ResolvedPrecision, name: str, family: Family
+    recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision, name: str, family: Family
 ) -> nn.Module:
     family.prepare((), cache=cache_folder(recipe))
-    _check_tokens(recipe, ground, name, family)
+    _check_tokens(recipe, inputs, name, family)
     module = family.build(processor=None)
     module.requires_grad_(False)
     weights = family.weights(module)
@@ -68,12 +70,12 @@ def _frozen(
     return module.eval()
 
 
-def _check_tokens(recipe: Recipe, ground: Ground, name: str, family: Family) -> None:
+def _check_tokens(recipe: Recipe, inputs: RunInputs, name: str, family: Family) -> None:
     """Both models read the same tokens, so these must mean the same to both."""
     theirs = family.processor(cache=cache_folder(recipe))
-    if theirs is not None and ground.processor is not None:
-        theirs.prompts = getattr(ground.processor, "prompts", {})
-        if processor_fingerprint(theirs) != processor_fingerprint(ground.processor):
+    if theirs is not None and inputs.processor is not None:
+        theirs.prompts = getattr(inputs.processor, "prompts", {})
+        if processor_fingerprint(theirs) != processor_fingerprint(inputs.processor):
             raise RecipeError(
                 f"objective.{name}: its tokenizer is not that of model.path, and both must read the same tokens. "
                 f"Choose a {name} with the same tokenizer."

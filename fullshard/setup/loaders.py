@@ -18,7 +18,7 @@ from fullshard.log.console import Console
 from fullshard.log.image_grids import Gallery
 from fullshard.proofs.before_step_one import Probe, prove
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 from fullshard.setup.sharded_model import ShardedModel
 from fullshard.step import to_device
 
@@ -28,13 +28,13 @@ def num_workers(recipe: Recipe, world: World) -> int:
     return recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
 
 
-def loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
+def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
     """Of the training data, and of the validation data where there is any."""
 
     def loader(samples: Any, per_device: int, global_size: int, shuffle: bool) -> Loader:
         return Loader(
             samples,
-            ground.data.encoder,
+            inputs.data.encoder,
             seed=recipe.seed,
             shuffle=shuffle,
             per_device=per_device,
@@ -45,11 +45,11 @@ def loaders(recipe: Recipe, ground: Ground, world: World, *, workers: int) -> tu
             pin_memory=world.device.type == "cuda",
         )
 
-    train = loader(ground.data.train, ground.plan.per_device, ground.plan.global_size, recipe.data.shuffle)
-    if ground.data.validation is None:
+    train = loader(inputs.data.train, inputs.plan.per_device, inputs.plan.global_size, recipe.data.shuffle)
+    if inputs.data.validation is None:
         return train, None
-    each = ground.validation_per_device
-    return train, loader(ground.data.validation, each, each * world.size, False)
+    each = inputs.validation_per_device
+    return train, loader(inputs.data.validation, each, each * world.size, False)
 
 
 def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux: dict[str, nn.Module]) -> list[str]:
@@ -65,7 +65,7 @@ def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux
 
 def evaluation_inputs(
     recipe: Recipe,
-    ground: Ground,
+    inputs: RunInputs,
     module: nn.Module,
     aux: dict[str, nn.Module],
     validation: Loader | None,
@@ -80,12 +80,12 @@ def evaluation_inputs(
         aux=aux,
         batches=validation.once if validation else (lambda: iter(())),
         num_batches=validation.num_batches if validation else 0,
-        processor=ground.processor,
+        processor=inputs.processor,
         sum_over_ranks=reduce.sum_over_ranks,
         device=world.device,
         bar=console.validation_bar,
         show=gallery.show,
-        encoder=ground.data.encoder,
+        encoder=inputs.data.encoder,
         length=recipe.data.sequence_length,
     )
 

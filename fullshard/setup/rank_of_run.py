@@ -19,10 +19,10 @@ from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
 from fullshard.setup import on_ranks, same_run
-from fullshard.setup.run_inputs import Ground, lay_ground
+from fullshard.setup.run_inputs import RunInputs, prepare_inputs
 from fullshard.setup.same_run import Subject, subjects
 
-Preflight = Callable[[Ground, Launch, Console], None]
+Preflight = Callable[[RunInputs, Launch, Console], None]
 """What is checked on one rank of each node before ranks meet; raises what would stop the run later."""
 
 
@@ -33,7 +33,7 @@ def as_rank(
     silent: bool = False,
     preflight: Preflight | None = None,
     options: Mapping[str, str] | None = None,
-) -> Iterator[tuple[Ground, World, Console]]:
+) -> Iterator[tuple[RunInputs, World, Console]]:
     """One rank of a run, left again at the end. All ranks compare what they must have alike, the `options` of the
     command too. Without a `preflight` the caller checks and compares."""
     recipe, launch = reading.recipe, env.detect(os.environ)
@@ -41,23 +41,23 @@ def as_rank(
         foreign = accelerate.notes(os.environ, world=launch.world) if launch.launcher == "accelerate" else []
         for line in [*reading.overridden, *foreign]:
             console.note(line)
-        ground = lay_ground(recipe, world_size=launch.world, console=console)
+        inputs = prepare_inputs(recipe, world_size=launch.world, console=console)
         if preflight is not None and launch.local_rank == 0:
-            preflight(ground, launch, console)
+            preflight(inputs, launch, console)
         world = meet()
         if preflight is not None and world.size > 1:
-            same_run.require(compared(recipe, ground, world, options or {}))
-        yield ground, world, console
+            same_run.require(compared(recipe, inputs, world, options or {}))
+        yield inputs, world, console
 
 
-def compared(recipe: Recipe, ground: Ground, world: World, options: Mapping[str, str]) -> list[Subject]:
+def compared(recipe: Recipe, inputs: RunInputs, world: World, options: Mapping[str, str]) -> list[Subject]:
     """What this rank must have in common with all others."""
     try:
         precision = resolve_precision(recipe.precision, world.device).word
     except FullshardError as error:  # raised again where the model is built, if all ranks have it
         precision = str(error)
     realised = {"the device": world.device.type, "the precision in force": precision, **options}
-    return subjects(plain(recipe), ground, realised=realised)
+    return subjects(plain(recipe), inputs, realised=realised)
 
 
 __all__ = ["Preflight", "as_rank", "compared"]

@@ -1,6 +1,6 @@
 """What a run stands on before its ranks meet: downloads, the empty model, tokenised data, the step arithmetic.
 
-Every rank lays the same ground by itself; no collective is open while a tokenizer works for an hour.
+Every rank lays the same inputs by itself; no collective is open while a tokenizer works for an hour.
 Must not know sharding, optimizers or losses.
 """
 
@@ -29,7 +29,7 @@ from fullshard.setup.step_plan import StepPlan, plan_steps
 
 
 @dataclass(frozen=True)
-class Ground:
+class RunInputs:
     """What a run stands on before its ranks meet."""
 
     processor: Any
@@ -44,13 +44,13 @@ class Ground:
     """The files that `data.train` is made of, to tell what has changed of them."""
 
 
-def lay_ground(recipe: Recipe, *, world_size: int, console: Console) -> Ground:
+def prepare_inputs(recipe: Recipe, *, world_size: int, console: Console) -> RunInputs:
     """Fetches, tokenises and counts. Every rank does it by itself; locked caches let the work happen once a node."""
     processor = find_processor(recipe)
     # Before the data: a model that cannot be is found in seconds, encoding may take an hour.
     module = build_module(recipe, processor)
     find_best(recipe, module)
-    return lay_data(recipe, processor, module, world_size=world_size, console=console)
+    return prepare_data(recipe, processor, module, world_size=world_size, console=console)
 
 
 def find_processor(recipe: Recipe) -> Any:
@@ -75,7 +75,7 @@ def build_module(recipe: Recipe, processor: Any) -> nn.Module:
     return module
 
 
-def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: int, console: Console) -> Ground:
+def prepare_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: int, console: Console) -> RunInputs:
     """Encoded data and the arithmetic of its steps, on top of the model."""
     encode = encoder_of(recipe)
     if encode is not None:
@@ -119,7 +119,7 @@ def lay_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: i
         **data.encoder.identity(data.train_from.store),
     }
     per_device = recipe.evaluate.per_device or recipe.batch.per_device
-    return Ground(processor, module, data, plan, per_device, identity, inventory(data.train_from.records))
+    return RunInputs(processor, module, data, plan, per_device, identity, inventory(data.train_from.records))
 
 
 def check_batch(objective: Objective, data: Prepared) -> None:
@@ -144,8 +144,8 @@ def find_best(recipe: Recipe, module: nn.Module) -> BestRule | None:
     return best_rule(recipe.checkpoint.best, recipe.evaluate.parts, recipe.objective, module, recipe.ema)
 
 
-def acting_best(recipe: Recipe, ground: Ground) -> BestRule | None:
+def effective_best(recipe: Recipe, inputs: RunInputs) -> BestRule | None:
     """The same, where a validation finds any number at all."""
-    parts, held_out = recipe.evaluate.parts, ground.data.validation is not None
-    acts = gives_numbers(parts, recipe.objective, ground.module, held_out=held_out)
-    return find_best(recipe, ground.module) if acts else None
+    parts, held_out = recipe.evaluate.parts, inputs.data.validation is not None
+    acts = gives_numbers(parts, recipe.objective, inputs.module, held_out=held_out)
+    return find_best(recipe, inputs.module) if acts else None

@@ -17,7 +17,7 @@ from fullshard.formatting.plural import counted
 from fullshard.loop import Parts
 from fullshard.recipe import Recipe
 from fullshard.setup.dropout import active_dropout
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 from fullshard.setup.sharded_model import ShardedModel
 from fullshard.setup.step_plan import StepPlan
 
@@ -40,7 +40,7 @@ NO_WORKERS = "none: each rank reads its data between steps"
 
 
 def header_rows(
-    recipe: Recipe, ground: Ground, world: World, built: Built, checkpoint: Path | None
+    recipe: Recipe, inputs: RunInputs, world: World, built: Built, checkpoint: Path | None
 ) -> list[tuple[str, str]]:
     """Label and fact, in reading order."""
     rows = [
@@ -54,15 +54,15 @@ def header_rows(
         ("recompute", _recompute(built)),
         *_dropout(built),
     ]
-    for line in [*ground.data.report, *ground.plan.describe()]:
+    for line in [*inputs.data.report, *inputs.plan.describe()]:
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
-    rows += [("workers", _workers(built)), ("optimizer", _optimizer(recipe, ground))]
+    rows += [("workers", _workers(built)), ("optimizer", _optimizer(recipe, inputs))]
     if recipe.ema:
-        rows.append(("ema", recipe.ema.describe(evaluated=bool(_running(recipe, ground)))))
+        rows.append(("ema", recipe.ema.describe(evaluated=bool(_running(recipe, inputs)))))
     rows += [
-        ("evaluate", _evaluated(recipe, ground, built)),
-        ("checkpoints", _checkpoints(recipe, ground, built)),
+        ("evaluate", _evaluated(recipe, inputs, built)),
+        ("checkpoints", _checkpoints(recipe, inputs, built)),
         ("export", _exported(recipe, built)),
     ]
     rows += [("proven", proof) for proof in built.proofs]
@@ -123,10 +123,10 @@ def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
     return [("in fp32", line) for line in lines]
 
 
-def _optimizer(recipe: Recipe, ground: Ground) -> str:
+def _optimizer(recipe: Recipe, inputs: RunInputs) -> str:
     optimizer, schedule = recipe.optimizer, recipe.schedule
     clip = f"clipped at norm {optimizer.clip:g}" if optimizer.clip else "not clipped"
-    steps = schedule.warmup_steps(ground.plan.total_steps)
+    steps = schedule.warmup_steps(inputs.plan.total_steps)
     warmup = f" after {counted(steps, 'step')} of warm-up" if steps else ""
     return f"{optimizer.kind()}, lr {optimizer.lr:g}, {schedule.kind()} schedule{warmup}, gradients {clip}"
 
@@ -136,22 +136,22 @@ def _workers(built: Built) -> str:
     return f"{workers} loader {'process' if workers == 1 else 'processes'} per rank" if workers else NO_WORKERS
 
 
-def _evaluated(recipe: Recipe, ground: Ground, built: Built) -> str:
+def _evaluated(recipe: Recipe, inputs: RunInputs, built: Built) -> str:
     """What is found out, and when; the end of the run is always validated."""
-    parts, due, done = _running(recipe, ground), built.parts.evaluate_due, built.parts.progress.step
+    parts, due, done = _running(recipe, inputs), built.parts.evaluate_due, built.parts.progress.step
     if not parts:
         return f"never: {'evaluate.parts is empty' if not recipe.evaluate.parts else NO_DATA}"
     often = [part.kind() for part in parts if not part.only_at_end]
     late = [part.kind() for part in parts if part.only_at_end]
     when = ["before the first step"] if due.at_start and not done else []
-    when += [*intervals(due, ground.plan, done), "at the end"]
+    when += [*intervals(due, inputs.plan, done), "at the end"]
     lines = [f"{', '.join(often)} {', '.join(when)}"] if often else []
     return "; ".join([*lines, *([f"{', '.join(late)} at the end"] if late else [])])
 
 
-def _running(recipe: Recipe, ground: Ground) -> list[Evaluation]:
+def _running(recipe: Recipe, inputs: RunInputs) -> list[Evaluation]:
     """The evaluations that have what they need."""
-    held_out = ground.data.validation is not None
+    held_out = inputs.data.validation is not None
     return [part for part in recipe.evaluate.parts if held_out or not part.needs_held_out]
 
 
@@ -168,13 +168,13 @@ def intervals(due: Due, plan: StepPlan, done: int) -> list[str]:
     return found
 
 
-def _checkpoints(recipe: Recipe, ground: Ground, built: Built) -> str:
+def _checkpoints(recipe: Recipe, inputs: RunInputs, built: Built) -> str:
     """What will be saved, when, and how."""
     policy, parts = recipe.checkpoint, built.parts
-    when = intervals(parts.save_due, ground.plan, parts.progress.step)
+    when = intervals(parts.save_due, inputs.plan, parts.progress.step)
     when += [f"at each best ({parts.best.describe()})"] if parts.best else []
     when += ["at the end"] if policy.at_end else []
-    why = NO_DATA if ground.data.validation is None else "no evaluation finds a number"
+    why = NO_DATA if inputs.data.validation is None else "no evaluation finds a number"
     unjudged = f"; no best checkpoint: {why}" if policy.best and parts.best is None else ""
     if not when:
         return f"none: nothing will be saved, unless a signal stops the run{unjudged}"

@@ -24,7 +24,7 @@ from fullshard.control.resume import flat
 from fullshard.data.store import processor_fingerprint
 from fullshard.dist.agreement import Facts, differences, some
 from fullshard.errors import SetupError
-from fullshard.setup.run_inputs import Ground
+from fullshard.setup.run_inputs import RunInputs
 
 PACKAGES = (
     "torch",
@@ -57,7 +57,7 @@ class Subject:
     """What to say when they do."""
 
 
-def subjects(settings: Mapping[str, Any], ground: Ground, *, realised: Mapping[str, str]) -> list[Subject]:
+def subjects(settings: Mapping[str, Any], inputs: RunInputs, *, realised: Mapping[str, str]) -> list[Subject]:
     """What this rank has, by subject. `settings` is the whole recipe, `realised` what this rank adds to it: options of
     the command, and what an "auto" came to here."""
     recipe = {key: str(value) for key, value in flat(dict(settings)).items() if not key.startswith(_OWN)}
@@ -78,21 +78,21 @@ def subjects(settings: Mapping[str, Any], ground: Ground, *, realised: Mapping[s
         ),
         Subject(
             "code",
-            code(settings, ground.module),
+            code(settings, inputs.module),
             "the same code",
             "Put the same code on every node, or use one shared folder.",
             "fullshard, the run's own parts and the model's class are the same on every rank",
         ),
         Subject(
             "data",
-            _data(ground),
+            _data(inputs),
             "the same data",
             "Give every node the same files.",
             "the same content on every rank",
         ),
         Subject(
             "model",
-            _model(ground.module),
+            _model(inputs.module),
             "the same model",
             "Give every node the same model folder.",
             "the same config and shapes on every rank",
@@ -176,11 +176,11 @@ def _file_of(found: type) -> Path | None:
         return None
 
 
-def _data(ground: Ground) -> dict[str, str | None]:
-    held = ground.data.validation_from
-    found = {key: str(value) for key, value in ground.identity.items()}
+def _data(inputs: RunInputs) -> dict[str, str | None]:
+    held = inputs.data.validation_from
+    found = {key: str(value) for key, value in inputs.identity.items()}
     found["content of data.validation"] = held.records.fingerprint() if held is not None else "no data"
-    found["tokenizer"] = processor_fingerprint(ground.processor)
+    found["tokenizer"] = processor_fingerprint(inputs.processor)
     return dict(found)
 
 

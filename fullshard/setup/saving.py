@@ -27,7 +27,7 @@ from fullshard.dist.world import World
 from fullshard.errors import RecipeError, SetupError
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import Ground, acting_best
+from fullshard.setup.run_inputs import RunInputs, effective_best
 
 TIMEOUT_S = 1800.0
 """How long ranks wait at least for each other in a save: a slow disk is no reason to stop a run."""
@@ -41,7 +41,7 @@ def frozen_in(recipe: Recipe, module: nn.Module, weights: Weights | None) -> fro
 
 def make_saver(
     recipe: Recipe,
-    ground: Ground,
+    inputs: RunInputs,
     world: World,
     *,
     module: nn.Module,
@@ -67,10 +67,10 @@ def make_saver(
         model=module,
         optimizer=optimizer,
         scaler=scaler,
-        facts={"identity": ground.identity, "recipe": plain(recipe), "data": ground.content},
+        facts={"identity": inputs.identity, "recipe": plain(recipe), "data": inputs.content},
         left_out=left_out,
         family=recipe.model,
-        processor=ground.processor,
+        processor=inputs.processor,
         world=world,
         console=console,
         average=average,
@@ -97,11 +97,11 @@ def go_background(saver: Saver, wanted: bool | None) -> None:
     saver.prepare(to_come)
 
 
-def saves_to_come(recipe: Recipe, ground: Ground, saver: Saver) -> Approach:
+def saves_to_come(recipe: Recipe, inputs: RunInputs, saver: Saver) -> Approach:
     """When the recipe may ask for a save: by its own rules, and where a validation may find the best model yet."""
-    checkpoint, evaluate, plan = recipe.checkpoint, recipe.evaluate, ground.plan
+    checkpoint, evaluate, plan = recipe.checkpoint, recipe.evaluate, inputs.plan
     due = [Due(checkpoint.every_steps, checkpoint.every_epochs, checkpoint.every_minutes)]
-    judged = acting_best(recipe, ground) is not None
+    judged = effective_best(recipe, inputs) is not None
     if judged:
         due.append(Due(evaluate.every_steps, evaluate.every_epochs))
     return Approach(

@@ -86,7 +86,7 @@ def test_layers_do_not_look_up(folder: str) -> None:
 def test_nothing_below_build_takes_the_recipe() -> None:
     allowed = {
         "build.py",
-        "ground.py",
+        "inputs.py",
         "run.py",
         "read.py",
         "header.py",

@@ -85,13 +85,13 @@ def prepare(folder: Path) -> None:
     from fullshard.dist.precision import avoid_broken_amx
     from fullshard.log.console import Console
     from fullshard.recipes.read import read
-    from fullshard.setup.run_inputs import lay_ground
+    from fullshard.setup.run_inputs import prepare_inputs
     from tests.small import model_folder, token_file
 
     avoid_broken_amx()
     model_folder(folder / "model", **TINY)
     token_file(folder / "train.jsonl", records=90)
-    lay_ground(read(settings(folder, "straight", 1)).recipe, world_size=WORLD, console=Console(silent=True))
+    prepare_inputs(read(settings(folder, "straight", 1)).recipe, world_size=WORLD, console=Console(silent=True))
     assert len(os.listdir("/proc/self/task")) == 1, "forked ranks must not inherit a thread's locks"
 
 

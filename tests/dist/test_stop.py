@@ -23,7 +23,7 @@ import pytest
 from tests.small import model_folder, recipe, token_file
 
 ROOT = Path(__file__).parents[2]
-TOKENISE = "fullshard.setup.run_inputs:lay_data"
+TOKENISE = "fullshard.setup.run_inputs:prepare_data"
 MEET = "fullshard.dist.world:join"
 LOAD = "fullshard.build:build"
 EVALUATE = "fullshard.evaluations.loss/Loss:run"

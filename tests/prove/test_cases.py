@@ -16,7 +16,7 @@ from fullshard.log.console import Console
 from fullshard.prove.cases import NAMES, Case, Place, Plan, plan
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import load
-from fullshard.setup.run_inputs import lay_ground
+from fullshard.setup.run_inputs import prepare_inputs
 from tests.small import model_folder, recipe, token_file
 
 
@@ -37,7 +37,7 @@ def planned(folder: Path, where: Place, *cases: str, **sections: Any) -> tuple[R
     asked = load(recipe(folder, **sections))
     world = where.ranks.per_node * asked.topology.nodes
     return asked, plan(
-        asked, where, lay_ground(asked, world_size=world, console=Console(silent=True)), cases=cases or NAMES
+        asked, where, prepare_inputs(asked, world_size=world, console=Console(silent=True)), cases=cases or NAMES
     )
 
 
@@ -92,12 +92,12 @@ def test_each_case_changes_one_thing(folder: Path) -> None:
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 def test_every_run_can_divide_the_step(folder: Path, world: int, half: bool) -> None:
-    ground = lay_ground(load(recipe(folder)), world_size=1, console=Console(silent=True))
+    inputs = prepare_inputs(load(recipe(folder)), world_size=1, console=Console(silent=True))
     for per_device, accumulate in itertools.product([1, 3, 4, 6], [1, 3, 32]):
         own = per_device * accumulate * world
         asked = load(recipe(folder, batch={"per_device": per_device, "global": own}))
-        steps = replace(ground.plan, per_device=per_device, accumulate=accumulate, world=world)
-        found = plan(asked, place(world, half=half), replace(ground, plan=steps), cases=NAMES)
+        steps = replace(inputs.plan, per_device=per_device, accumulate=accumulate, world=world)
+        found = plan(asked, place(world, half=half), replace(inputs, plan=steps), cases=NAMES)
         for case in everyone(found):
             passes, left = divmod(found.samples_per_step, case.recipe.batch.per_device * case.ranks.per_node)
             assert (left, case.recipe.batch.global_size) == (0, found.samples_per_step), case
@@ -131,9 +131,9 @@ def test_8_bit_states_are_kept_in_fp32_where_slices_differ(folder: Path) -> None
 
 def test_a_dropout_without_a_setting_is_left_out_with_its_name(folder: Path) -> None:
     asked = load(recipe(folder))
-    ground = lay_ground(asked, world_size=1, console=Console(silent=True))
-    ground.module.add_module("mine", nn.Dropout(0.5))
-    found = plan(asked, place(), ground, cases=("resume", "world"))
+    inputs = prepare_inputs(asked, world_size=1, console=Console(silent=True))
+    inputs.module.add_module("mine", nn.Dropout(0.5))
+    found = plan(asked, place(), inputs, cases=("resume", "world"))
     assert found.killed is not None
     assert found.others == ()
     assert "mine is a dropout that no setting" in found.left_out["world"]

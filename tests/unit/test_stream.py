@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file
 
-from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, TorchStream
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, TorchStream
 from fullshard.errors import CheckpointError
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -50,7 +50,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 @pytest.mark.parametrize("reserve_bytes", [1 << 16, 8])
 def test_safetensors_reads_every_dtype_and_shape(tmp_path: Path, announced: bool, reserve_bytes: int) -> None:
     path, expected = tmp_path / "a.safetensors", tensors()
-    entries = {name: Entry.of(tensor) for name, tensor in expected.items()} if announced else None
+    entries = {name: TensorEntry.of(tensor) for name, tensor in expected.items()} if announced else None
     with SafetensorsStream(path, entries=entries, reserve_bytes=reserve_bytes) as stream:
         for name, tensor in expected.items():
             stream.add(name, tensor)
@@ -74,7 +74,7 @@ def test_an_announced_file_needs_no_seek() -> None:
             return len(bytes(data))  # type: ignore[call-overload]
 
     pipe, expected = Pipe(), tensors()
-    stream = SafetensorsStream(pipe, entries={name: Entry.of(t) for name, t in expected.items()})  # type: ignore[arg-type]
+    stream = SafetensorsStream(pipe, entries={name: TensorEntry.of(t) for name, t in expected.items()})  # type: ignore[arg-type]
     for name, tensor in expected.items():
         stream.add(name, tensor)
     stream.close()
@@ -89,7 +89,7 @@ def test_rows_make_a_tensor_and_a_large_one_is_moved_for_its_header(tmp_path: Pa
         yield from whole.split(300)
 
     with SafetensorsStream(tmp_path / "a.safetensors", reserve_bytes=8) as stream:
-        stream.add_rows("whole", Entry.of(whole), rows())
+        stream.add_rows("whole", TensorEntry.of(whole), rows())
         stream.add("tail", torch.tensor([1, 2, 3]))
     assert_same(load_file(tmp_path / "a.safetensors"), {"whole": whole, "tail": torch.tensor([1, 2, 3])})
 
@@ -101,7 +101,7 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_the_announcement_is_refused(tmp_path: Path) -> None:
-    entries = {"a": Entry(torch.float32, (2,)), "b": Entry(torch.float32, (2,))}
+    entries = {"a": TensorEntry(torch.float32, (2,)), "b": TensorEntry(torch.float32, (2,))}
     with pytest.raises(ValueError, match="announced as"), SafetensorsStream(tmp_path / "1", entries=entries) as stream:
         stream.add("a", torch.zeros(3))
     with pytest.raises(ValueError, match="where a was"), SafetensorsStream(tmp_path / "2", entries=entries) as stream:
@@ -116,9 +116,9 @@ def test_what_does_not_fit_the_announcement_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="twice"):
             stream.add("a", torch.zeros(2))
     with pytest.raises(ValueError, match="needs 8"), SafetensorsStream(tmp_path / "5") as stream:
-        stream.add_rows("a", Entry(torch.float32, (2,)), [torch.zeros(1)])
+        stream.add_rows("a", TensorEntry(torch.float32, (2,)), [torch.zeros(1)])
     with pytest.raises(ValueError, match=r"is torch\.float32"), SafetensorsStream(tmp_path / "6") as stream:
-        stream.add_rows("a", Entry(torch.float32, (2,)), [torch.zeros(4, dtype=torch.bfloat16)])
+        stream.add_rows("a", TensorEntry(torch.float32, (2,)), [torch.zeros(4, dtype=torch.bfloat16)])
 
 
 def test_a_dtype_that_safetensors_lacks_is_a_user_error(tmp_path: Path) -> None:
@@ -128,21 +128,21 @@ def test_a_dtype_that_safetensors_lacks_is_a_user_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_file_that_was_left_is_not_readable(tmp_path: Path, announced: bool) -> None:
-    entries = {"a": Entry(torch.float32, (2,)), "b": Entry(torch.float32, (2,))} if announced else None
+    entries = {"a": TensorEntry(torch.float32, (2,)), "b": TensorEntry(torch.float32, (2,))} if announced else None
 
     def stopped() -> Iterator[torch.Tensor]:
         yield torch.zeros(1)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), SafetensorsStream(tmp_path / "a", entries=entries) as stream:
-        stream.add_rows("a", Entry(torch.float32, (2,)), stopped())
+        stream.add_rows("a", TensorEntry(torch.float32, (2,)), stopped())
     with pytest.raises(SafetensorError):
         load_file(tmp_path / "a")
 
 
 def test_torch_reads_a_streamed_state(tmp_path: Path) -> None:
     path, expected = tmp_path / "a.pt", tensors()
-    with TorchStream(path, entries={name: Entry.of(tensor) for name, tensor in expected.items()}) as stream:
+    with TorchStream(path, entries={name: TensorEntry.of(tensor) for name, tensor in expected.items()}) as stream:
         for name in reversed(expected):
             stream.add(name, expected[name])
     for options in ({"weights_only": True}, {"weights_only": True, "mmap": True}, {"weights_only": False}):
@@ -152,7 +152,7 @@ def test_torch_reads_a_streamed_state(tmp_path: Path) -> None:
 
 
 def test_torch_state_is_the_size_of_its_tensors(tmp_path: Path) -> None:
-    entries = {f"layer.{index}": Entry(torch.bfloat16, (256, 256)) for index in range(20)}
+    entries = {f"layer.{index}": TensorEntry(torch.bfloat16, (256, 256)) for index in range(20)}
     with TorchStream(tmp_path / "a.pt", entries=entries) as stream:
         for index in range(20):
             stream.add(f"layer.{index}", torch.full((256, 256), index, dtype=torch.bfloat16))

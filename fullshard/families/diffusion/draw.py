@@ -30,18 +30,18 @@ from fullshard.families.diffusion.image_checks import guidance_of, kept_open, ta
 from fullshard.log.console import Console
 from fullshard.setup.auxiliary_models import frozen_models, text_encoders
 from fullshard.setup.chosen_run import Chosen
-from fullshard.setup.run_inputs import Ground, cache_folder, encoder_of
+from fullshard.setup.run_inputs import RunInputs, cache_folder, encoder_of
 from fullshard.setup.shard_plan import shard_plan
 
 MOST_ROWS = 10
 """So many classes are shown where none are named."""
 _TEXTS_AT_ONCE = 8
-_NO_TOKENIZER = cast(Ground, SimpleNamespace(processor=None))
-"""Of the ground frozen models look at the tokenizer alone."""
+_NO_TOKENIZER = cast(RunInputs, SimpleNamespace(processor=None))
+"""Of the inputs frozen models look at the tokenizer alone."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class SampleOptions:
     """What to make."""
 
     classes: tuple[int, ...] | None
@@ -71,7 +71,7 @@ class Loaded:
     """How images are made, with the guidance in force."""
 
 
-def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
+def load(chosen: Chosen, options: SampleOptions, console: Console) -> Loaded:
     """Everything that can be found out before the ranks meet."""
     recipe = chosen.reading.recipe
     if not hasattr(recipe.objective, "slope"):
@@ -79,15 +79,15 @@ def load(chosen: Chosen, wish: Wish, console: Console) -> Loaded:
             f"RUN = {chosen.run} is no diffusion run: its objective is {recipe.objective.kind()}. fullshard sample "
             "makes images, with runs of flow_matching or ddpm."
         )
-    module, family, weights = _trained(chosen, wish) if chosen.checkpoint else _exported(chosen, wish)
+    module, family, weights = _trained(chosen, options) if chosen.checkpoint else _exported(chosen, options)
     recipe.objective.extend(module)
     encoder = encoder_of(recipe)
     assert encoder is not None, "an objective that makes images names its encoder"
-    _check(module, encoder, wish, chosen)
+    _check(module, encoder, options, chosen)
     # An exported model lies in a folder, whatever it was trained from.
     cast(Any, module).is_fresh = getattr(recipe.model, "path", None) is None
     way = replace(
-        wish.way, guidance=guidance_of(module, recipe.objective, wish.way.guidance, usual=2.0, where="--guidance")
+        options.way, guidance=guidance_of(module, recipe.objective, options.way.guidance, usual=2.0, where="--guidance")
     )
     shape = _shape(module, recipe.objective, encoder)
     if getattr(encoder, "is_measured", False) or shape == ():
@@ -136,16 +136,16 @@ def _vae(objective: Any, encoder: Any) -> Any:
     return None if encoder.vae is None else encoder.vae.settings()
 
 
-def _trained(chosen: Chosen, wish: Wish) -> tuple[nn.Module, Family, Weights]:
+def _trained(chosen: Chosen, options: SampleOptions) -> tuple[nn.Module, Family, Weights]:
     assert chosen.checkpoint is not None
-    trained = open_trained(chosen.checkpoint, base=None, trust_remote_code=False, weights=wish.weights)
+    trained = open_trained(chosen.checkpoint, base=None, trust_remote_code=False, weights=options.weights)
     return trained.module, trained.family, Values(trained)
 
 
-def _exported(chosen: Chosen, wish: Wish) -> tuple[nn.Module, Family, Weights]:
+def _exported(chosen: Chosen, options: SampleOptions) -> tuple[nn.Module, Family, Weights]:
     family = chosen.reading.recipe.model
-    if wish.weights is not None or getattr(family, "lora", None):
-        problem = f"--weights {wish.weights} needs a checkpoint" if wish.weights else "adapters need a checkpoint"
+    if options.weights is not None or getattr(family, "lora", None):
+        problem = f"--weights {options.weights} needs a checkpoint" if options.weights else "adapters need a checkpoint"
         raise CheckpointError(f"RUN = {chosen.run}: {problem}, and the run has none. It has an exported model only.")
     changed: dict[str, Any] = {"path": str(chosen.weights), "architecture": None, "size": None, "overrides": {}}
     family = family.model_copy(update=changed)
@@ -155,30 +155,30 @@ def _exported(chosen: Chosen, wish: Wish) -> tuple[nn.Module, Family, Weights]:
     return module, family, weights
 
 
-def _check(module: Any, encoder: Any, wish: Wish, chosen: Chosen) -> None:
+def _check(module: Any, encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
     """What the model can be asked for."""
     if takes_texts(module):
-        _check_texts(encoder, wish, chosen)
-    elif wish.texts:
+        _check_texts(encoder, options, chosen)
+    elif options.texts:
         raise SetupError(f"--texts: RUN = {chosen.run} has a model that takes no texts. Ask by --classes, or for none.")
-    for label in wish.classes or ():
+    for label in options.classes or ():
         if not 0 <= label < (module.num_classes or 0):
             allowed = f"it has the classes 0 to {module.num_classes - 1}" if module.num_classes else "it has no classes"
             raise SetupError(
-                f"--classes {','.join(map(str, wish.classes or ()))}: {label} is no class of the model, {allowed}. "
+                f"--classes {','.join(map(str, options.classes or ()))}: {label} is no class of the model, {allowed}. "
                 f"{'Choose from these' if module.num_classes else 'Leave --classes out'}."
             )
 
 
-def _check_texts(encoder: Any, wish: Wish, chosen: Chosen) -> None:
+def _check_texts(encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
     if getattr(encoder, "stack", None) is None:
         raise SetupError(
             f"RUN = {chosen.run}: its model is conditioned on texts, and the recipe names no text encoder "
             "(data.encode.text). Use the exported model with a pipeline of diffusers."
         )
-    if wish.classes is not None:
+    if options.classes is not None:
         raise SetupError(f"--classes: RUN = {chosen.run} has a model that is conditioned on texts. Ask by --texts.")
-    if not wish.texts:
+    if not options.texts:
         raise SetupError(
             f"RUN = {chosen.run}: its model is conditioned on texts, and none is given. Give one or several: --texts "
             "'a small house' --texts 'a tree', or a file with one in each line: --texts FILE.txt."
@@ -206,33 +206,35 @@ def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> None:
         raise
 
 
-def classes_of(module: Any, wish: Wish) -> tuple[int, ...] | None:
+def classes_of(module: Any, options: SampleOptions) -> tuple[int, ...] | None:
     """A row for each; None where the model has no classes."""
     if module.num_classes is None:
         return None
-    return wish.classes if wish.classes is not None else tuple(range(min(module.num_classes, MOST_ROWS)))
+    return options.classes if options.classes is not None else tuple(range(min(module.num_classes, MOST_ROWS)))
 
 
-def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callable[[int], Any]) -> torch.Tensor | None:
+def make(
+    loaded: Loaded, chosen: Chosen, options: SampleOptions, world: World, watch: Callable[[int], Any]
+) -> torch.Tensor | None:
     """(rows x per_class, C, H, W) with values from -1 to 1, or latents, on rank 0; None elsewhere. `watch` opens a bar
     over so many steps."""
     recipe = chosen.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
     # Before the model is there: the text encoders are freed again.
-    text, none = _texts(loaded, chosen, wish, world, precision) if wish.texts else (None, None)
+    text, none = _texts(loaded, chosen, options, world, precision) if options.texts else (None, None)
     module, aux = _spread(loaded, chosen, world), {}
     if recipe.objective.frozen():
         aux = frozen_models(recipe, _NO_TOKENIZER, world, precision, texts=False)
-    rows = tuple(range(len(wish.texts))) or classes_of(module, wish) or (0,)
-    labels = torch.tensor(rows).repeat_interleave(wish.per_class)
+    rows = tuple(range(len(options.texts))) or classes_of(module, options) or (0,)
+    labels = torch.tensor(rows).repeat_interleave(options.per_class)
     each = -(-len(labels) // world.size)
-    with kept_open(loaded.encoder), watch(-(-each // wish.batch_size) * wish.way.steps) as bar:
+    with kept_open(loaded.encoder), watch(-(-each // options.batch_size) * options.way.steps) as bar:
         made = make_images(
             recipe.objective,
             module,
             labels,
             loaded.way,
-            batch=wish.batch_size,
+            batch=options.batch_size,
             place=(world.size, world.rank),
             device=world.device,
             text=text,
@@ -250,11 +252,13 @@ def make(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, watch: Callab
     return _finite(found, chosen) if found is not None else None
 
 
-def _texts(loaded: Loaded, chosen: Chosen, wish: Wish, world: World, precision: ResolvedPrecision) -> tuple[Text, Text]:
+def _texts(
+    loaded: Loaded, chosen: Chosen, options: SampleOptions, world: World, precision: ResolvedPrecision
+) -> tuple[Text, Text]:
     """What the run's text encoders, spread over the ranks, make of the texts, and what means none to the run."""
     encoders = text_encoders(chosen.reading.recipe, _NO_TOKENIZER, world, precision)
     stack = loaded.encoder.stack
-    tokens, empty = torch.from_numpy(stack.tokens(wish.texts).ids).to(world.device), stack.empty_tokens()
+    tokens, empty = torch.from_numpy(stack.tokens(options.texts).ids).to(world.device), stack.empty_tokens()
     more = {} if empty is None else {"empty_tokens": torch.from_numpy(empty).to(world.device)}
     parts = [texts_of(loaded.module, {"text_tokens": some, **more}, encoders) for some in tokens.split(_TEXTS_AT_ONCE)]
     return {name: torch.cat([text[name] for text, _ in parts]) for name in parts[0][0]}, parts[0][1]
@@ -287,4 +291,4 @@ def no_bar(steps: int) -> Iterator[Any]:
     yield SimpleNamespace(advance=lambda: None)
 
 
-__all__ = ["Loaded", "Wish", "classes_of", "load", "make", "no_bar"]
+__all__ = ["Loaded", "SampleOptions", "classes_of", "load", "make", "no_bar"]

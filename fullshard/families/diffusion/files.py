@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
 from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError, RecipeError
 from fullshard.families.diffusion.shapes import DIT, PIXART, settings_of
@@ -125,7 +125,7 @@ def write_model(
             seen.add(name)
             # A buffer keeps its dtype: its values may be positions.
             chosen = dtype if dtype is not None and name in expected else tensor.dtype
-            stream.add_rows(name, Entry(chosen, tuple(tensor.shape)), _pieces(name, tensor, chosen, merge))
+            stream.add_rows(name, TensorEntry(chosen, tuple(tensor.shape)), _pieces(name, tensor, chosen, merge))
         if missing := sorted(expected - seen):
             raise CheckpointError(
                 f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters were not given: "

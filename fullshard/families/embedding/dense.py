@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.checkpoint.tensor_files import Entry, SafetensorsStream, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
 from fullshard.errors import CheckpointError
 from fullshard.families.embedding.sentence_folder import AFTER_POOLING, Layer, is_after_pooling
 from fullshard.hf.safetensors_folder import Stored, open_files
@@ -143,7 +143,7 @@ def write_layers(
         with SafetensorsStream(folder / _SAFE) as stream:
             for name, own in _names(place, layer).items():
                 pieces = (piece.to(kind) for piece in in_rows(tensors[own]))
-                stream.add_rows(name, Entry(kind, layer.shapes()[name]), pieces)
+                stream.add_rows(name, TensorEntry(kind, layer.shapes()[name]), pieces)
 
 
 def _names(place: int, layer: Layer) -> dict[str, str]:

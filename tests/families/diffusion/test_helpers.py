@@ -18,7 +18,7 @@ from fullshard.cli import app
 from fullshard.errors import RecipeError
 from fullshard.log.console import Console
 from fullshard.recipes.read import read
-from fullshard.setup.run_inputs import lay_ground
+from fullshard.setup.run_inputs import prepare_inputs
 from tests.families.diffusion.parts import WORDS, clip_folder, t5_folder, vae_folder
 from tests.ranks import RankPool
 from tests.small import curve, train
@@ -148,7 +148,7 @@ def test_text_encoders_in_every_step_are_the_cache_of_their_states(ranks: RankPo
     for name in ("live-1", "live-2"):
         assert abs(picture(folder, f"texts-{name}") - first).max() <= 1
 
-    held_out = lay_ground(read(chosen).recipe, world_size=1, console=Console(silent=True)).data.validation_from
+    held_out = prepare_inputs(read(chosen).recipe, world_size=1, console=Console(silent=True)).data.validation_from
     assert held_out is not None
     texts = tuple(held_out.records[int(index)]["text"] for index in held_out.chosen[:3])
     run, grid = str(folder / "runs" / "texts-cached-1"), folder / "sampled.png"
@@ -198,7 +198,7 @@ def test_latents_that_changed_are_another_run(folder: Path, tmp_path: Path) -> N
     chosen = read(settings(folder, "npy", data={"train": str(tmp_path / "rows.jsonl")}, evaluate={"parts": []})).recipe
 
     def identity() -> dict[str, Any]:
-        return lay_ground(chosen, world_size=1, console=Console(silent=True)).identity
+        return prepare_inputs(chosen, world_size=1, console=Console(silent=True)).identity
 
     before = identity()
     np.save(tmp_path / "1.npy", values + 1)  # written anew, and the same
@@ -241,11 +241,11 @@ def test_what_looks_at_images_refuses_latents(folder: Path) -> None:
     data = {"holdout": 0.1, "encode": {"kind": "image", "size": 4, "channels": 1}}
     chosen = read(settings(folder, "none", objective={"kind": "ddpm"}, data=data, evaluate={"parts": [fid]})).recipe
     with pytest.raises(RecipeError, match="takes 2 channels. From scratch, write model.overrides.in_channels: 1"):
-        lay_ground(chosen, world_size=1, console=Console(silent=True))
+        prepare_inputs(chosen, world_size=1, console=Console(silent=True))
     np.save(folder / "latent.npy", np.zeros((2, 4, 4), dtype=np.float32))
     row = json.dumps({"path": str(folder / "latent.npy"), "label": 0})
     (folder / "latents.jsonl").write_text(f"{row}\n" * 20)
     data = {"holdout": 0.2, "train": str(folder / "latents.jsonl")}
     chosen = read(settings(folder, "none", objective={"kind": "ddpm"}, data=data, evaluate={"parts": [fid]})).recipe
     with pytest.raises(RecipeError, match=r"latents are no images. Name the VAE .*data.encode.vae or objective.vae"):
-        lay_ground(chosen, world_size=1, console=Console(silent=True))
+        prepare_inputs(chosen, world_size=1, console=Console(silent=True))

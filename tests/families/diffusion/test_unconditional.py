@@ -14,7 +14,7 @@ from fullshard.cli import app
 from fullshard.errors import RecipeError
 from fullshard.log.console import Console
 from fullshard.recipes.read import read
-from fullshard.setup.run_inputs import lay_ground
+from fullshard.setup.run_inputs import prepare_inputs
 from tests.ranks import RankPool
 from tests.small import train
 
@@ -68,7 +68,7 @@ def test_a_run_without_labels_is_sampled_without_guidance(ranks: RankPool, tmp_p
 def test_an_evaluation_is_refused_before_ranks_meet(tmp_path: Path, part: dict[str, Any], where: str) -> None:
     chosen = settings(tmp_path, evaluate={"parts": [part]})
     with pytest.raises(RecipeError, match=f"evaluate.parts: {where}: guidance is how much .* takes neither. Leave it"):
-        lay_ground(read(chosen).recipe, world_size=1, console=Console(silent=True))
+        prepare_inputs(read(chosen).recipe, world_size=1, console=Console(silent=True))
 
 
 def test_a_label_that_was_never_dropped_cannot_be_compared_with(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_a_label_that_was_never_dropped_cannot_be_compared_with(tmp_path: Path) 
         given = {"guidance": 2, **part, **({"classifier": FEATURES} if where == "recognition" else {})}
         chosen = settings(tmp_path, evaluate={"parts": [given]}, **never)
         with pytest.raises(RecipeError, match=rf"{where}.guidance = 2 compares .* objective.label_drop = 0. Set it to"):
-            lay_ground(read(chosen).recipe, world_size=1, console=Console(silent=True))
-    lay_ground(read(settings(tmp_path, **never)).recipe, world_size=1, console=Console(silent=True))
+            prepare_inputs(read(chosen).recipe, world_size=1, console=Console(silent=True))
+    prepare_inputs(read(settings(tmp_path, **never)).recipe, world_size=1, console=Console(silent=True))
 
 
 def test_a_guidance_that_no_model_is_told_is_refused() -> None:

@@ -14,7 +14,7 @@ from fullshard.cli import app
 from fullshard.errors import DataError, FullshardError, RecipeError, SetupError
 from fullshard.log.console import Console
 from fullshard.recipes.read import read
-from fullshard.setup.run_inputs import lay_ground
+from fullshard.setup.run_inputs import prepare_inputs
 from tests.families.embedding import texts
 from tests.small import model_folder
 
@@ -259,7 +259,7 @@ def test_mistakes(folder: Path, mistake: str) -> None:
     sections = json.loads(json.dumps(sections).replace("FOLDER", str(folder)))
     console = Console(silent=True)
     with pytest.raises(FullshardError) as caught:
-        lay_ground(read(recipe(folder, **sections)).recipe, world_size=1, console=console)
+        prepare_inputs(read(recipe(folder, **sections)).recipe, world_size=1, console=console)
     console.close()
     said = " ".join(str(caught.value).split())
     assert [word for word in words if word not in said] == [], said

@@ -20,7 +20,7 @@ from fullshard.families.embedding.objectives.contrastive import Contrastive
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import load
-from fullshard.setup.run_inputs import Ground, check_batch, lay_ground
+from fullshard.setup.run_inputs import RunInputs, check_batch, prepare_inputs
 from tests import small
 
 
@@ -43,11 +43,11 @@ def distinct(number: int, *, size: int = 8, first: int = 0) -> list[list[int]]:
     return [[(first + i) % 97, (first + i) // 97, *range(10, 8 + size)] for i in range(number)]
 
 
-def grounded(folder: Path, model: Path, *, world: int = 1, **sections: Any) -> tuple[Recipe, Ground]:
+def grounded(folder: Path, model: Path, *, world: int = 1, **sections: Any) -> tuple[Recipe, RunInputs]:
     # The model of the tests has no tokenizer, so that any is another one.
     other = {"tokenizer": sections.pop("tokenizer"), "resize_embedding": True} if "tokenizer" in sections else {}
     recipe = load(small.recipe(folder, model={"path": str(model), **other}, **sections))
-    return recipe, lay_ground(recipe, world_size=world, console=Console(silent=True))
+    return recipe, prepare_inputs(recipe, world_size=world, console=Console(silent=True))
 
 
 def look(folder: Path, model: Path, **sections: Any) -> dict[str, Finding]:
@@ -81,9 +81,9 @@ def test_healthy_data_gives_ticks_only(tmp_path: Path, model: Path, pack: bool, 
 
 def test_the_quickstart_is_healthy_and_quick() -> None:
     recipe = load("quickstart")
-    ground = lay_ground(recipe, world_size=2, console=Console(silent=True))
+    inputs = prepare_inputs(recipe, world_size=2, console=Console(silent=True))
     begun = time.monotonic()
-    findings = list(data.look(recipe, ground))
+    findings = list(data.look(recipe, inputs))
     assert time.monotonic() - begun < 2
     assert [finding for finding in findings if finding.level != "ok"] == []
 
@@ -100,12 +100,12 @@ def test_batches_are_made_and_described(tmp_path: Path, model: Path) -> None:
 @pytest.mark.parametrize("pack", [False, True])
 def test_no_batch_of_an_epoch_is_longer_than_the_longest(tmp_path: Path, model: Path, pack: bool) -> None:
     small.token_file(tmp_path / "train.jsonl", records=60)
-    recipe, ground = grounded(tmp_path, model, data={"pack": pack, "shuffle": True})
-    longest = data.longest_batch(ground.data, per_device=4)
-    lengths = ground.data.train.lengths
+    recipe, inputs = grounded(tmp_path, model, data={"pack": pack, "shuffle": True})
+    longest = data.longest_batch(inputs.data, per_device=4)
+    lengths = inputs.data.train.lengths
     real = lengths[longest["sample_ids"].numpy()].sum()
     loader = Loader(
-        ground.data.train, ground.data.encoder, per_device=4, global_size=16, shuffle=True, seed=recipe.seed
+        inputs.data.train, inputs.data.encoder, per_device=4, global_size=16, shuffle=True, seed=recipe.seed
     )
     windows = loader.windows()
     for _ in range(loader.steps_per_epoch):
@@ -127,11 +127,11 @@ def test_lengths_are_those_of_the_samples(tmp_path: Path, model: Path, pack: boo
 
 def test_fewer_samples_than_a_batch_make_a_batch_all_the_same(tmp_path: Path, model: Path) -> None:
     rows(tmp_path / "train.jsonl", *distinct(3))
-    recipe, ground = grounded(tmp_path, model)
-    batch = data.longest_batch(ground.data, per_device=4)
+    recipe, inputs = grounded(tmp_path, model)
+    batch = data.longest_batch(inputs.data, per_device=4)
     assert tuple(batch["input_ids"].shape) == (4, 8)
     assert (batch["labels"][3] == IGNORE).all()
-    assert [finding for finding in data.look(recipe, ground) if finding.level != "ok"] == []
+    assert [finding for finding in data.look(recipe, inputs) if finding.level != "ok"] == []
 
 
 def test_an_objective_that_misses_a_key(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,9 +145,9 @@ def test_an_objective_that_misses_a_key(tmp_path: Path, model: Path, monkeypatch
 def test_an_objective_for_other_data(tmp_path: Path, model: Path) -> None:
     """It is told from the batch, before the objective looks for what a pair has."""
     rows(tmp_path / "train.jsonl", *distinct(20))
-    _, ground = grounded(tmp_path, model)
+    _, inputs = grounded(tmp_path, model)
     with pytest.raises(DataError, match=r"contrastive needs tokens, lengths, .* Choose data.encode=pairs, or the obj"):
-        check_batch(Contrastive(), ground.data)
+        check_batch(Contrastive(), inputs.data)
 
 
 def masked(ids: list[int], learned: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from fullshard.errors import RecipeError
 from fullshard.families.language.models.hf import Hf
 from fullshard.log.console import Console
 from fullshard.recipes.read import read
-from fullshard.setup.run_inputs import lay_ground
+from fullshard.setup.run_inputs import prepare_inputs
 from tests import small
 from tests.unit.hf.architectures import CAUSAL
 
@@ -36,9 +36,9 @@ def folder(tmp_path: Path) -> Path:
 
 def look(folder: Path, *, ranks: Ranks | None = None, data_known: bool = True, **sections: Any) -> list[Finding]:
     reading = read(small.recipe(folder, **sections))
-    ground = lay_ground(reading.recipe, world_size=1, console=Console(silent=True)) if data_known else None
-    module = reading.recipe.model.build(processor=ground.processor if ground else None)
-    return list(check.look(reading.recipe, ground, module=module, ranks=ranks))
+    inputs = prepare_inputs(reading.recipe, world_size=1, console=Console(silent=True)) if data_known else None
+    module = reading.recipe.model.build(processor=inputs.processor if inputs else None)
+    return list(check.look(reading.recipe, inputs, module=module, ranks=ranks))
 
 
 def bad(findings: list[Finding]) -> list[Finding]:

@@ -15,15 +15,15 @@ from fullshard.config import builtin
 from fullshard.contracts.launcher import Ranks
 from fullshard.log.console import Console
 from fullshard.recipes.read import Reading, read
-from fullshard.setup.run_inputs import Ground, lay_ground
+from fullshard.setup.run_inputs import RunInputs, prepare_inputs
 from tests import small
 from tests.families.embedding import vision
 
 Look = Callable[..., list[Finding]]
 
 
-def ground_of(reading: Reading, ranks: Ranks) -> Ground:
-    return lay_ground(reading.recipe, world_size=ranks.per_node * ranks.nodes, console=Console(silent=True))
+def ground_of(reading: Reading, ranks: Ranks) -> RunInputs:
+    return prepare_inputs(reading.recipe, world_size=ranks.per_node * ranks.nodes, console=Console(silent=True))
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def look(folder: Path) -> Look:
     def look(*, ranks: Ranks | None = None, data_known: bool = True, **sections: Any) -> list[Finding]:
         ranks = ranks or Ranks(1)
         reading = read(small.recipe(folder, **sections))
-        ground = ground_of(reading, ranks) if data_known else None
-        return list(settings.look(reading, ranks, ground))
+        inputs = ground_of(reading, ranks) if data_known else None
+        return list(settings.look(reading, ranks, inputs))
 
     return look
 
@@ -87,7 +87,7 @@ def test_what_the_strategy_becomes(look: Look, strategy: str, ranks: Ranks, says
 
 
 def test_a_global_batch_that_does_not_divide(look: Look) -> None:
-    # Such data cannot be laid out in steps, so there is no ground.
+    # Such data cannot be laid out in steps, so there is no inputs.
     findings = look(ranks=Ranks(2), data_known=False, batch={"per_device": 4, "global": 18})
     (finding,) = [f for f in findings if f.level != "ok"]
     assert (finding.level, finding.check) == ("error", "batch")

@@ -17,7 +17,7 @@ import pytest
 
 from fullshard.config.schema import schema
 from fullshard.explain.match import Match, explain, explain_exception
-from fullshard.explain.record import Entry, entries
+from fullshard.explain.record import KnownError, entries
 from tests.ranks import RankPool
 from tests.unit.explain import provoke_libraries, provoke_precision, provoke_ranks
 
@@ -280,4 +280,4 @@ def test_a_record_refuses_what_is_no_record() -> None:
     whole = entries()[0].model_dump()
     for change in ({"patterns": ["("]}, {"patterns": []}, {"remedy": []}, {"role": "guess"}, {"caus": "x"}):
         with pytest.raises(ValueError, match=r"validation error"):
-            Entry.model_validate({**whole, **change})
+            KnownError.model_validate({**whole, **change})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from fullshard.dist.world import World
-    from fullshard.families.diffusion.draw import Loaded, Wish
+    from fullshard.families.diffusion.draw import Loaded, SampleOptions
     from fullshard.log.console import Console
     from fullshard.setup.chosen_run import Chosen
 
@@ -94,11 +94,11 @@ def sample(
     words = ["sample", str(chosen.checkpoint or chosen.run), *words]
     if (code := start_own(words, chosen.reading.recipe.topology)) is not None:
         raise typer.Exit(code)
-    from fullshard.families.diffusion.draw import Wish
+    from fullshard.families.diffusion.draw import SampleOptions
     from fullshard.families.diffusion.grid import Way
 
     way = Way(steps, "heun" if method == "heun" else "euler", guidance, seed)
-    _as_rank(chosen, Wish(wanted, per_class, way, batch_size, weights, written), target)
+    _as_rank(chosen, SampleOptions(wanted, per_class, way, batch_size, weights, written), target)
 
 
 class _Target:
@@ -214,7 +214,7 @@ def _writing(option: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
+def _as_rank(chosen: Chosen, options: SampleOptions, target: _Target) -> None:
     """This rank's part, from loading to the last line."""
     from fullshard.families.diffusion import draw as making
     from fullshard.log.bar import Pace
@@ -226,29 +226,31 @@ def _as_rank(chosen: Chosen, wish: Wish, target: _Target) -> None:
         def watch(steps: int) -> Bar:
             return Bar(console, "Sampling", "", Pace(steps, clock=console.clock))
 
-        loaded = making.load(chosen, wish, console)
+        loaded = making.load(chosen, options, console)
         world = meet()
-        _announce(console, chosen, wish, loaded, world, target)
-        found = making.make(loaded, chosen, wish, world, watch)
+        _announce(console, chosen, options, loaded, world, target)
+        found = making.make(loaded, chosen, options, world, watch)
         if found is not None:
-            rows = range(len(wish.texts)) if wish.texts else making.classes_of(loaded.module, wish)
-            target.write(found, rows, per_class=wish.per_class, latents=loaded.is_latent)
+            rows = range(len(options.texts)) if options.texts else making.classes_of(loaded.module, options)
+            target.write(found, rows, per_class=options.per_class, latents=loaded.is_latent)
             _say_done(console, target, len(found), latents=loaded.is_latent)
 
 
-def _announce(console: Console, chosen: Chosen, wish: Wish, loaded: Loaded, world: World, target: _Target) -> None:
+def _announce(
+    console: Console, chosen: Chosen, options: SampleOptions, loaded: Loaded, world: World, target: _Target
+) -> None:
     from fullshard.families.diffusion.draw import classes_of
     from fullshard.families.diffusion.image_checks import is_conditioned
     from fullshard.formatting.plural import counted
 
-    rows, way = classes_of(loaded.module, wish), loaded.way
-    each = counted(wish.per_class, "image")
+    rows, way = classes_of(loaded.module, options), loaded.way
+    each = counted(options.per_class, "image")
     what = f"{each} of each class: {', '.join(map(str, rows))}" if rows else each
-    if wish.texts:
-        what = f"{each} of each text: {'; '.join(wish.texts[:3])}{'; ...' if len(wish.texts) > 3 else ''}"
+    if options.texts:
+        what = f"{each} of each text: {'; '.join(options.texts[:3])}{'; ...' if len(options.texts) > 3 else ''}"
     guided = f", guidance {way.guidance:g}" if is_conditioned(loaded.module) else ", without labels or texts"
     lines = [
-        ("weights", f"{chosen.weights}{f', --weights {wish.weights}' if wish.weights else ''}"),
+        ("weights", f"{chosen.weights}{f', --weights {options.weights}' if options.weights else ''}"),
         ("images", what),
         ("way", f"{counted(way.steps, 'step')} of {way.method}{guided}, seed {way.seed}"),
         ("world", world.describe()),

@@ -15,7 +15,7 @@ from fullshard.errors import RecipeError
 from fullshard.families.diffusion.fit import require_shape
 from fullshard.log.console import Console
 from fullshard.recipes.read import read
-from fullshard.setup.run_inputs import Ground, lay_ground
+from fullshard.setup.run_inputs import RunInputs, prepare_inputs
 from tests.families.diffusion.denoisers import (
     CASES,
     CHANNELS,
@@ -70,7 +70,7 @@ def test_what_a_class_cannot_do_is_told_by_its_reason() -> None:
     assert "does not say which size it has. To train" in refused(unknown, (CHANNELS, 8, 8))
 
 
-def ground(folder: Path, **sections: Any) -> Ground:
+def prepared(folder: Path, **sections: Any) -> RunInputs:
     base: dict[str, Any] = {
         "name": "fit",
         "output": str(folder / "runs"),
@@ -83,17 +83,17 @@ def ground(folder: Path, **sections: Any) -> Ground:
         "evaluate": {"parts": ["loss"]},
     }
     chosen = {key: {**base.get(key, {}), **sections[key]} if key in sections else base[key] for key in base}
-    return lay_ground(read(chosen).recipe, world_size=1, console=Console(silent=True))
+    return prepare_inputs(read(chosen).recipe, world_size=1, console=Console(silent=True))
 
 
 def test_a_model_of_16_does_not_train_on_digits_of_8_unless_told_to(tmp_path: Path) -> None:
     sizes = {"in_channels": 1, "sample_size": 16}
     with pytest.raises(RecipeError, match=re.escape("is configured for 16 x 16. To train, sample and export at 8 x 8")):
-        ground(tmp_path, model={"overrides": sizes})
-    module: Any = ground(tmp_path, model={"overrides": {**sizes, "sample_size": 8}}).module
+        prepared(tmp_path, model={"overrides": sizes})
+    module: Any = prepared(tmp_path, model={"overrides": {**sizes, "sample_size": 8}}).module
     assert module.config.sample_size == 8
     with pytest.raises(RecipeError, match=r"takes 4 channels. From scratch, write model.overrides.in_channels: 1"):
-        ground(tmp_path, model={"overrides": {"sample_size": 8}})
+        prepared(tmp_path, model={"overrides": {"sample_size": 8}})
 
 
 def test_latents_are_compared_wherever_they_are_made(tmp_path: Path) -> None:
@@ -103,22 +103,22 @@ def test_latents_are_compared_wherever_they_are_made(tmp_path: Path) -> None:
     live = {"objective": {"kind": "ddpm", "vae": {"kind": "autoencoder", "path": vae}}}
     for sections, what in ((before, "latents by data.encode.vae of 2 x 4 x 4"), (live, "latents of 2 x 4 x 4")):
         with pytest.raises(RecipeError, match=what) as caught:
-            ground(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, **sections)
+            prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, **sections)
         assert "write model.overrides.sample_size: 4; to keep the model's size, set data.encode.size: 16" in str(caught)
-        ground(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 4}}, **sections)
+        prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 4}}, **sections)
     with pytest.raises(RecipeError, match=r"gives latents already \(data.encode.vae\). Leave one of the two out"):
-        ground(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 4}}, **before, **live)
+        prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 4}}, **before, **live)
     never = {"encode": {"kind": "image", "vae": vae, "size": 8}, "cache": str(tmp_path / "never")}
     with pytest.raises(RecipeError, match="latents by data.encode.vae of 2 x 4 x 4 .* set data.encode.size: 16"):
-        ground(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, data=never)
+        prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, data=never)
     assert not (tmp_path / "never").exists(), "before anything is encoded"
     with pytest.raises(RecipeError, match="data.encode.size = 7: an image is 7 x 7 pixels, and the VAE makes one of 2"):
-        ground(tmp_path, data={**never, "encode": {**never["encode"], "size": 7}})  # type: ignore[dict-item]
+        prepared(tmp_path, data={**never, "encode": {**never["encode"], "size": 7}})  # type: ignore[dict-item]
     np.save(tmp_path / "latent.npy", np.zeros((2, 4, 4), dtype=np.float32))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"path": str(tmp_path / "latent.npy"), "label": 0}) + "\n")
     stored_latents = {"train": str(tmp_path / "rows.jsonl"), "holdout": 0}
     with pytest.raises(RecipeError, match="gives latents of 2 x 4 x 4 .* use latents of that size"):
-        ground(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, data=stored_latents)
+        prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, data=stored_latents)
 
 
 def test_a_model_that_is_conditioned_on_texts_needs_some(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_model_that_is_conditioned_on_texts_needs_some(tmp_path: Path) -> None
     with pytest.raises(
         RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of 32\), and the"
     ):
-        ground(tmp_path, model={"architecture": "pixart", "classes": None, "overrides": sizes})
+        prepared(tmp_path, model={"architecture": "pixart", "classes": None, "overrides": sizes})
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "flux"])
