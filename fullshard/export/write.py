@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.tensor_files import TensorEntry, SafetensorsStream, TorchStream, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, TorchStream, in_rows
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
 from fullshard.hf.edits import is_adapter
