@@ -27,10 +27,10 @@ from fullshard.commands.verify import verify
 from fullshard.config import families
 from fullshard.errors import FullshardError, RecipeError, SetupError
 from fullshard.evaluate.command import evaluate
+from fullshard.explain import crash
+from fullshard.explain.error_file import hand_over
 from fullshard.export.command import export
 from fullshard.generate.command import generate
-from fullshard.launch import crash
-from fullshard.launch.error_file import hand_over
 
 if TYPE_CHECKING:
     from fullshard.contracts.launcher import Ranks

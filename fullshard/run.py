@@ -27,10 +27,11 @@ from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose, resume_point
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
+from fullshard.explain import crash
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER
 from fullshard.formatting.plural import counted
 from fullshard.formatting.yaml_text import render
-from fullshard.launch import crash, signals
-from fullshard.launch.error_file import TOLD_BY_LAUNCHER
+from fullshard.launch import signals
 from fullshard.launch.memory_watch import told_by_a_witness
 from fullshard.recipe import Recipe
 from fullshard.recipes import rerun

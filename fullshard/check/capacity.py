@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.check.findings import Finding, error, ok, warning
+from fullshard.check.machine import Machine
 from fullshard.checkpoint import folder as files
 from fullshard.contracts.launcher import Ranks
 from fullshard.formatting.readable import size
-from fullshard.launch.machine import Machine
 from fullshard.recipe import Checkpoint, Evaluate, Recipe
 from fullshard.setup.step_plan import StepPlan
 

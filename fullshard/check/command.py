@@ -130,7 +130,7 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, options: 
     """Sections 1 to 4, without any rank; gives what the verdict carries beside findings."""
     with report.working("Looking at this machine"):  # importing torch takes seconds
         from fullshard.check import earlier, environment, preflight
-        from fullshard.launch.machine import inspect
+        from fullshard.check.machine import inspect
         from fullshard.log import libraries
         from fullshard.log.console import Console
 

@@ -19,13 +19,13 @@ from fullshard.check.agreement import among_ranks
 from fullshard.check.capacity import disk, memory, standing
 from fullshard.check.findings import Finding, error, of, ok, warning
 from fullshard.check.kernels import attention, compiler
+from fullshard.check.machine import Gpu, Machine, inspect
 from fullshard.contracts.launcher import Ranks
 from fullshard.dist.precision import ResolvedPrecision, resolve_for
 from fullshard.dist.ranks import ranks_for
 from fullshard.errors import RecipeError, SetupError, missing_package
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import size
-from fullshard.launch.machine import Gpu, Machine, inspect
 from fullshard.recipe import Recipe, Topology
 from fullshard.setup.run_inputs import cache_folder
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fullshard.check.findings import Finding, error, ok
+from fullshard.check.machine import Gpu, Machine
 from fullshard.dist.precision import ResolvedPrecision
-from fullshard.launch.machine import Gpu, Machine
 from fullshard.recipe import Recipe
 
 FLASH = (8, 0)

@@ -12,9 +12,9 @@ from torch import nn
 
 from fullshard.check import capacity, data, environment, model, settings
 from fullshard.check.findings import Finding
+from fullshard.check.machine import Machine, inspect
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
-from fullshard.launch.machine import Machine, inspect
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading

@@ -16,6 +16,7 @@ import torch
 
 from fullshard import build
 from fullshard.check.agreement import among_ranks
+from fullshard.check.bandwidth import all_gather_speed
 from fullshard.check.data import longest_batch
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.checkpoint import folder as files
@@ -23,7 +24,6 @@ from fullshard.checkpoint import paths
 from fullshard.contracts.objective import Batch
 from fullshard.contracts.progress import Progress
 from fullshard.dist import reduce
-from fullshard.dist.bandwidth import all_gather_speed
 from fullshard.dist.gradients import checksums
 from fullshard.dist.world import World, peak_memory
 from fullshard.errors import NumericalError

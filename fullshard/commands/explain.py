@@ -15,11 +15,11 @@ from typing import Annotated
 import typer
 
 from fullshard.errors import SetupError
+from fullshard.explain import crash
 from fullshard.explain.match import Match
 from fullshard.explain.match import explain as find
 from fullshard.explain.record import entries
 from fullshard.explain.render import answer, as_data, listing, section
-from fullshard.launch import crash
 
 _LOOKS_LIKE_A_FILE = (".txt", ".log", ".out", ".err", ".json", ".jsonl")
 

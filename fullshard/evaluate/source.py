@@ -12,13 +12,13 @@ from typing import Any, cast
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import paths
+from fullshard.commands.chosen_run import Here, choose, is_run
 from fullshard.config.part import kinds, part_class
 from fullshard.contracts.data import Encoder
 from fullshard.contracts.model import Family
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.formatting.yaml_text import parse_value
 from fullshard.recipes.read import Reading, read
-from fullshard.setup.chosen_run import Here, choose, is_run
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 from torch import nn
 
 from fullshard.checkpoint import folder as files
+from fullshard.commands.chosen_run import RESOLVED, Here, choose, is_run
 from fullshard.contracts.model import Family, Weights
 from fullshard.contracts.objective import Objective
 from fullshard.errors import SetupError
 from fullshard.evaluate.source import EvaluateOptions, subject_of
 from fullshard.export.source import Values, model_settings, open_trained
 from fullshard.recipes.read import Reading, read
-from fullshard.setup.chosen_run import RESOLVED, Here, choose, is_run
 from fullshard.setup.run_inputs import cache_folder, encoder_of
 
 

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
-from fullshard.launch import crash, signals
-from fullshard.launch.error_file import TOLD_BY_LAUNCHER
+from fullshard.explain import crash
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER
+from fullshard.launch import signals
 from fullshard.launch.memory_watch import MemoryWatch, watched
 from fullshard.launch.rendezvous import Facts, Meeting, facts, is_local
 

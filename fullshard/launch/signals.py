@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fullshard.errors import EXIT_PREEMPTED
-from fullshard.launch.error_file import TOLD_BY_LAUNCHER, hand_over
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER, hand_over
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_S = 2.0

@@ -18,9 +18,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fullshard.check import machine
 from fullshard.check.command import _merged
 from fullshard.config.part import plain
-from fullshard.launch import machine
 from fullshard.recipes.read import read
 from tests.check import on_ranks
 from tests.check.seeded import By, Mistake, Seed, everything, healthy_place, seed_in

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fullshard.errors import NumericalError, RecipeError, SetupError
-from fullshard.launch import crash
+from fullshard.explain import crash
 from fullshard.launch.local import _how
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.TOLD_BY_LAUNCHER)

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER
 from fullshard.launch import signals
-from fullshard.launch.error_file import TOLD_BY_LAUNCHER
 
 
 def in_child(act: Callable[[], None]) -> int:

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fullshard.commands.chosen_run import Chosen
 from fullshard.contracts.data import Encoder
 from fullshard.contracts.model import Family, Weights
 from fullshard.data.prepare import prepare
@@ -29,7 +30,6 @@ from fullshard.families.diffusion.grid import Way, collected, make_images
 from fullshard.families.diffusion.image_checks import guidance_of, kept_open, takes_texts
 from fullshard.log.console import Console
 from fullshard.setup.auxiliary_models import frozen_models, text_encoders
-from fullshard.setup.chosen_run import Chosen
 from fullshard.setup.run_inputs import RunInputs, cache_folder, encoder_of
 from fullshard.setup.shard_plan import shard_plan
 

@@ -99,10 +99,10 @@ def by_hand(run: Path) -> np.ndarray:
 
 def made(run: str, batch_size: int) -> torch.Tensor | None:
     """What one rank makes; sent to the rank pool."""
+    from fullshard.commands.chosen_run import choose, on_this_machine
     from fullshard.dist.world import join
     from fullshard.families.diffusion import draw
     from fullshard.log.console import Console
-    from fullshard.setup.chosen_run import choose, on_this_machine
 
     wish = draw.Wish(WANTED, 3, Way(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
     chosen = choose(run, None, here=on_this_machine(devices="auto", nodes=1))

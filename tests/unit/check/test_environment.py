@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from fullshard.check import capacity, environment, kernels
+from fullshard.check import capacity, environment, kernels, machine
 from fullshard.check.findings import Finding
+from fullshard.check.machine import Gpu, Machine
 from fullshard.contracts.launcher import Ranks
 from fullshard.dist.precision import resolve_for
 from fullshard.dist.world import World
 from fullshard.errors import SetupError
-from fullshard.launch import machine
-from fullshard.launch.machine import Gpu, Machine
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import load
 from fullshard.setup.same_run import Subject

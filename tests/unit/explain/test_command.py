@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from fullshard.commands.explain import explain
 from fullshard.errors import SetupError
+from fullshard.explain import crash
 from fullshard.explain.record import FOLDER, entries
 from fullshard.explain.render import page
-from fullshard.launch import crash
 
 ROOT = Path(__file__).parents[3]
 

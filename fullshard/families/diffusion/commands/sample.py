@@ -18,10 +18,10 @@ from fullshard.errors import SetupError
 if TYPE_CHECKING:
     import torch
 
+    from fullshard.commands.chosen_run import Chosen
     from fullshard.dist.world import World
     from fullshard.families.diffusion.draw import Loaded, SampleOptions
     from fullshard.log.console import Console
-    from fullshard.setup.chosen_run import Chosen
 
 
 def sample(
@@ -71,9 +71,9 @@ def sample(
 
     Exit codes: 0 done; 2 a mistake in the options or the run; 3 the images hold NaN or Inf.
     """
+    from fullshard.commands.chosen_run import choose, on_this_machine
     from fullshard.commands.options import one_of
     from fullshard.dist import env
-    from fullshard.setup.chosen_run import choose, on_this_machine
     from fullshard.setup.on_ranks import start_own
 
     # Before anything is loaded: what can be refused by the words alone.

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError, NumericalError
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER, hand_over
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
-from fullshard.launch.error_file import TOLD_BY_LAUNCHER, hand_over
 
 _START = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
 """What tells one start of a run from another, and is the same on all its ranks."""
