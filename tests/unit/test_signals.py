@@ -85,6 +85,7 @@ def test_handlers_go_back_to_those_who_had_them() -> None:
 def test_in_a_program_of_the_users_its_own_handlers_and_ctrl_c_stay() -> None:
     def act() -> None:
         heard: list[int] = []
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
         signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
         with signals.in_library():
             signal.raise_signal(signal.SIGUSR2)
