@@ -24,7 +24,7 @@ from tests.ranks import RankPool
 SECTIONS = ["Environment", "Recipe", "Model", "Data"]
 TALKATIVE = """
 print("noise of a module")
-from fullshard.objectives.causal_lm import CausalLM
+from fullshard.families.language.objectives.causal_lm import CausalLM
 
 class Talkative(CausalLM):
     def loss(self, model, batch, aux):

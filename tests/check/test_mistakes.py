@@ -803,8 +803,8 @@ OBJECTIVE = """
 import os
 import signal
 import torch
-from fullshard.objectives.causal_lm import CausalLM
-from fullshard.objectives.base import Terms
+from fullshard.families.language.objectives.causal_lm import CausalLM
+from fullshard.contracts.objective import Terms
 
 class Own(CausalLM):
     def loss(self, model, batch, aux):

@@ -312,7 +312,7 @@ def test_a_data_source_says_where_a_bad_record_is(parts: Path, folder: Path) -> 
 ENCODER = """
 import numpy as np
 from fullshard import Encoder
-from fullshard.data.tokens import collate_tokens
+from fullshard.text.tokens import collate_tokens
 
 class Digits(Encoder):
     base: int = 10

@@ -81,7 +81,7 @@ def test_no_secret_is_written_down(run: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_all_ranks_of_a_crash_share_a_folder_and_the_next_crash_has_its_own(run: Path) -> None:
     """Four processes at once, twice; nothing tells them of each other but the launcher's variable."""
     code = (
-        "import sys; from pathlib import Path; from fullshard import crash; "
+        "import sys; from pathlib import Path; from fullshard.explain import crash; "
         "print(crash.write(ValueError(sys.argv[2]), folder=Path(sys.argv[1]), rank=int(sys.argv[2]), world=4))"
     )
     for number in (1, 2):

@@ -120,7 +120,7 @@ def test_what_the_warning_says_of_bf16_is_true() -> None:
 
 TRY_AMX = """
 import os, torch
-from fullshard.precision import avoid_broken_amx
+from fullshard.dist.precision import avoid_broken_amx
 before = set(os.environ)
 avoid_broken_amx()
 assert set(os.environ) - before <= {"ONEDNN_MAX_CPU_ISA"}

@@ -18,9 +18,9 @@ from fullshard.recipes.read import hand_on, load, read, run_facts, save_resolved
 OWN_PARTS = """
 from typing import Any, ClassVar
 from pydantic import Field
-from fullshard.models.base import Family
-from fullshard.part import Section
-from fullshard.schedules.base import Schedule
+from fullshard.contracts.model import Family
+from fullshard.config.part import Section
+from fullshard.contracts.schedule import Schedule
 
 class Lora(Section):
     r: int = 16

@@ -100,7 +100,7 @@ def test_in_a_program_of_the_users_its_own_handlers_and_ctrl_c_stay() -> None:
 # `ready` is said inside a native call that Python's own handlers would wait for, here for ever.
 NATIVE = """
 import ctypes, sys
-from fullshard import signals
+from fullshard.launch import signals
 signals.listen()
 {then}
 sys.stdout.write("printed before\\n")  # into a pipe: not flushed yet
@@ -143,7 +143,7 @@ def test_children_and_temporary_folders_go_too(tmp_path: Path) -> None:
 def test_what_follows_the_loop_is_let_to_its_end() -> None:
     code = """
 import os, signal
-from fullshard import signals
+from fullshard.launch import signals
 signals.listen()
 stop = signals.StopSignals()
 with stop:
@@ -162,7 +162,7 @@ print(stop.heard)
 def test_a_forked_process_neither_wakes_its_parent_nor_inherits_its_ears() -> None:
     code = """
 import os, signal
-from fullshard import signals
+from fullshard.launch import signals
 signals.listen()
 child = os.fork()
 if child == 0:

@@ -233,7 +233,7 @@ def test_no_samples_is_an_error() -> None:
 SIGNALLED = """
 import signal, sys
 import numpy as np
-from fullshard.data.encode.text import Text
+from fullshard.families.language.encoders.text import Text
 from fullshard.data.loader import Loader
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):

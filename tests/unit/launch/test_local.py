@@ -124,7 +124,7 @@ def test_a_message_that_all_ranks_have_is_printed_once(capfd: pytest.CaptureFixt
 LAUNCH = """
 import sys
 from fullshard.errors import FullshardError
-from fullshard.launch.base import Ranks
+from fullshard.contracts.launcher import Ranks
 from fullshard.launch.local import Local
 try:
     code = Local().start([sys.executable, "-S", "-c", sys.argv[2]], Ranks(**eval(sys.argv[1])))
@@ -209,7 +209,7 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_listen() -> None:
 
 FOLLOW = """
 import os, signal, sys
-from fullshard.signals import end_with
+from fullshard.launch.signals import end_with
 end_with(int(os.environ["FULLSHARD_STARTED_BY"]))
 sys.stdout.write("ready\\n")
 sys.stdout.flush()

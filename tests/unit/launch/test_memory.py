@@ -92,7 +92,7 @@ def test_a_forked_child_counts_with_what_is_its_own() -> None:
 
 WITNESSED = """
 import os, signal, sys
-from fullshard.launch import memory
+from fullshard.launch import memory_watch as memory
 with memory.told_by_a_witness(0):
     print("ready", flush=True)
     if sys.argv[1] == "killed":

@@ -18,8 +18,8 @@ RUN = """
 import json, sys
 from pathlib import Path
 from fullshard.log.metrics import Metrics
-from fullshard.part import decode
-from fullshard.sinks.base import Sink
+from fullshard.config.part import decode
+from fullshard.contracts.sink import Sink
 
 folder, resume = Path(sys.argv[1]), int(sys.argv[2])
 metrics = Metrics(folder / "metrics.jsonl", step=resume)

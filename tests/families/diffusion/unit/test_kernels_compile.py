@@ -37,7 +37,7 @@ def test_a_kernel_compiles(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     from triton.compiler import ASTSource
 
     module, _, function = name.partition(".")
-    kernel = getattr(importlib.import_module(f"fullshard.ops.{module}"), function)
+    kernel = getattr(importlib.import_module(f"fullshard.families.diffusion.kernels.{module}"), function)
     fixed = KERNELS[name]
     signature = {
         argument: "constexpr" if argument in fixed else NUMBERS.get(argument, WHOLE if argument in FP32 else HALF)
