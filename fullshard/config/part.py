@@ -92,8 +92,8 @@ def _modules(folder: str) -> dict[str, str]:
 
 @functools.cache
 def _files_with_parts(folder: str) -> tuple[str, ...]:
-    """The files of a folder that export a class with a base, read rather than imported: a part may need torch. Others
-    help the parts."""
+    """The files of a folder that export a class with a base that is not torch's, read rather than imported: a part may
+    need torch. Others help the parts."""
     found = []
     for module in pkgutil.iter_modules(importlib.import_module(folder).__path__):
         loader: Any = getattr(importlib.util.find_spec(f"{folder}.{module.name}"), "loader", None)
@@ -102,7 +102,7 @@ def _files_with_parts(folder: str) -> tuple[str, ...]:
         source = loader.get_source(f"{folder}.{module.name}") or ""
         exported = re.search(r"^__all__ = \[([^\]]*)\]", source, re.MULTILINE)
         names = re.findall(r"\w+", exported[1]) if exported else []
-        if any(re.search(rf"^class {name}\(", source, re.MULTILINE) for name in names):
+        if any(re.search(rf"^class {name}\((?!torch\.|nn\.)", source, re.MULTILINE) for name in names):
             found.append(module.name)
     return tuple(sorted(found))
 
