@@ -1,4 +1,4 @@
-"""Every built-in recipe made small and local: the inputs that a user would bring, and the overrides that point at them."""
+"""Every built-in recipe made small and local: the inputs a user would bring, and the overrides that point at them."""
 
 from __future__ import annotations
 

@@ -171,7 +171,11 @@ def without_text(schema: Any) -> Any:
 def write_surface(folder: Path) -> None:
     """The JSON schema of a recipe, and the commands with their options."""
     printed = subprocess.run(
-        [sys.executable, "-m", "fullshard", "recipes", "schema"], check=True, capture_output=True, text=True, env=os.environ
+        [sys.executable, "-m", "fullshard", "recipes", "schema"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ,
     )
     (folder / "schema.json").write_text(json.dumps(without_text(json.loads(printed.stdout))) + "\n")
     (folder / "commands.json").write_text(json.dumps(commands(), indent=1) + "\n")

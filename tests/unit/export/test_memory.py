@@ -61,7 +61,7 @@ def checkpoint(path: Path, family: Hf, module: nn.Module) -> None:
 
 
 def test_peak_memory_stays_near_one_file(folder: Path) -> None:
-    """In bf16 the embedding has a file of its own, half as large as the tensor that it is read from. Two files in memory
+    """In bf16 the embedding has its own file, half as large as the tensor that it is read from. Two files in memory
     would be 2; allocators add up to 10 MB of noise, and 1.53 was seen on a busy machine."""
     words = []
     for name, form, dtype in (("whole", "hf", "bf16"), ("adapters", "merged", "original")):

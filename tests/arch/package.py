@@ -1,0 +1,96 @@
+"""The package as the architecture tests see it: its files, their lines and their imports. Reads files, imports none."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import fullshard
+
+PACKAGE = Path(fullshard.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+SERVING = (
+    "families",
+    # Tools: commands around a run.
+    "check",
+    "commands",
+    "evaluate",
+    "explain",
+    "export",
+    "generate",
+    "prove",
+    # What families share: Transformers' formats, texts, images and losses over embeddings.
+    "hf",
+    "images",
+    "similarity",
+    "text",
+)
+"""What is not the engine. Everything else in the package is."""
+
+
+def name_of(path: Path) -> str:
+    """The module of a file: `fullshard.dist.shard`."""
+    parts = ("fullshard", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def unit(module: str) -> str:
+    """The package or top-level module that a module belongs to; empty for `fullshard` itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def family(module: str) -> str:
+    """The family that a module belongs to; empty outside families."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["families"] and len(parts) > 2 else ""
+
+
+def in_engine(module: str) -> bool:
+    """Whether a module counts as engine."""
+    return unit(module) not in SERVING
+
+
+def lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions(path: Path) -> list[tuple[str, int]]:
+    """Every function of a file with its length in lines."""
+    found = [node for node in ast.walk(tree(path)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return [(node.name, (node.end_lineno or 0) - node.lineno + 1) for node in found]
+
+
+def names_imported(nodes: list[ast.stmt] | list[ast.AST]) -> set[str]:
+    """Everything that import statements name, modules and what is taken from them alike."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
+    """Every name that a file imports, at the top or inside a function."""
+    checked = [n for n in ast.walk(tree(path)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
+    for_types = {node for block in checked for node in ast.walk(block)}
+    return frozenset(names_imported([node for node in ast.walk(tree(path)) if node not in for_types]))
+
+
+def modules_imported(path: Path) -> set[str]:
+    """The modules of this package among them. `from fullshard.dist import shard` is the module, not its package."""
+    names = imported(path) & MODULES.keys()
+    packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
+    return names - packages - {name_of(path)}

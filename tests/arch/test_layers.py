@@ -1,0 +1,96 @@
+"""Who may import whom. Every import counts, at the top of a file or inside a function."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.arch.package import FILES, MODULES, PACKAGE, family, imported, modules_imported, name_of, unit
+
+LAYERS = [
+    "errors",
+    "formatting",
+    "explain",
+    "config",
+    "contracts",
+    "launch",
+    "dist",
+    "log",
+    "checkpoint",
+    "images",
+    "data",
+    "text",
+    "optim",
+    "schedules",
+    "sinks",
+    "similarity",
+    "step",
+    "evaluations",
+    "hf",
+    "proofs",
+    "recipe",
+    "recipes",
+    "control",
+    "loop",
+    "setup",
+    "commands",
+    "export",
+    "evaluate",
+    "generate",
+    "build",
+    "check",
+    "run",
+    "prove",
+    "families",
+    "cli",
+    "__main__",
+]
+"""The packages and modules at the top, low to high. Each imports only from those before it."""
+RANK = {name: rank for rank, name in enumerate(LAYERS)}
+
+
+def test_every_package_has_its_layer() -> None:
+    assert {unit(module) for module in MODULES} - {""} == set(LAYERS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_down(path: Path) -> None:
+    ours = unit(name_of(path))
+    if ours:  # fullshard/__init__.py gives every public name, on first use
+        for module in modules_imported(path) - {"fullshard"}:
+            assert unit(module) == ours or RANK[unit(module)] < RANK[ours], f"{name_of(path)} imports {module}"
+
+
+def test_packages_form_no_cycle() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in LAYERS}
+    for name, path in MODULES.items():
+        if unit(name):
+            graph[unit(name)] |= {unit(module) for module in modules_imported(path)} - {"", unit(name)}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(LAYERS)
+
+
+def test_families_are_known_to_nobody() -> None:
+    """Outside its folder no family is imported: not by the engine, not by tools, not by another family."""
+    for path in FILES:
+        ours = family(name_of(path))
+        others = {module for module in modules_imported(path) if family(module) not in ("", ours)}
+        assert not others, f"{name_of(path)} imports {others}"
+
+
+def test_collectives_are_in_dist_checkpoint_and_launch_only() -> None:
+    """Apart from the check that measures how fast they are."""
+    for path in FILES:
+        place = path.relative_to(PACKAGE)
+        if place.parts[0] not in ("dist", "checkpoint", "launch") and place.as_posix() != "check/bandwidth.py":
+            used = {name for name in imported(path) if name.startswith("torch.distributed")}
+            assert used <= {"torch.distributed.tensor", "torch.distributed.tensor.DTensor"}, path
+
+
+def test_reading_recipes_and_help_needs_no_torch() -> None:
+    modules = "fullshard, fullshard.cli, fullshard.recipes.read, fullshard.recipe"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,23 @@
+"""The suite leaves nothing out without a word."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
+    """pytest leaves folders with some names out; asked only when the whole suite runs."""
+    if not request.config.option.file_or_dir:
+        collected = {item.path for item in request.session.items}
+        assert set(TESTS.rglob("test_*.py")) <= collected
+
+
+def test_no_test_is_skipped() -> None:
+    words = re.compile(r"pytest\.(mark\.)?(skip|skipif|importorskip|xfail)\b")
+    found = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py") if words.search(path.read_text())}
+    assert found <= {"arch/test_suite.py", "dist/test_two_nodes.py"}  # two nodes need network namespaces
