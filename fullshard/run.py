@@ -112,7 +112,6 @@ def _preflight(reading: Reading, inputs: RunInputs, launch: Launch, console: Con
 def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
-    from fullshard.hf.edits import has_adapters
     from fullshard.log.all_sinks import Sinks
     from fullshard.log.metrics import FILE, Metrics
     from fullshard.setup.run_summary import header_rows
@@ -166,7 +165,7 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
         except NumericalError as error:
             raise NumericalError(f"{error} {built.saver.newest()}") from error
         write({"kind": "event", "event": "finished", **asdict(result)})
-        _say_next(reading, result, console, adapted=has_adapters(built.model.module))
+        _say_next(reading, result, console, adapted=bool(recipe.model.adapters(built.model.module)))
     if world.is_main:
         remote.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
     return result

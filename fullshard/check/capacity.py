@@ -30,15 +30,20 @@ EXPORT_BUFFER = 5_000_000_000
 
 
 def disk(
-    recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None = None, plan: StepPlan | None = None
+    recipe: Recipe,
+    *,
+    parameters: int,
+    trainable: int,
+    weight_bytes: int | None = None,
+    adapters: bool = False,
+    plan: StepPlan | None = None,
 ) -> Iterator[Finding]:
     """Space in `output` for the checkpoints that stay, the one being written, and the export.
 
     `weight_bytes` is what the parameters take as they are stored, where that is not the precision's storage dtype;
-    with `plan` no more checkpoints are counted than the run will write."""
-    each, count, export = budget(
-        recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes, plan=plan
-    )
+    `adapters`: only they are exported; with `plan` no more checkpoints are counted than the run will write."""
+    sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": weight_bytes}
+    each, count, export = budget(recipe, **sizes, adapters=adapters, plan=plan)
     folder = standing(recipe.output)
     free = shutil.disk_usage(folder).free
     remote = recipe.checkpoint.store
@@ -68,14 +73,19 @@ def disk(
 
 
 def budget(
-    recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None = None, plan: StepPlan | None = None
+    recipe: Recipe,
+    *,
+    parameters: int,
+    trainable: int,
+    weight_bytes: int | None = None,
+    adapters: bool = False,
+    plan: StepPlan | None = None,
 ) -> tuple[int, int | None, int]:
     """Bytes of one checkpoint, how many lie on the disk at once (None: as many as are written), bytes of the export."""
     each = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
     settings = recipe.checkpoint
     export = 0
     if settings.at_end:
-        adapters = getattr(recipe.model, "lora", None) is not None
         export = 4 * trainable if adapters else weight_bytes or 4 * parameters
     writes = None if plan is None else _writes(recipe, plan)
     if settings.keep is None:
@@ -165,9 +175,8 @@ def _stored(recipe: Recipe) -> int:
 
 
 def _moments(recipe: Recipe) -> int:
-    """Bytes of Adam's two moments of one trained number, and of its average; an optimizer of the user's own is taken
-    for Adam."""
-    return (2 if recipe.optimizer.kind() == "adamw_8bit" else 2 * _stored(recipe)) + (4 if recipe.ema else 0)
+    """Bytes of optimizer state for one trained number, and of its average."""
+    return recipe.optimizer.state_bytes(_stored(recipe)) + (4 if recipe.ema else 0)
 
 
 def _copies(recipe: Recipe, ranks: Ranks) -> float:

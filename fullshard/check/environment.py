@@ -7,6 +7,7 @@ Must not know how parts work, nor data.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,7 @@ from fullshard.check.machine import Gpu, Machine, inspect
 from fullshard.contracts.launcher import Ranks
 from fullshard.dist.precision import ResolvedPrecision, resolve_for
 from fullshard.dist.ranks import ranks_for
-from fullshard.errors import RecipeError, SetupError, missing_package
+from fullshard.errors import RecipeError, SetupError
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import size
 from fullshard.recipe import Recipe, Topology
@@ -98,7 +99,7 @@ def _computing(recipe: Recipe, machine: Machine, gpus: list[Gpu]) -> Iterator[Fi
             yield found
         else:
             precision = found
-    kernel: str | None = getattr(recipe.model, "attention", None)
+    kernel = recipe.model.attention_kernel()
     if precision is not None and kernel is not None:
         yield from attention(kernel, packed=recipe.data.pack, gpus=gpus, precision=precision, machine=machine)
     yield from compiler(recipe, machine, on_gpu=bool(gpus))
@@ -221,23 +222,18 @@ def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecis
 def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     for misfit in machine.misfits:
         yield error("packages", f"{misfit}.", "Install what fullshard needs: pip install --upgrade fullshard")
-    needed = []
-    if recipe.optimizer.kind() == "adamw_8bit":
-        needed.append(("torchao", "optim", "optimizer.kind = adamw_8bit"))
-    for sink in recipe.log.sinks:
-        if sink.kind() == "wandb" and getattr(sink, "mode_in_force", "") != "disabled":
-            needed.append(("wandb", "wandb", "log.sinks: wandb"))
-    missing = [wanted for wanted in needed if wanted[0] not in machine.packages]
-    for package, extra, part in missing:
-        yield of("packages", missing_package(package, extra=extra, needed_by=part))
-    if any(sink.kind() == "tensorboard" for sink in recipe.log.sinks) and "tensorboard" not in machine.packages:
+    optimizer, sinks = recipe.optimizer, recipe.log.sinks
+    needed = [(f"optimizer.kind = {optimizer.kind()}", *package) for package in optimizer.packages.items()]
+    needed += [(f"log.sinks: {sink.kind()}", *package) for sink in sinks for package in sink.packages().items()]
+    missing = [wanted for wanted in needed if not machine.has(wanted[1])]
+    for part, package, name in missing:
         yield error(
             "packages",
-            "log.sinks: tensorboard needs the package tensorboard, which is not installed.",
-            "Install it with: pip install tensorboard; or leave it out: log.sinks=[]",
+            f"{part} needs the package {package}, which is not installed.",
+            f"Install it with: pip install {shlex.quote(name)}",
         )
-    elif not missing and not machine.misfits:
-        optional = "".join(f", {package} for {part}" for package, _, part in needed)
+    if not missing and not machine.misfits:
+        optional = "".join(f", {package} for {part}" for part, package, _ in needed)
         yield ok("packages", f"all that the recipe needs{optional}")
 
 
@@ -266,13 +262,8 @@ def _hub(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
 
     switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     offline = [name for name in switches if environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
-    tokenizer = getattr(recipe.model, "tokenizer", None)
-    names = {
-        "model.path": (getattr(recipe.model, "path", None), getattr(recipe.model, "revision", None)),
-        "model.tokenizer": (getattr(tokenizer, "path", None), None),
-    }
-    for where, (name, revision) in names.items():
-        if not offline or not name or Path(name).expanduser().is_dir():
+    for where, (name, revision) in recipe.model.hub_names().items():
+        if not offline or Path(name).expanduser().is_dir():
             continue
         try:
             local_folder(name, revision=revision, where=where)

@@ -69,13 +69,13 @@ def _no_flash(gpus: Sequence[Gpu], precision: ResolvedPrecision) -> str | None:
 def compiler(recipe: Recipe, machine: Machine, *, on_gpu: bool) -> Iterator[Finding]:
     """Compiled code is made with a compiler of the machine, and on a GPU with Triton."""
     compiled = recipe.sharding.compile if recipe.sharding.compile is not None else on_gpu
-    eight_bit = recipe.optimizer.kind() == "adamw_8bit"
-    if not compiled and not eight_bit:
+    optimizer = recipe.optimizer.kind() if recipe.optimizer.compiles else None
+    if not compiled and optimizer is None:
         return
-    who = "sharding.compile" if compiled else "optimizer.kind = adamw_8bit"
-    off = "sharding.compile=false" if compiled and not eight_bit else "optimizer.kind=adamw"
-    if compiled and eight_bit:
-        off = "sharding.compile=false with optimizer.kind=adamw"
+    who = "sharding.compile" if compiled else f"optimizer.kind = {optimizer}"
+    off = " with ".join(
+        (["sharding.compile=false"] if compiled else []) + (["optimizer.kind=adamw"] if optimizer else [])
+    )
     missing = []
     if machine.compiler is None:
         missing.append(("a C++ compiler", "Install one: apt install g++, or conda install gxx"))

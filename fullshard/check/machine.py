@@ -69,6 +69,11 @@ class Machine:
     """How two GPUs reach each other, in nvidia-smi's words (NV18, PIX, SYS); None when it is not known."""
     python: tuple[int, int] = sys.version_info[:2]
 
+    def has(self, package: str) -> bool:
+        """Whether an optional package is installed."""
+        known = package in OPTIONAL
+        return package in self.packages if known else importlib.util.find_spec(package) is not None
+
     def used(self, ranks: Ranks) -> list[Gpu]:
         """The GPUs that the ranks of this node run on."""
         if ranks.device_ids is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -42,7 +41,7 @@ def look(
     recipe: Recipe, inputs: RunInputs | None, *, module: nn.Module, ranks: Ranks | None = None
 ) -> Iterator[Finding]:
     """Section 3 of a check. Without `inputs` the tokenizer is left out; without `ranks` there is one."""
-    yield from parameters(module, adapters=getattr(recipe.model, "lora", None) is not None)
+    yield from parameters(module, adapters=bool(recipe.model.adapters(module)))
     yield from guarded("units", lambda: _units(recipe, module, ranks or Ranks(1)))
     yield from _batch_norm(recipe, module, ranks or Ranks(1))
     yield from guarded("norms", lambda: _norms(recipe, module))
@@ -203,7 +202,7 @@ def _fitting(recipe: Recipe, module: nn.Module, folder: Path | None) -> Iterator
 
 
 def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
-    """What Transformers itself finds out only in the first forward pass."""
+    """What would otherwise show only in the first forward pass."""
     length, longest = recipe.data.sequence_length, recipe.model.longest(module)
     if longest is not None and length > longest:
         yield error(
@@ -214,30 +213,19 @@ def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
     else:
         has = "any length" if longest is None else f"{longest:,} positions"
         yield ok("positions", f"data.sequence_length = {length:,}, the model has {has}")
-    config: Any = getattr(module, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
-    heads, groups = getattr(text, "num_attention_heads", None), getattr(text, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
-        yield error(
-            "config",
-            f"config.json: num_attention_heads = {heads} is not a multiple of num_key_value_heads = {groups}, so heads "
-            "cannot share keys evenly.",
-            "Correct config.json, or model.overrides.",
-        )
+    for problem in recipe.model.problems(module):
+        yield error("config", *problem)
 
 
 def _tokenizer(recipe: Recipe, inputs: RunInputs, module: nn.Module) -> Iterator[Finding]:
-    model: Any = module
-    embedding = model.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
-    rows = getattr(embedding, "num_embeddings", None)
+    rows = recipe.model.embedding_rows(module)
     if rows is None:
         return
     if inputs.processor is None:
         yield from tokenizer.token_ids(inputs.data.train, rows=rows)
         return
     found = getattr(inputs.processor, "tokenizer", inputs.processor)
-    stored = recipe.model.stored_rows()
-    config = getattr(module, "config", None)
+    stored, config = recipe.model.stored_rows(), recipe.model.config_of(module)
     texts, writes = _texts(recipe, inputs), not inputs.data.encoder.lays_out
     yield from tokenizer.look(found, rows=rows, texts=texts, config=config, writes=writes, stored=stored)
     yield from tokenizer.chat_template(found, inputs.data.encoder)

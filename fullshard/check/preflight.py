@@ -66,7 +66,7 @@ def space(
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in module.parameters())
     sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": capacity.weight_bytes(recipe, module)}
-    yield from capacity.disk(recipe, plan=plan, **sizes)
+    yield from capacity.disk(recipe, plan=plan, adapters=bool(recipe.model.adapters(module)), **sizes)
     yield from capacity.memory(recipe, ranks, machine=machine, **sizes)
 
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from fullshard.recipe import Recipe
     from fullshard.setup.run_inputs import RunInputs
 
-LARGEST_LR = 0.1
-"""AdamW moves every weight by about the learning rate at each step, and weights are mostly below 0.1."""
 SMALLEST_LR = 1e-9
 """Less does not move a weight of 0.02 in fp32."""
 MOST_DECAY = 1.0
@@ -184,18 +182,19 @@ def best_model(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
 
 def prompts(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """Prompts are text; the first validation would be too late to find that nothing can read them."""
-    if inputs and inputs.processor is None and any(part.kind() == "sample" for part in recipe.evaluate.parts):
-        yield error(
-            "conflict",
-            "evaluate.parts: sample continues prompts, which needs a tokenizer, and the model brings none.",
-            "Name one in model.tokenizer (a folder or hub name), or leave sample out.",
-        )
+    for part in recipe.evaluate.parts if inputs and inputs.processor is None else ():
+        if part.needs_tokenizer:
+            yield error(
+                "conflict",
+                f"evaluate.parts: {part.kind()} reads text, which takes a tokenizer, and the model has none.",
+                f"Name one in model.tokenizer (a folder or hub name), or leave {part.kind()} out.",
+            )
 
 
 def learning_rate(recipe: Recipe) -> Iterator[Finding]:
     """The learning rate, and what goes with it."""
     optimizer = recipe.optimizer
-    largest = LARGEST_LR if optimizer.kind().startswith("adamw") else 1.0
+    largest = optimizer.largest_lr
     if optimizer.lr > largest:
         yield warning(
             "learning rate",
@@ -244,21 +243,8 @@ def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
             "rate never comes down.",
             "Shorten it (0.03 is a share of the run, 100 a number of steps), or lengthen the run.",
         )
-    floor = getattr(schedule, "floor", None)
-    if floor == 1:
-        yield warning(
-            "schedule",
-            "schedule.floor = 1: the learning rate never falls.",
-            "Use a share of optimizer.lr below 1, such as 0.1, or schedule: constant.",
-        )
-    step_size = getattr(schedule, "step_size", None)
-    if schedule.kind() == "step" and inputs and step_size is not None and step_size >= total:
-        yield warning(
-            "schedule",
-            f"schedule.step_size = {step_size:,}, and the run has {counted(total, 'step')}: the learning rate "
-            "never falls.",
-            f"Use schedule.step_size = {max(total // 3, 1):,}, or schedule: constant.",
-        )
+    if mistake := schedule.never_falls(total if inputs else None):
+        yield warning("schedule", *mistake)
 
 
 def _some_steps(total: int) -> list[int]:

@@ -5,7 +5,7 @@ Must not know how tokenizers are loaded, files or ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,13 @@ _MOST_ROWS = 20_000
 
 
 def look(
-    tokenizer: Any, *, rows: int, texts: Sequence[str], config: Any, writes: bool = True, stored: int | None = None
+    tokenizer: Any,
+    *,
+    rows: int,
+    texts: Sequence[str],
+    config: Mapping[str, Any],
+    writes: bool = True,
+    stored: int | None = None,
 ) -> Iterator[Finding]:
     """The embedding has `rows`, or `stored` before it was resized; `texts` are some of the data. A model that `writes`
     no text needs no end, and may take capitals for small letters."""
@@ -49,7 +55,7 @@ def vocabulary(tokenizer: Any, *, rows: int, stored: int | None = None) -> Itera
         yield ok("vocabulary", f"{tokens:,} tokens, {rows:,} rows of the embedding{left}")
 
 
-def special_tokens(tokenizer: Any, *, rows: int, config: Any) -> Iterator[Finding]:
+def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> Iterator[Finding]:
     """The end token must be there; padding needs none."""
     ids = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
     beyond = {name: value for name, value in ids.items() if value is not None and value >= rows}
@@ -68,7 +74,7 @@ def special_tokens(tokenizer: Any, *, rows: int, config: Any) -> Iterator[Findin
         )
     strange = {}
     for name in ("bos", "eos", "pad"):
-        value = getattr(config, f"{name}_token_id", None)
+        value = config.get(f"{name}_token_id")
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, int) and one >= rows:
                 strange[name] = one
@@ -156,7 +162,7 @@ def chat_template(tokenizer: Any, encoder: Encoder) -> Iterator[Finding]:
 
 def token_ids(samples: Samples, *, rows: int) -> Iterator[Finding]:
     """Tokens that were made elsewhere must have a row of the embedding too."""
-    noun = "sample" if getattr(samples, "fixed_length", None) is None else "row"
+    noun = "sample" if samples.fixed_length is None else "row"
     chosen = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _MOST_ROWS)).astype(int))
     found = [samples[int(index)].get("input_ids") for index in chosen]
     highest = max((int(ids.max()) for ids in found if ids is not None and len(ids)), default=None)

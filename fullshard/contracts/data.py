@@ -103,6 +103,9 @@ class Encoder(Part):
     unit: ClassVar[str] = "tokens"
     """What speed is counted in. `images`: each sample is one."""
 
+    conversations: ClassVar[bool] = False
+    """Whether samples are conversations, laid out by a chat template."""
+
     @staticmethod
     def accepts(record: Record) -> bool:
         """Whether a record has one of its forms, so that it is chosen where the recipe names no encoder."""
@@ -131,6 +134,15 @@ class Encoder(Part):
 
     def common(self) -> Features:
         """What all samples share, kept once with them as `store.common`; asked for when the last record is encoded."""
+        return {}
+
+    @property
+    def settles(self) -> bool:
+        """Whether `settle` takes something from the training data."""
+        return type(self).settle is not Encoder.settle
+
+    def frozen(self) -> dict[str, Any]:
+        """Families of models that turn its features into inputs in every step; not trained, and part of `aux`."""
         return {}
 
     def settle(self, store: Store) -> None:
@@ -174,6 +186,11 @@ class Encoder(Part):
     def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
         """The batch with random changes, in training only; `draws` are the keys of its samples' randomness."""
         return batch
+
+    @property
+    def shows_latents(self) -> bool:
+        """Whether what `shown` returns is no picture."""
+        return False
 
     def shown(self, images: Any) -> Any:
         """Images of a batch with values from -1 to 1, as a person looks at them: without what `collate` scaled."""

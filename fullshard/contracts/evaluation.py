@@ -57,6 +57,8 @@ class Evaluation(Part):
     `checkpoint.best` by one of them must state its mode."""
     needs_held_out: ClassVar[bool] = False
     """Without validation data it finds nothing."""
+    needs_tokenizer: ClassVar[bool] = False
+    """Without a tokenizer it cannot run."""
 
     only_at_end: bool = False
     """Run once, when training is over, instead of at every validation."""

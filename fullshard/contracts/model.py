@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from fullshard.config.part import Part, kinds
 
@@ -26,6 +26,15 @@ class Weights(Protocol):
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` (of dim 0) of one tensor, on the CPU, in its stored dtype; a 0-d tensor is whole."""
+        ...
+
+
+@runtime_checkable
+class TokenModel(Protocol):
+    """A module that hands hidden states and its head to a loss, so that full logits never exist."""
+
+    def hidden_states_and_head(self, reduce: Any, **inputs: Any) -> Any:
+        """`reduce(hidden_states, head)`, called inside the forward pass."""
         ...
 
 
@@ -74,6 +83,37 @@ class Family(Part):
             return {"kind": value}
         return {"path": value} if isinstance(value, str) else value
 
+    @classmethod
+    def with_base(cls, settings: dict[str, Any], base: str, *, is_checkpoint: bool) -> dict[str, Any] | None:
+        """The settings with other weights to start from, a fullshard checkpoint or what `path` takes; None where they
+        name none."""
+        return {**settings, "path": base} if "path" in settings and not is_checkpoint else None
+
+    def with_processor(self, folder: Path) -> Self:
+        """The same family with the tokenizer or processor in `folder`; itself where it takes none."""
+        return self
+
+    def without_noise(self, module: nn.Module, *, fp32: bool) -> Self:
+        """The same family without dropout and other random noise; with `fp32` also without kernels that compute in half
+        precision only."""
+        return self
+
+    def unpacked(self) -> Self:
+        """The same family without kernels that need packed rows."""
+        return self
+
+    def attention_kernel(self) -> str | None:
+        """The attention kernel that the settings ask for; None where they choose none."""
+        return None
+
+    def compute_precision(self) -> str | None:
+        """The precision that it computes in, as `precision` in a recipe; None: that of the run."""
+        return None
+
+    def hub_names(self) -> dict[str, tuple[str, str | None]]:
+        """What is read from a folder or the hub: name and revision, by recipe key."""
+        return {}
+
     def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:
         """Fetches or makes what the model needs on disk (weights, a tokenizer from `texts`), once, before ranks meet.
 
@@ -85,6 +125,18 @@ class Family(Part):
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
         """The tokenizer or processor that lies in a folder, as it was saved with a checkpoint; None without one."""
+        return None
+
+    def config_of(self, module: nn.Module) -> dict[str, Any]:
+        """The settings that the module was built from, as its library keeps them; empty where it keeps none."""
+        return {}
+
+    def problems(self, module: nn.Module) -> list[tuple[str, str]]:
+        """What would stop the first forward pass of a module, found without one; each with what to do."""
+        return []
+
+    def embedding_rows(self, module: nn.Module) -> int | None:
+        """Rows of the token embedding; None where the model takes no tokens, or does not say."""
         return None
 
     def stored_rows(self) -> int | None:
@@ -116,6 +168,11 @@ class Family(Part):
     def stop_tokens(self, module: nn.Module) -> set[int]:
         """Tokens that end a text, beside the tokenizer's own."""
         return set()
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether `continued` keeps keys and values from one token to the next."""
+        return type(self).continued is not Family.continued
 
     def continued(
         self,
@@ -155,6 +212,10 @@ class Family(Part):
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
         """Floating-point operations per token of one training step: 6·N + 6·L·d·s unless the family knows better."""
         return 6.0 * sum(p.numel() for p in module.parameters())
+
+    def adapters(self, module: nn.Module) -> set[str]:
+        """Names of the parameters that belong to adapters; empty where the model itself is trained."""
+        return set()
 
     def exports(self, module: nn.Module, name: str) -> bool:
         """Whether `export` needs this parameter: the frozen base under adapters it does not."""

@@ -67,6 +67,11 @@ class Objective(Part):
         position by itself; None: they go by the loss alone."""
         return None
 
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether it can say which token may follow a row."""
+        return type(self).next_token_logits is not Objective.next_token_logits
+
     def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(rows, vocabulary) of what may follow each row; only for objectives that predict tokens."""
         raise RecipeError(f"objective.kind = {self.kind()} predicts no tokens: leave evaluations that sample text out.")

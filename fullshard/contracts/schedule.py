@@ -12,6 +12,11 @@ from pydantic import field_validator
 
 from fullshard.config.part import Part
 
+FLOOR_IS_TOP = (
+    "schedule.floor = 1: the learning rate never falls.",
+    "Use a share of optimizer.lr below 1, such as 0.1, or schedule: constant.",
+)
+
 
 class Schedule(Part):
     """How the learning rate moves over the run."""
@@ -44,6 +49,11 @@ class Schedule(Part):
         if step < warmup:
             return (step + 1) / warmup
         return self.after_warmup(step - warmup, max(total - warmup, 1))
+
+    def never_falls(self, total: int | None) -> tuple[str, str] | None:
+        """Why the rate never falls in a run of `total` steps (None: not known yet), and what to do; None where it does,
+        or is not meant to."""
+        return None
 
     def after_warmup(self, step: int, total: int) -> float:
         """The factor `step` steps after warm-up, of `total` such steps."""

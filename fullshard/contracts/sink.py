@@ -6,6 +6,7 @@ Must not call collectives.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +29,14 @@ class Sink(Part):
 
     folder: ClassVar[str] = "fullshard.sinks"
     required: ClassVar[tuple[str, ...]] = ("open",)
+
+    def packages(self) -> Mapping[str, str]:
+        """Optional packages that it imports with these settings, each with what `pip install` calls it."""
+        return {}
+
+    def viewer(self, folder: Path) -> str | None:
+        """The command that shows the curves of the run in `folder`; None where there is none."""
+        return None
 
     def notes(self) -> list[str]:
         """What the user should know of these settings before the run."""

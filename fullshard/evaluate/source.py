@@ -13,8 +13,7 @@ from typing import Any, cast
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import paths
 from fullshard.commands.chosen_run import Here, choose, is_run
-from fullshard.config.part import kinds, part_class
-from fullshard.contracts.data import Encoder
+from fullshard.config.part import kinds, part_class, plain
 from fullshard.contracts.model import Family
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.formatting.yaml_text import parse_value
@@ -106,12 +105,12 @@ def _on_other_data(recipe: dict[str, Any], reading: Reading, data: Any, checkpoi
 
     encoder = encoder_of(reading.recipe)
     changed = {**recipe, "data": {**recipe["data"], "validation": data}}
-    if encoder is not None and type(encoder).settle is not Encoder.settle:
+    if encoder is not None and encoder.settles:
         return changed
     changed["data"]["train"] = data
     folder = checkpoint / files.PROCESSOR if checkpoint else None
-    if folder is not None and "tokenizer" in type(reading.recipe.model).model_fields and paths.exists(folder):
-        changed["model"] = {**recipe["model"], "tokenizer": {"path": str(folder)}}
+    if folder is not None and paths.exists(folder):
+        changed["model"] = plain(reading.recipe.model.with_processor(folder))
     return changed
 
 

@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,12 +21,11 @@ from torch import nn
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import StoredTensors, weights_of
 from fullshard.checkpoint.tensor_files import TensorEntry
-from fullshard.config.part import decode
+from fullshard.config.part import decode, part_class
 from fullshard.contracts.model import Family, Weights
 from fullshard.dist.gradients import checksums
 from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError, FullshardError
-from fullshard.hf.edits import has_adapters, is_adapter
 
 LARGE = 32 * 2**20
 """Bytes from which a tensor is not read whole."""
@@ -48,7 +48,12 @@ class Trained:
     @property
     def adapted(self) -> bool:
         """Whether adapters were trained, and not the model."""
-        return has_adapters(self.module)
+        return bool(self.adapters)
+
+    @cached_property
+    def adapters(self) -> set[str]:
+        """Names of the adapters' tensors."""
+        return self.family.adapters(self.module)
 
     def entries(self) -> dict[str, TensorEntry]:
         """Dtype and shape of every tensor, in the order in which they are read: adapters first."""
@@ -57,7 +62,7 @@ class Trained:
         for name, tensor in _tensors_of(self.module).items():
             dtype = self.stored.dtype(name) if name in stored else self._dtype(name, tensor)
             found[name] = TensorEntry(dtype, tuple(tensor.shape))
-        return {name: found[name] for name in sorted(found, key=lambda name: not is_adapter(name))}
+        return {name: found[name] for name in sorted(found, key=lambda name: name not in self.adapters)}
 
     def tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Each tensor whole, on the CPU, one at a time."""
@@ -79,7 +84,7 @@ class Trained:
     def _read(self, name: str) -> torch.Tensor:
         """A stored tensor; a large one as its rows, which are read when they are written."""
         num_bytes = torch.Size(self.stored.shape(name)).numel() * self.stored.dtype(name).itemsize
-        large = num_bytes > LARGE and not is_adapter(name)
+        large = num_bytes > LARGE and name not in self.adapters
         return cast(torch.Tensor, _Rows(self.stored, name)) if large else self.stored.whole(name)
 
     def _dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
@@ -187,14 +192,13 @@ def model_settings(
         )
     if base is None:
         return settings
-    if "://" in base or (Path(base) / files.MANIFEST).is_file() or files.candidates(Path(base)):
-        return {**settings, "from": base}
-    if "path" not in settings:
-        raise CheckpointError(
-            f"--base {base}: the run's model of kind {settings.get('kind')!r} has no base to replace."
-        )
-    adapter = settings.get("base") or (Path(str(settings["path"])) / "adapter_config.json").is_file()
-    return {**settings, ("base" if adapter else "path"): base}
+    is_checkpoint = "://" in base or (Path(base) / files.MANIFEST).is_file() or bool(files.candidates(Path(base)))
+    kind = settings.get("kind") or str(Family.default_kind)
+    family = cast(type[Family], part_class(Family, kind, where="model"))
+    changed = family.with_base(settings, base, is_checkpoint=is_checkpoint)
+    if changed is None:
+        raise CheckpointError(f"--base {base}: the run's model of kind {kind!r} has no base to replace.")
+    return changed
 
 
 def _processor(checkpoint: Path, family: Family) -> Any:

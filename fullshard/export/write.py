@@ -18,7 +18,6 @@ import torch
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, TorchStream, in_rows
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
-from fullshard.hf.edits import is_adapter
 
 FORMS = ("hf", "adapter", "merged", "state")
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
@@ -56,7 +55,7 @@ def names_for(trained: Trained, form: str) -> dict[str, TensorEntry]:
     """The tensors that a form needs."""
     entries = trained.entries()
     if form == "adapter":
-        return {name: entry for name, entry in entries.items() if is_adapter(name)}
+        return {name: entry for name, entry in entries.items() if name in trained.adapters}
     return entries
 
 

@@ -190,11 +190,10 @@ def _make(
 
 
 def _announce(console: Console, speaker: Speaker, ask: _Ask, way: Continuation, world: World) -> None:
-    from fullshard.contracts.model import Family
     from fullshard.formatting.plural import counted
 
     drawn = f"temperature {way.temperature:g}, top-p {way.top_p:g}, seed {way.seed}" if way.temperature else "greedy"
-    kept = type(speaker.family).continued is not Family.continued
+    kept = speaker.family.keeps_cache
     cache = "keys and values are kept" if kept else "no keys and values are kept: every token runs its whole row again"
     if world.size > 1:
         cache += "; every token gathers the weights from all ranks"

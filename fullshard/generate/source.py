@@ -13,6 +13,8 @@ from torch import nn
 
 from fullshard.checkpoint import folder as files
 from fullshard.commands.chosen_run import RESOLVED, Here, choose, is_run
+from fullshard.config.part import decode, plain
+from fullshard.contracts.data import Encoder
 from fullshard.contracts.model import Family, Weights
 from fullshard.contracts.objective import Objective
 from fullshard.errors import SetupError
@@ -50,7 +52,7 @@ def speaker_of(target: str, options: EvaluateOptions, *, nodes: int) -> Speaker:
         EvaluateOptions("none", None, None, options.devices, (), options.base, options.trust_remote_code),
         nodes=nodes,
     )
-    reading = read({**_leaner(_plain(subject.reading)), "data": {"train": "none", "pack": False}})
+    reading = read({**_leaner(plain(subject.reading.recipe)), "data": {"train": "none", "pack": False}})
     recipe = reading.recipe
     _require_tokens(recipe.objective, target)
     recipe.model.prepare((), cache=cache_folder(recipe))
@@ -68,12 +70,13 @@ def _trained(checkpoint: Path, reading: Reading, options: EvaluateOptions) -> Sp
     )
     recipe.objective.extend(trained.module)
     step = f"step {files.step_of(checkpoint):,}"
-    chat = hasattr(_encoder(checkpoint, reading), "conversation")
+    encoder = _encoder(checkpoint, reading)
+    chat = encoder is not None and encoder.conversations
     values = Values(trained)
     return Speaker(str(checkpoint), step, reading, recipe.model, trained.processor, trained.module, values, chat)
 
 
-def _encoder(checkpoint: Path, reading: Reading) -> Any:
+def _encoder(checkpoint: Path, reading: Reading) -> Encoder | None:
     """How the run's records became samples; where the recipe leaves it open, the run has written it down."""
     resolved = checkpoint.parent / RESOLVED
     found = encoder_of(reading.recipe)
@@ -98,20 +101,12 @@ def _leaner(recipe: dict[str, Any]) -> dict[str, Any]:
     sharding = {**recipe.get("sharding", {}), "compile": False, "activation_checkpointing": "none"}
     if sharding.get("strategy") == "hybrid" and recipe["topology"]["nodes"] == 1:
         sharding["strategy"] = "auto"
-    model = dict(recipe["model"])
-    if model.get("attention") in ("varlen", "flex_attention"):
-        model["attention"] = "auto"  # kernels for packed rows
+    model = plain(decode(Family, recipe["model"], where="model").unpacked())
     return {**recipe, "sharding": sharding, "model": model, "data": {**recipe["data"], "pack": False}}
 
 
-def _plain(reading: Reading) -> dict[str, Any]:
-    from fullshard.config.part import plain
-
-    return dict(plain(reading.recipe))
-
-
 def _require_tokens(objective: Objective, name: str) -> None:
-    if type(objective).next_token_logits is Objective.next_token_logits:
+    if not objective.predicts_tokens:
         raise SetupError(
             f"{name}: its objective is {objective.kind()}, which predicts no tokens. fullshard generate is for "
             "language models; images of a diffusion run are made by fullshard sample."

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fullshard.errors import RecipeError, SetupError
 
@@ -39,17 +39,21 @@ def local_folder(name: str, *, revision: str | None, where: str) -> Path:
         ) from error
 
 
-def kind_of(folder: Path) -> Literal["model", "sentence", "denoiser"] | None:
-    """Whose model lies in a folder: of Transformers, of sentence-transformers or of diffusers; None: no model."""
-    if (folder / "modules.json").is_file():
-        return "sentence"
-    if (folder / "model_index.json").is_file():
-        return "denoiser"
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The config.json in a folder; None where there is none, or it is not JSON."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return "model" if (folder / "adapter_config.json").is_file() else None
-    return "denoiser" if "_class_name" in config else "model"
+        return None
+    return found
+
+
+def is_transformers_folder(folder: Path) -> bool:
+    """Whether a folder holds a plain model of Transformers or a PEFT adapter, not one of a library built on it."""
+    if any((folder / index).is_file() for index in ("modules.json", "model_index.json")):
+        return False
+    config = read_config(folder)
+    return (folder / "adapter_config.json").is_file() if config is None else "_class_name" not in config
 
 
 def lasting(name: str, *, folder: Path) -> str:

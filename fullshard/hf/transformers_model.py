@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field, PrivateAttr, model_validator
 
 from fullshard.config.part import did_you_mean
-from fullshard.contracts.model import Continuation, Family, Weights
+from fullshard.contracts.model import Continuation, Weights
 from fullshard.errors import RecipeError
 from fullshard.hf import checkpoint_model
 from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
-from fullshard.hf.hub import kind_of
+from fullshard.hf.hub import is_transformers_folder
+from fullshard.hf.hub_model import TokenHubModel
 from fullshard.hf.lora import Lora
 from fullshard.hf.own_tokenizer import check_tokenizer
 from fullshard.hf.sizes import check_architecture, check_size, make_config
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen")
 
 
-class TransformersModel(Family):
+class TransformersModel(TokenHubModel):
     """Weights, tokenizer, adapters and edits of a Transformers model; families say what the model is for."""
 
     headless: ClassVar[bool] = False
@@ -83,7 +84,7 @@ class TransformersModel(Family):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        return kind_of(folder) == ("sentence" if cls.headless else "model")
+        return is_transformers_folder(folder)
 
     @model_validator(mode="before")
     @classmethod
@@ -283,12 +284,6 @@ class TransformersModel(Family):
         from fullshard.hf.flops import flops_per_token
 
         return flops_per_token(module, length=length)
-
-    def exports(self, module: nn.Module, name: str) -> bool:
-        from fullshard.dist.scalars import is_scalar
-        from fullshard.hf.edits import has_adapters, is_adapter
-
-        return is_adapter(name) or not (has_adapters(module) or is_scalar(name))
 
     def export(
         self,

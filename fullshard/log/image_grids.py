@@ -47,7 +47,7 @@ class Gallery:
 
 def is_no_picture(images: torch.Tensor, encoder: Any) -> bool:
     """Whether what is shown is latents: by the data, or by channels that no picture has."""
-    return getattr(encoder, "shows_latents", False) or images.shape[1] not in (1, 3)
+    return bool(encoder.shows_latents) or images.shape[1] not in (1, 3)
 
 
 def as_strips(latents: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
@@ -16,6 +16,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 class AdamW(Optimizer):
     """Adam with decoupled weight decay; states in the dtype that parameters are kept in, fp32 unless asked for."""
+
+    largest_lr: ClassVar[float] = 0.1  # it moves every weight by about the rate at each step; most are below 0.1
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,6 +18,16 @@ logger = logging.getLogger(__name__)
 
 class AdamW8bit(AdamW):
     """Adam with decoupled weight decay; states in blocks of 8-bit numbers. The first step compiles for a while."""
+
+    packages: ClassVar[Mapping[str, str]] = {"torchao": "fullshard[optim]"}
+    compiles: ClassVar[bool] = True
+    saves_full: ClassVar[bool] = False  # blocks are quantised slice by slice
+
+    def state_bytes(self, parameter_bytes: int) -> int:
+        return 2
+
+    def unquantised(self) -> AdamW:
+        return AdamW(**{name: getattr(self, name) for name in AdamW.model_fields})
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         try:

@@ -37,8 +37,9 @@ def next_steps(reading: Reading, result: Result, *, adapted: bool) -> list[str]:
     """The three things to try next."""
     recipe, folder = reading.recipe, shlex.quote(result.folder)
     curves = f"See the numbers:   {folder}/metrics.jsonl"
-    if any(sink.kind() == "tensorboard" for sink in recipe.log.sinks):
-        curves = f"See the curves:    tensorboard --logdir {shlex.quote(f'{result.folder}/logs')}"
+    viewers = [viewer for sink in recipe.log.sinks if (viewer := sink.viewer(Path(result.folder)))]
+    if viewers:
+        curves = f"See the curves:    {viewers[0]}"
     changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
     return [
         _use(reading, result, adapted=adapted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from fullshard.contracts.schedule import Schedule
+from fullshard.contracts.schedule import FLOOR_IS_TOP, Schedule
 
 
 class Linear(Schedule):
@@ -12,6 +12,9 @@ class Linear(Schedule):
 
     floor: float = Field(0.0, ge=0, le=1)
     """The factor at the end."""
+
+    def never_falls(self, total: int | None) -> tuple[str, str] | None:
+        return FLOOR_IS_TOP if self.floor == 1 else None
 
     def after_warmup(self, step: int, total: int) -> float:
         return 1.0 - (1.0 - self.floor) * min(step / total, 1.0)

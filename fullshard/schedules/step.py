@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from fullshard.contracts.schedule import Schedule
+from fullshard.formatting.plural import counted
 
 
 class Step(Schedule):
@@ -14,6 +15,15 @@ class Step(Schedule):
     """Optimizer steps between two falls."""
     gamma: float = Field(0.5, gt=0, le=1)
     """The factor of each fall."""
+
+    def never_falls(self, total: int | None) -> tuple[str, str] | None:
+        if total is None or self.step_size < total:
+            return None
+        return (
+            f"schedule.step_size = {self.step_size:,}, and the run has {counted(total, 'step')}: the learning rate "
+            "never falls.",
+            f"Use schedule.step_size = {max(total // 3, 1):,}, or schedule: constant.",
+        )
 
     def after_warmup(self, step: int, total: int) -> float:
         return self.gamma ** (step // self.step_size)

@@ -5,12 +5,11 @@ Must not know what they are for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
-from fullshard.config.part import decode
 from fullshard.contracts.model import Family
 from fullshard.data.store import processor_fingerprint
 from fullshard.dist.mesh import make_mesh
@@ -24,29 +23,19 @@ from fullshard.setup.shard_plan import shard_plan
 
 
 def frozen_models(
-    recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision, *, texts: bool = True
-) -> dict[str, nn.Module]:
-    """The models that the objective names, with stored weights; and, unless `texts` is false, the text encoders that
-    the run looks at in every step."""
-    found = {
-        name: _frozen(recipe, inputs, world, precision, name, family)
-        for name, family in recipe.objective.frozen().items()
-    }
-    stack = getattr(encoder_of(recipe), "stack", None)
-    if texts and stack is not None and stack.is_live:
-        found |= text_encoders(recipe, inputs, world, precision)
-    return found
-
-
-def text_encoders(
     recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision
 ) -> dict[str, nn.Module]:
-    """The text encoders of data.encode.text, whether the run looks at them in every step or not."""
-    stack: Any = getattr(encoder_of(recipe), "stack", None)
-    return {
-        name: _frozen(recipe, inputs, world, precision, name, decode(Family, settings, where="data.encode.text"))
-        for name, settings in stack.families().items()
-    }
+    """The models that objective and encoder use in every step, with stored weights."""
+    encoder = encoder_of(recipe)
+    families = recipe.objective.frozen() | (encoder.frozen() if encoder else {})
+    return open_frozen(families, recipe, inputs, world, precision)
+
+
+def open_frozen(
+    families: Mapping[str, Family], recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision
+) -> dict[str, nn.Module]:
+    """Frozen models by name, sharded as the run's own."""
+    return {name: _frozen(recipe, inputs, world, precision, name, family) for name, family in families.items()}
 
 
 def _frozen(
@@ -62,7 +51,7 @@ def _frozen(
     other = recipe.model_copy(update={"model": family})
     plan = replace(shard_plan(other, module, world, precision), activation_checkpointing="none", compile=False)
     # A frozen model may ask for a precision of its own, such as a VAE that overflows in fp16.
-    if own := getattr(family, "precision", None):
+    if own := family.compute_precision():
         plan = replace(plan, compute=resolve_precision(own, world.device).compute)
     family.choose_kernels(module, device=world.device.type, compute=precision.compute, packed=False)
     mesh = make_mesh(plan.layout, world)

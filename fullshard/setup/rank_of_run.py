@@ -57,7 +57,7 @@ def compared(recipe: Recipe, inputs: RunInputs, world: World, options: Mapping[s
     except FullshardError as error:  # raised again where the model is built, if all ranks have it
         precision = str(error)
     realised = {"the device": world.device.type, "the precision in force": precision, **options}
-    return subjects(plain(recipe), inputs, realised=realised)
+    return subjects(plain(recipe), inputs, config=recipe.model.config_of(inputs.module), realised=realised)
 
 
 __all__ = ["Preflight", "as_rank", "compared"]

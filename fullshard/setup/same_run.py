@@ -57,9 +57,11 @@ class Subject:
     """What to say when they do."""
 
 
-def subjects(settings: Mapping[str, Any], inputs: RunInputs, *, realised: Mapping[str, str]) -> list[Subject]:
-    """What this rank has, by subject. `settings` is the whole recipe, `realised` what this rank adds to it: options of
-    the command, and what an "auto" came to here."""
+def subjects(
+    settings: Mapping[str, Any], inputs: RunInputs, *, config: Mapping[str, Any], realised: Mapping[str, str]
+) -> list[Subject]:
+    """What this rank has, by subject. `settings` is the whole recipe, `config` the model's own, `realised` what this
+    rank adds to the recipe: options of the command, and what an "auto" came to here."""
     recipe = {key: str(value) for key, value in flat(dict(settings)).items() if not key.startswith(_OWN)}
     return [
         Subject(
@@ -92,7 +94,7 @@ def subjects(settings: Mapping[str, Any], inputs: RunInputs, *, realised: Mappin
         ),
         Subject(
             "model",
-            _model(inputs.module),
+            _model(inputs.module, config),
             "the same model",
             "Give every node the same model folder.",
             "the same config and shapes on every rank",
@@ -184,20 +186,16 @@ def _data(inputs: RunInputs) -> dict[str, str | None]:
     return dict(found)
 
 
-def _model(module: nn.Module) -> dict[str, str | None]:
+def _model(module: nn.Module, config: Mapping[str, Any]) -> dict[str, str | None]:
     shapes = [(name, list(p.shape), p.requires_grad) for name, p in module.named_parameters()]
     shapes += [(name, list(b.shape), False) for name, b in module.named_buffers()]
     content = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=6).hexdigest()
     found: dict[str, str | None] = {"parameters": f"{len(shapes)} tensors ({content})"}
-    config: Any = getattr(module, "config", None)
-    config = config.to_dict() if hasattr(config, "to_dict") else config
-    if isinstance(config, Mapping):
-        # Keys with an underscore are the library's own notes: where a model came from, and lists made of sets, whose
-        # order is another in every process.
-        values = {key: value for key, value in flat(dict(config)).items() if not key.rpartition(".")[2].startswith("_")}
-        values.pop("transformers_version", None)
-        found |= {f"config.{key}": str(value) for key, value in values.items()}
-    return found
+    # Keys with an underscore are the library's own notes: where a model came from, and lists made of sets, whose order
+    # is another in every process.
+    values = {key: value for key, value in flat(dict(config)).items() if not key.rpartition(".")[2].startswith("_")}
+    values.pop("transformers_version", None)
+    return found | {f"config.{key}": str(value) for key, value in values.items()}
 
 
 __all__ = ["Subject", "compare", "require", "subjects", "versions"]

@@ -52,10 +52,10 @@ def make_saver(
     console: Console,
 ) -> Saver:
     """A saver without a background: that comes with `go_background`, when the optimizer's state is known."""
-    if recipe.checkpoint.format == "full" and recipe.optimizer.kind() == "adamw_8bit":
+    if recipe.checkpoint.format == "full" and not recipe.optimizer.saves_full:
         raise RecipeError(
-            "checkpoint.format = full cannot hold the state of optimizer.kind = adamw_8bit, which is quantised slice "
-            "by slice. Use checkpoint.format: sharded, or optimizer.kind: adamw."
+            f"checkpoint.format = full cannot hold the state of optimizer.kind = {recipe.optimizer.kind()}, which is "
+            "quantised slice by slice. Use checkpoint.format: sharded, or optimizer.kind: adamw."
         )
     # A GPU's host has cores to spare beside the one that feeds it.
     sharded = Sharded(threads=4 if world.device.type == "cuda" else 1)

@@ -6,6 +6,8 @@ Must not know what the numbers mean.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 
 class TensorBoard(Sink):
     """Curves for TensorBoard."""
+
+    def packages(self) -> Mapping[str, str]:
+        return {"tensorboard": "tensorboard"}
+
+    def viewer(self, folder: Path) -> str:
+        return f"tensorboard --logdir {shlex.quote(str(folder / 'logs'))}"
 
     def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,9 @@ class WeightsAndBiases(Sink):
     @property
     def mode_in_force(self) -> str:
         return self.mode or _mode_of_variables()
+
+    def packages(self) -> Mapping[str, str]:
+        return {} if self.mode_in_force == "disabled" else {"wandb": "fullshard[wandb]"}
 
     def notes(self) -> list[str]:
         """The variables that a key of the recipe wins over."""

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fullshard.contracts.model import TokenModel
 from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
 from fullshard.dist.reduce import gather_objects
 from fullshard.errors import SetupError
@@ -54,7 +55,7 @@ class NextToken(Objective):
 
     def _run(self, model: Any, reduce: Any, batch: Batch) -> Any:
         inputs = {key: batch[key] for key in ("input_ids", "position_ids")}
-        if hasattr(model, "hidden_states_and_head"):
+        if isinstance(model, TokenModel):
             bounds = batch.get("bounds")
             return model.hidden_states_and_head(reduce, **inputs, bounds=bounds, full_logits=self.full_logits)
         output = model(**inputs)
@@ -78,7 +79,7 @@ class NextToken(Objective):
     @torch.no_grad()
     def check(self, model: Any, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """The head path gives the model's own logits."""
-        if self.full_logits or not hasattr(model, "hidden_states_and_head"):
+        if self.full_logits or not isinstance(model, TokenModel):
             return []
         ids = batch["input_ids"].reshape(-1).repeat(16)[None, :16]
         positions = torch.arange(ids.shape[1], device=ids.device)[None]

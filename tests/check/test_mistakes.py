@@ -180,7 +180,7 @@ def unknown_sink(seed: Seed) -> None:
     seed.set("log", sinks=["tensorbord"])
 
 
-@mistake("recipe", "recipe: conflict", "evaluate.parts: sample", "the model brings none", remedy="model.tokenizer")
+@mistake("recipe", "recipe: conflict", "evaluate.parts: sample", "the model has none", remedy="model.tokenizer")
 def prompts_without_a_tokenizer(seed: Seed) -> None:
     seed.set("evaluate", parts=["loss", {"kind": "sample", "prompts": ["The"]}])
     seed.set("data", holdout=0.1)

@@ -29,7 +29,7 @@ from fullshard.families.diffusion.denoising import Text, texts_of
 from fullshard.families.diffusion.grid import Way, collected, make_images
 from fullshard.families.diffusion.image_checks import guidance_of, kept_open, takes_texts
 from fullshard.log.console import Console
-from fullshard.setup.auxiliary_models import frozen_models, text_encoders
+from fullshard.setup.auxiliary_models import open_frozen
 from fullshard.setup.run_inputs import RunInputs, cache_folder, encoder_of
 from fullshard.setup.shard_plan import shard_plan
 
@@ -223,8 +223,8 @@ def make(
     # Before the model is there: the text encoders are freed again.
     text, none = _texts(loaded, chosen, options, world, precision) if options.texts else (None, None)
     module, aux = _spread(loaded, chosen, world), {}
-    if recipe.objective.frozen():
-        aux = frozen_models(recipe, _NO_TOKENIZER, world, precision, texts=False)
+    if families := recipe.objective.frozen():
+        aux = open_frozen(families, recipe, _NO_TOKENIZER, world, precision)
     rows = tuple(range(len(options.texts))) or classes_of(module, options) or (0,)
     labels = torch.tensor(rows).repeat_interleave(options.per_class)
     each = -(-len(labels) // world.size)
@@ -256,8 +256,8 @@ def _texts(
     loaded: Loaded, chosen: Chosen, options: SampleOptions, world: World, precision: ResolvedPrecision
 ) -> tuple[Text, Text]:
     """What the run's text encoders, spread over the ranks, make of the texts, and what means none to the run."""
-    encoders = text_encoders(chosen.reading.recipe, _NO_TOKENIZER, world, precision)
     stack = loaded.encoder.stack
+    encoders = open_frozen(stack.families(), chosen.reading.recipe, _NO_TOKENIZER, world, precision)
     tokens, empty = torch.from_numpy(stack.tokens(options.texts).ids).to(world.device), stack.empty_tokens()
     more = {} if empty is None else {"empty_tokens": torch.from_numpy(empty).to(world.device)}
     parts = [texts_of(loaded.module, {"text_tokens": some, **more}, encoders) for some in tokens.split(_TEXTS_AT_ONCE)]

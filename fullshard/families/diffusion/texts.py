@@ -21,6 +21,8 @@ from fullshard.errors import RecipeError
 if TYPE_CHECKING:
     import torch
 
+    from fullshard.contracts.model import Family
+
 Join = Literal["flux", "sdxl", "sd3"]
 NoText = Literal["encoded", "zeros"]
 NO_TOKEN = -1
@@ -210,15 +212,12 @@ class TextStack:
         states = np.zeros((self.length, found.states.shape[1]), dtype=np.float32)
         return TextState(states, None if found.pooled is None else np.zeros_like(found.pooled), is_cut=False)
 
-    def families(self) -> dict[str, dict[str, Any]]:
-        """The settings of each encoder as a model that is spread over ranks."""
+    def families(self) -> dict[str, Family]:
+        """Each encoder as a model that is sharded over ranks."""
+        from fullshard.families.diffusion.models.text_encoder import TextEncoder
+
         return {
-            f"text[{number}]": {
-                "kind": "text_encoder",
-                "encoder": text.model_dump(mode="json"),
-                "early": self._is_early(number),
-                "join": self.join,
-            }
+            f"text[{number}]": TextEncoder(encoder=text, early=self._is_early(number), join=self.join)
             for number, text in enumerate(self.texts)
         }
 

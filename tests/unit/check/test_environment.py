@@ -402,7 +402,7 @@ def test_what_checkpoints_take(tmp_path: Path) -> None:
     assert capacity.budget(asked, parameters=1000, trainable=10, weight_bytes=2000)[0] == 2000 + 80
     assert capacity.budget(recipe(tmp_path, precision="bf16-pure"), parameters=1000, trainable=1000)[0] == 6000
     lora = recipe(tmp_path, model={"lora": True}, checkpoint={"keep": 1, "best": None, "every_epochs": 1})
-    assert capacity.budget(lora, parameters=1000, trainable=10) == (4080, 2, 40)
+    assert capacity.budget(lora, parameters=1000, trainable=10, adapters=True) == (4080, 2, 40)
     none = recipe(tmp_path, checkpoint={"at_end": False, "every_epochs": None, "best": None})
     assert capacity.budget(none, parameters=1000, trainable=10, plan=plan(steps=100))[1:] == (0, 0)
     every = recipe(tmp_path, checkpoint={"keep": None, "every_steps": 5, "best": None})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ def bad(findings: Any) -> list[Finding]:
 
 
 def test_a_byte_level_tokenizer_has_ticks_only(trained: Any) -> None:
-    config = SimpleNamespace(bos_token_id=0, eos_token_id=[0, 1], pad_token_id=None)
+    config = {"bos_token_id": 0, "eos_token_id": [0, 1], "pad_token_id": None}
     findings = list(check.look(trained, rows=len(trained), texts=TEXTS, config=config))
     assert [(f.level, f.check) for f in findings] == [
         ("ok", "vocabulary"),
@@ -67,17 +66,17 @@ def test_unused_rows_and_a_new_size_are_noted(trained: Any) -> None:
 
 def test_special_tokens() -> None:
     known = ("<unk>", "</s>", "a")
-    (none,) = bad(check.special_tokens(words(*known), rows=3, config=None))
+    (none,) = bad(check.special_tokens(words(*known), rows=3, config={}))
     assert (none.level, "no end token" in none.text) == ("warning", True)
-    (beyond,) = bad(check.special_tokens(words(*known, eos_token="<end>"), rows=3, config=None))
+    (beyond,) = bad(check.special_tokens(words(*known, eos_token="<end>"), rows=3, config={}))
     assert (beyond.level, "eos_token_id = 3 is outside the embedding of 3 rows" in beyond.text) == ("error", True)
     good = words(*known, eos_token="</s>")
-    config = SimpleNamespace(eos_token_id=[1, 151_645])
+    config = {"eos_token_id": [1, 151_645]}
     (strange,) = bad(check.special_tokens(good, rows=3, config=config))
     assert (strange.level, "config.json: eos_token_id = 151,645 is outside" in strange.text) == ("warning", True)
-    (fine,) = check.special_tokens(good, rows=3, config=None)
+    (fine,) = check.special_tokens(good, rows=3, config={})
     assert (fine.level, fine.text) == ("ok", "ends with </s> (1); no padding token, and none is needed")
-    (same,) = check.special_tokens(words(*known, eos_token="</s>", pad_token="</s>"), rows=3, config=None)
+    (same,) = check.special_tokens(words(*known, eos_token="</s>", pad_token="</s>"), rows=3, config={})
     assert "padding is left out by place, so the end is still learned" in same.text
 
 

@@ -137,6 +137,9 @@ class Images(Encoder):
         texts = self.text if isinstance(self.text, list) else [self.text]
         return TextStack(texts, self.join, no_text=self.no_text)
 
+    def frozen(self) -> dict[str, Any]:
+        return self.stack.families() if self.stack is not None and self.stack.is_live else {}
+
     @property
     def shape(self) -> tuple[int, ...] | None:
         """Channels, height and width of a sample; None before data.train is encoded, or any other data."""

@@ -30,6 +30,9 @@ class Autoencoder(Family):
     precision: Literal["fp32", "bf16"] = "fp32"
     """What it computes in, whatever the trained model does: many VAEs overflow in fp16."""
 
+    def compute_precision(self) -> str:
+        return self.precision
+
     def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:
         self.stored_in()
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from fullshard.contracts.model import Family, Weights
+from fullshard.contracts.model import Weights
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.shapes import FLUX, class_of, completed, implied, named_size
-from fullshard.hf.hub import kind_of
+from fullshard.hf.hub import read_config
+from fullshard.hf.hub_model import HubModel
 from fullshard.hf.lora import Lora
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ REHEARSED = 2
 """Images in a forward pass without values."""
 
 
-class Diffusers(Family):
+class Diffusers(HubModel):
     """A denoiser of diffusers."""
 
     loader: ClassVar[str | None] = "diffusers.AutoModel.from_pretrained"
@@ -69,7 +70,9 @@ class Diffusers(Family):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        return kind_of(folder) == "denoiser"
+        if (folder / "modules.json").is_file():
+            return False
+        return (folder / "model_index.json").is_file() or "_class_name" in (read_config(folder) or {})
 
     def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:
         from fullshard.hf.hub import fetch
@@ -204,12 +207,6 @@ class Diffusers(Family):
             self.rehearse(copy.deepcopy(module).to("meta"))
         passes = 2 if self.lora is not None else 3
         return float(passes * counter.get_total_flops() / REHEARSED)
-
-    def exports(self, module: nn.Module, name: str) -> bool:
-        from fullshard.dist.scalars import is_scalar
-        from fullshard.hf.edits import has_adapters, is_adapter
-
-        return is_adapter(name) or not (has_adapters(module) or is_scalar(name))
 
     def export(
         self,

@@ -31,9 +31,7 @@ class TextEncoder(Family):
     join: Join = "flux"
     """How its states go together with those of other encoders: as data.encode.join."""
 
-    @property
-    def precision(self) -> str:
-        """What it computes in, whatever the trained model does."""
+    def compute_precision(self) -> str:
         return self.encoder.precision
 
     def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:

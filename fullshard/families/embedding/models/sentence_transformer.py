@@ -56,6 +56,10 @@ class SentenceTransformer(TransformersModel):
     max_pixels: int | None = Field(None, ge=1)
     """Images with more pixels are made smaller; null: as stored. For models that take images."""
 
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return (folder / "modules.json").is_file()
+
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
         """The tokenizer, with the stored prompts on it; one that is named may come from a run and bring its own."""
         processor = super().processor(cache=cache, fingerprint=fingerprint)

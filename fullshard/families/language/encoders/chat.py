@@ -61,6 +61,7 @@ class Chat(Encoder):
     """Conversations and question-answer pairs."""
 
     forms: ClassVar[str] = FORMS
+    conversations: ClassVar[bool] = True
 
     template: Literal["auto", "plain"] = "auto"
     """auto: the tokenizer's chat template where it has one; plain: `User: ...`, `Assistant: ...`."""

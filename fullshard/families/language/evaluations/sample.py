@@ -18,6 +18,7 @@ class Sample(Evaluation):
     """Continues each prompt, token by token."""
 
     numbers: ClassVar[Numbers | None] = {}
+    needs_tokenizer: ClassVar[bool] = True
 
     prompts: list[str] = Field(["The"], min_length=1)
     """What to continue."""
