@@ -22,6 +22,7 @@ from typer.core import TyperArgument, TyperGroup
 
 from fullshard.commands import recipes
 from fullshard.commands.explain import explain
+from fullshard.commands.options import json_alone
 from fullshard.commands.other_tools import refuse_foreign
 from fullshard.commands.verify import verify
 from fullshard.config import families
@@ -255,7 +256,7 @@ def check(
     given = {"--devices": devices, "--gpus": gpus, "--nodes": nodes, "--output": output, "--preset": preset}
     given |= {"--node-rank": node_rank, "--master": master, "--resume": resume}
     try:
-        with command.aside(options):
+        with json_alone(options.as_json):
             reading = _read("check", recipe, settings, given)
             again = reading.typed.again() if reading.typed else ""
             options = replace(options, command=f"{again} --resume-anyway" if resume_anyway else again)
@@ -304,7 +305,7 @@ def prove(
         from fullshard.prove.rank import run_one
 
         raise typer.Exit(run_one(Path(recipe)))
-    with command.aside(as_json):
+    with json_alone(as_json):
         given = {"--devices": devices, "--gpus": gpus, "--output": output, "--preset": preset}
         reading = _read("prove", recipe, settings, given)
     command.refuse_launcher(_launch(node_rank=None, master=None).launcher)

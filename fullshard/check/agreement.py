@@ -1,4 +1,4 @@
-"""What only the ranks together can find out: one run, one clock, one file system.
+"""What only all ranks together can check: one run, one clock, one file system.
 
 Every rank runs the same collectives whatever it finds, and all return the same findings.
 Must not know models or data.
@@ -23,9 +23,9 @@ from fullshard.recipe import Recipe
 from fullshard.setup.same_run import Subject, compare
 
 SKEW_WARNING_S = 1.0
-"""Logs of two nodes can no longer be laid side by side, and files seem to come from the future."""
+"""Above this, log lines of two nodes cannot be matched, and files seem to come from the future."""
 SKEW_ERROR_S = 60.0
-"""Locks and caches that go by file times fail."""
+"""Above this, locks and caches that compare file times fail."""
 _ROUNDS = 3
 
 
@@ -38,7 +38,7 @@ def among_ranks(
     folder: Path | None = None,
     patience_s: float = 10.0,
 ) -> list[Finding]:
-    """Called on every rank after they met; `compared` is what they must have alike. `folder` stands for `output`; a
+    """Called on every rank once they have met; `compared` must be equal on all of them. `folder` replaces `output`; a
     network file system gets `patience_s` to show a file."""
     hosts = agreement.hosts()
     num_hosts = len(set(hosts))
@@ -51,7 +51,7 @@ def among_ranks(
     address = recipe.checkpoint.store
     folder = folder or (paths.place(address) if address else recipe.output)
     found += _files(folder, hosts, world, patience_s=patience_s)
-    # Only rank 0 words them: paths may be spelled another way elsewhere.
+    # The findings of rank 0, on all ranks: paths may be spelled differently elsewhere.
     agreed: list[Finding] = reduce.from_main(found)
     return agreed
 
@@ -69,12 +69,12 @@ def _devices(hosts: list[str], world: World) -> Iterator[Finding]:
         yield warning(
             "devices",
             f"the ranks have different devices: {spread(devices, hosts)}.",
-            "All ranks wait for the slowest, and the smallest memory decides the batch. Use nodes of one kind.",
+            "All ranks wait for the slowest one, and the smallest memory limits the batch. Use identical nodes.",
         )
 
 
 def _clocks(clock: Callable[[], float], hosts: list[str]) -> Iterator[Finding]:
-    """Clocks read right after a collective; the least difference of several rounds, as a busy rank reads late."""
+    """Reads the clocks right after a collective; the smallest difference counts, since a busy rank is late."""
     rounds = []
     for _ in range(_ROUNDS):
         reduce.gather_objects(None)
@@ -90,7 +90,7 @@ def _clocks(clock: Callable[[], float], hosts: list[str]) -> Iterator[Finding]:
         "clocks",
         f"the clock of rank {worst} ({hosts[worst]}) is {abs(skews[worst]):,.1f} s {late} that of rank 0 ({hosts[0]}); "
         f"at most {SKEW_WARNING_S:g} s is allowed.",
-        "Let every node take its time from the network: chronyd or systemd-timesyncd.",
+        "Synchronise the clocks of all nodes with chronyd or systemd-timesyncd.",
     )
 
 
@@ -103,7 +103,7 @@ def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -
         problem: str | None = None
         if world.is_main:
             problem = _attempt(lambda: made.extend(_make(folder)))
-        # The others make no folder: one that rank 0 has made and they do not see is not shared.
+        # The other ranks create no folder: if they cannot see the one that rank 0 made, it is not shared.
         absent = reduce.from_main(problem) or _attempt(lambda: _note_absent(folder, patience_s))
         written = absent or _attempt(lambda: _write(own, token))
         problems: list[str | None] = reduce.gather_objects(written)
@@ -116,9 +116,9 @@ def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -
         ]
         every: list[list[int]] = reduce.gather_objects(unseen)
     finally:
-        with contextlib.suppress(Exception):  # of a class that only a store's library knows
+        with contextlib.suppress(Exception):  # whatever class the store's library raises
             own.unlink(missing_ok=True)
-    reduce.gather_objects(None)  # only when all files are gone is a folder that was made for them empty
+    reduce.gather_objects(None)  # a folder made for the files is empty only when all of them are gone
     for path in reversed(made):
         with contextlib.suppress(OSError):
             path.rmdir()
@@ -151,12 +151,16 @@ def _judged_files(
             share,
         )
     else:
-        what = "a file of each rank is seen by rank 0, and its own by all" if len(hosts) > 1 else "written and read"
+        what = (
+            "rank 0 sees a file of every rank, and all ranks see a file of rank 0"
+            if len(hosts) > 1
+            else "written and read"
+        )
         yield ok("shared files", f"{folder}: {what}")
 
 
 def _make(folder: Path) -> list[Path]:
-    """Makes the folder; gives those that were not there, outermost first."""
+    """Makes the folder; returns those that did not exist, outermost first."""
     missing = [] if paths.is_flat(folder) else [path for path in (folder, *folder.parents) if not path.exists()]
     paths.make(folder)
     return missing[::-1]
@@ -164,7 +168,7 @@ def _make(folder: Path) -> list[Path]:
 
 def _note_absent(folder: Path, patience_s: float) -> None:
     if not paths.is_flat(folder) and not _wait(folder.is_dir, patience_s=patience_s):
-        raise FileNotFoundError(2, "there is no such folder", str(folder))
+        raise FileNotFoundError(2, "no such folder", str(folder))
 
 
 def _write(path: Path, token: str) -> None:
@@ -172,7 +176,7 @@ def _write(path: Path, token: str) -> None:
 
 
 def _attempt(act: Callable[[], object]) -> str | None:
-    """What the system, or a store's library, said against it."""
+    """The error message of the system or the store's library; None if it worked."""
     try:
         act()
     except OSError as problem:

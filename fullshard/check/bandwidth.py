@@ -1,4 +1,4 @@
-"""How fast the ranks exchange data: one collective, timed. Must not know what it is for."""
+"""How fast the ranks exchange data: one timed collective. Must not know what it is for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ROUNDS = 3
 
 
 def all_gather_speed(device: torch.device, *, num_bytes: int) -> float:
-    """Bytes per second that the slowest rank receives in an all-gather of `num_bytes` in all, the best of a few.
+    """Bytes per second that the slowest rank receives in an all-gather of `num_bytes`; the best of a few.
 
-    The all-gather, because FSDP sends most of its bytes by it."""
+    An all-gather, because FSDP sends most of its bytes that way."""
     world = dist.get_world_size()
     share = torch.zeros(max(num_bytes // world, 1), dtype=torch.uint8, device=device)
     whole = torch.empty(share.numel() * world, dtype=torch.uint8, device=device)

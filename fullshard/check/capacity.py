@@ -1,6 +1,6 @@
-"""Whether a run has room: disk space for its checkpoints, host and GPU memory for its parameters and their state.
+"""Whether a run fits: disk space for its checkpoints, host and GPU memory for its parameters and optimizer state.
 
-Counted from the recipe and the number of parameters alone, before a rank exists; activations are not in it.
+Computed from the recipe and the number of parameters, before any rank starts; activations are not included.
 Must not know how checkpoints are written, nor torch.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 TIGHT = 0.8
-"""A warning is due when more than this share of what is free will be used."""
+"""Warn when a run will use more than this share of what is free."""
 EXPORT_BUFFER = 5_000_000_000
 """The export gathers one file's worth of tensors on rank 0."""
 
@@ -38,9 +38,9 @@ def disk(
     adapters: bool = False,
     plan: StepPlan | None = None,
 ) -> Iterator[Finding]:
-    """Space in `output` for the checkpoints that stay, the one being written, and the export.
+    """Space in `output` for the checkpoints that are kept, the one being written, and the export.
 
-    `weight_bytes` is what the parameters take as they are stored, where that is not the precision's storage dtype;
+    `weight_bytes` is the size of the parameters as they are stored, where that is not the precision's storage dtype;
     `adapters`: only they are exported; with `plan` no more checkpoints are counted than the run will write."""
     sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": weight_bytes}
     each, count, export = budget(recipe, **sizes, adapters=adapters, plan=plan)
@@ -49,7 +49,7 @@ def disk(
     remote = recipe.checkpoint.store
     if remote is not None:
         kept = f"{count} of them" if count is not None else "all of them (checkpoint.keep = null)"
-        yield ok("store space", f"a checkpoint takes {size(each)}, {kept} at {remote}; how much is free is not known")
+        yield ok("store space", f"a checkpoint takes {size(each)}, {kept} at {remote}; free space is unknown")
         count, each = 0, 0
     if count is None:
         yield warning(
@@ -59,14 +59,14 @@ def disk(
             "Set checkpoint.keep to a number that fits.",
         )
         return
-    # What an earlier run left in its place has its space already.
+    # Checkpoints of an earlier run already have their space.
     needed = max(count - len(files.published(recipe.folder)), 0) * each + export
     what = " and ".join(
         ([f"{count} checkpoint{'' if count == 1 else 's'} of {size(each)}"] if count else [])
         + (["the export"] if export else [])
     )
     text = f"{size(free)} free in {recipe.output}, {size(needed)} needed for {what or 'nothing'}"
-    remedy = "Make room, or choose another disk: output=DIR."
+    remedy = "Free some space, or choose another disk: output=DIR."
     if count > 2:
         remedy = f"{remedy[:-1]}; or keep fewer checkpoints: checkpoint.keep=1 (now {recipe.checkpoint.keep})."
     yield from _judged("disk space", text, remedy, needed=needed, free=free)
@@ -81,7 +81,7 @@ def budget(
     adapters: bool = False,
     plan: StepPlan | None = None,
 ) -> tuple[int, int | None, int]:
-    """Bytes of one checkpoint, how many lie on the disk at once (None: as many as are written), bytes of the export."""
+    """Bytes of one checkpoint, how many are on disk at once (None: all that are written), bytes of the export."""
     each = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
     settings = recipe.checkpoint
     export = 0
@@ -90,7 +90,7 @@ def budget(
     writes = None if plan is None else _writes(recipe, plan)
     if settings.keep is None:
         return each, writes, export
-    # The newest ones, the best one, and the one that is being written before an old one goes.
+    # The newest ones, the best one, and the one being written before an old one is deleted.
     at_once = settings.keep + (settings.best is not None) + 1
     return each, at_once if writes is None else min(at_once, writes), export
 
@@ -104,7 +104,7 @@ def memory(
     trainable: int,
     weight_bytes: int | None = None,
 ) -> Iterator[Finding]:
-    """Room for parameters, gradients and optimizer state, in the memory that they lie in, and for the export."""
+    """Memory for parameters, gradients and optimizer state, where they are kept, and for the export."""
     stored = _stored(recipe)
     state = (weight_bytes or stored * parameters) + (stored + _moments(recipe)) * trainable
     on_gpu = bool(machine.gpus) and recipe.topology.device != "cpu"
@@ -112,14 +112,14 @@ def memory(
     held = "parameters, gradients and optimizer state"
     if on_gpu and not recipe.sharding.cpu_offload:
         smallest = min(machine.used(ranks), key=lambda gpu: gpu.memory_bytes)
-        # Over gloo several ranks share a GPU, and it holds the state of all of them.
+        # With gloo, ranks may share a GPU, which then holds the state of all of them.
         sharing = math.ceil(ranks.per_node / len(machine.gpus)) if recipe.topology.backend == "gloo" else 1
         each = math.ceil(here / ranks.per_node) * sharing
         text = f"{size(smallest.memory_bytes)} on {smallest.name}, {size(each)} needed for its share of {held}"
         remedy = (
-            "Shard over more GPUs, use sharding.cpu_offload=true or model.lora=true, or take a smaller model; "
+            "Shard over more GPUs, use sharding.cpu_offload=true or model.lora=true, or a smaller model; "
             f"sharding.strategy = {recipe.sharding.strategy}"
-            + (", and full shards everything." if recipe.sharding.strategy != "full" else ".")
+            + (" (full shards everything)." if recipe.sharding.strategy != "full" else ".")
         )
         yield from _judged("GPU memory", text, remedy, needed=each, free=smallest.memory_bytes)
         here, held = 0, ""
@@ -132,14 +132,14 @@ def memory(
     what = " and ".join(filter(None, (held, last)))
     text = f"{size(machine.memory_bytes)} available, {size(here + export)} needed for {what or 'nothing'}"
     remedy = (
-        "Use fewer ranks or a smaller model, shard it over more nodes, or free memory; a container or a job may have a "
-        "limit below the machine's."
+        "Use fewer ranks or a smaller model, shard over more nodes, or free memory; a container or job may have a "
+        "lower limit than the machine."
     )
     yield from _judged("host memory", text, remedy, needed=here + export, free=machine.memory_bytes)
 
 
 def weight_bytes(recipe: Recipe, module: nn.Module) -> int:
-    """What the parameters of a model take as they are stored: frozen ones may keep half precision."""
+    """Bytes of a model's parameters as they are kept: frozen ones may stay in half precision."""
     return sum(
         p.numel() * (_stored(recipe) if p.requires_grad else recipe.model.storage_dtype(name, p).itemsize)
         for name, p in module.named_parameters()
@@ -162,7 +162,7 @@ def _judged(check: str, text: str, remedy: str, *, needed: int, free: int) -> It
 
 
 def _checkpoint(recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None) -> int:
-    """Bytes of one checkpoint; frozen weights that the model's folder holds are not in it."""
+    """Bytes of one checkpoint, without frozen weights that the model's folder holds."""
     stored = _stored(recipe)
     frozen_elsewhere = trainable < parameters and recipe.model.stored_in() is not None
     weights = stored * trainable if frozen_elsewhere else weight_bytes or stored * parameters
@@ -180,13 +180,13 @@ def _moments(recipe: Recipe) -> int:
 
 
 def _copies(recipe: Recipe, ranks: Ranks) -> float:
-    """How much of the whole state this node holds; `auto` only ever keeps more where there is memory in plenty."""
+    """How much of the whole state this node holds; `auto` keeps more only where memory is plentiful."""
     strategy = recipe.sharding.strategy
     return float(ranks.per_node) if strategy == "none" else 1.0 if strategy == "hybrid" else 1 / ranks.nodes
 
 
 def _writes(recipe: Recipe, plan: StepPlan) -> int:
-    """How many checkpoints the whole run writes at most: when they are due, and whenever a validation is the best."""
+    """How many checkpoints the whole run writes at most: when they are due, and at every best validation."""
     total = plan.total_steps
     steps = {total} if recipe.checkpoint.at_end else set()
     sections: list[Checkpoint | Evaluate] = [recipe.checkpoint]

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.check.findings import Finding, error, guarded, of, ok
 from fullshard.check.report import Report
+from fullshard.commands.options import json_alone
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import EXIT_DONE, EXIT_USER, DataError, FullshardError, SetupError
 from fullshard.explain.match import explain_exception
@@ -57,7 +58,7 @@ def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions) ->
     """Checks in this process, then on ranks of its own; returns the exit code. Where the ranks that are asked for
     cannot be had, why not is one finding among others."""
     report = Report(as_json=options.as_json)
-    with aside(options):
+    with json_alone(options.as_json):
         extra = _look(reading, ranks, report, options)
     tried = not (options.quick or report.failed)
     if tried and isinstance(ranks, Ranks):
@@ -72,11 +73,11 @@ def check_as_rank(reading: Reading, ranks: Ranks, options: CheckOptions, *, rank
     """The same in a rank that a launcher has started: all look, rank 0 tells."""
     problem, by_hand = _launch_problem(reading.recipe.topology)
     report = Report(as_json=options.as_json, silent=rank != 0 and not by_hand)
-    with aside(options):
+    with json_alone(options.as_json):
         extra = _look(reading, problem or ranks, report, options)
     tried = not (options.quick or report.failed)
     if tried:
-        with aside(options):
+        with json_alone(options.as_json):
             found = _as_one(reading, rank=rank)
         report.section("Trial", found)
     report.end(options.command, tried=tried, extra=extra)
@@ -107,13 +108,6 @@ def _as_one(reading: Reading, *, rank: int) -> list[Finding]:
         if rank != 0:
             raise
         return [_met(mistake)]
-
-
-@contextlib.contextmanager
-def aside(options: CheckOptions) -> Iterator[None]:
-    """For machines, standard output has the one JSON object; what a user's part prints goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if options.as_json else contextlib.nullcontext():
-        yield
 
 
 def refused(mistake: FullshardError, options: CheckOptions) -> int:

@@ -1,4 +1,4 @@
-"""What a check found: a tick, a warning or a cross, each with where, found against allowed, and what to do.
+"""The findings of a check: ok, warning or error, each with where it is, what is allowed, and what to do.
 
 Must not know what is checked, nor import torch.
 """
@@ -20,14 +20,14 @@ class Finding:
 
     level: Level
     check: str
-    """What was looked at, in one to three words: `disk space`."""
+    """What was checked, in one to three words: `disk space`."""
     text: str
-    """What is true; for a warning or an error where it is, and what was found against what is allowed."""
+    """What was found; for a warning or an error, also where, and what is allowed."""
     remedy: str = ""
-    """What to do about it; always there for a warning or an error."""
+    """What to do about it; never empty for a warning or an error."""
 
     def sentence(self) -> str:
-        """The whole of it in one line."""
+        """The finding in one line."""
         return f"{self.text} {self.remedy}".strip()
 
     def as_dict(self) -> dict[str, Any]:
@@ -47,12 +47,12 @@ def error(check: str, text: str, remedy: str) -> Finding:
 
 
 def of(check: str, mistake: FullshardError) -> Finding:
-    """A mistake that some part of the package has found and put into words; its last sentence says what to do."""
+    """An error that another part of the package raised; its last sentence says what to do."""
     return Finding("error", check, str(mistake))
 
 
 def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of one look; a mistake it raises is a finding too, and the looks after it still run."""
+    """The findings of one check; an error it raises is a finding too, so that later checks still run."""
     try:
         yield from look()
     except FullshardError as mistake:

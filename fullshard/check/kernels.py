@@ -1,4 +1,4 @@
-"""Which attention kernel a run will use, which others there are, and what compiled blocks need.
+"""Which attention kernel a run will use, which others are available, and what compiled blocks need.
 
 Must not know models beyond the name of the kernel they ask for.
 """
@@ -13,14 +13,14 @@ from fullshard.dist.precision import ResolvedPrecision
 from fullshard.recipe import Recipe
 
 FLASH = (8, 0)
-"""Flash kernels, torch's own and those of flash-attn, need this compute capability: Ampere, not Turing or Volta."""
+"""The compute capability that flash kernels need, torch's and flash-attn's: Ampere, not Turing or Volta."""
 _ERAS = {(7, 5): "Turing", (7, 0): "Volta", (6, 0): "Pascal", (6, 1): "Pascal"}
 
 
 def attention(
     asked: str, *, packed: bool, gpus: Sequence[Gpu], precision: ResolvedPrecision, machine: Machine
 ) -> Iterator[Finding]:
-    """Whether the kernel that is asked for can run, and which one will."""
+    """Whether the requested kernel can run, and which one will."""
     no_flash = _no_flash(gpus, precision)
     installed = bool(machine.packages & {"flash_attn", "kernels"})
     if asked in ("flash_attention_2", "varlen") and no_flash:
@@ -35,7 +35,7 @@ def attention(
     elif asked == "flex_attention" and not gpus:
         yield error(
             "attention",
-            "model.attention = flex_attention: on a CPU torch has no backward for it, and a GPU is needed.",
+            "model.attention = flex_attention: torch has no backward pass for it on a CPU; it needs a GPU.",
             "Use model.attention=sdpa, or auto.",
         )
     else:
@@ -48,26 +48,26 @@ def attention(
         others += ["flash_attention_2"] if installed and not no_flash else []
         left = [name for name in others if name != chosen.split()[0]]
         lacking = f"; no flash kernels: {no_flash}" if no_flash and gpus else ""
-        why = " where the model has it" if asked == "auto" else ", as asked for"
-        yield ok("attention", f"{chosen}{why}; also here: {', '.join(left)}{lacking}")
+        why = " where the model has it" if asked == "auto" else ", as requested"
+        yield ok("attention", f"{chosen}{why}; also available: {', '.join(left)}{lacking}")
 
 
 def _no_flash(gpus: Sequence[Gpu], precision: ResolvedPrecision) -> str | None:
     """Why flash kernels cannot run."""
     if not gpus:
-        return "flash kernels need a GPU, and this run is on the CPU"
+        return "flash kernels need a GPU, and this run uses the CPU"
     old = [gpu for gpu in gpus if gpu.capability < FLASH]
     if old:
         era = _ERAS.get(old[0].capability, "")
         found = ".".join(map(str, old[0].capability))
-        return f"{old[0].name}{f' ({era})' if era else ''} has compute capability {found}, and flash kernels need 8.0"
+        return f"{old[0].name}{f' ({era})' if era else ''} has compute capability {found}, flash kernels need 8.0"
     if precision.compute.itemsize > 2:
-        return f"flash kernels compute in bf16 or fp16, and precision is {precision.word}"
+        return f"flash kernels compute in bf16 or fp16, precision is {precision.word}"
     return None
 
 
 def compiler(recipe: Recipe, machine: Machine, *, on_gpu: bool) -> Iterator[Finding]:
-    """Compiled code is made with a compiler of the machine, and on a GPU with Triton."""
+    """torch.compile needs a C++ compiler on the machine, and Triton on a GPU."""
     compiled = recipe.sharding.compile if recipe.sharding.compile is not None else on_gpu
     optimizer = recipe.optimizer.kind() if recipe.optimizer.compiles else None
     if not compiled and optimizer is None:
@@ -82,7 +82,7 @@ def compiler(recipe: Recipe, machine: Machine, *, on_gpu: bool) -> Iterator[Find
     if on_gpu and "triton" not in machine.packages:
         missing.append(("the package triton", "Install it with: pip install triton"))
     for what, remedy in missing:
-        yield error("compiler", f"{who} needs {what}, and there is none here.", f"{remedy}; or do without: {off}.")
+        yield error("compiler", f"{who} needs {what}, which is not installed.", f"{remedy}; or turn it off: {off}.")
     if not missing:
         yield ok("compiler", f"{machine.compiler}{' and Triton' if on_gpu else ''}, for {who}")
 

@@ -1,7 +1,7 @@
 """Facts about this machine: GPUs and their links, driver, cores, memory, limits, packages.
 
-Only reads; what a fact means for a run is decided elsewhere, so that any machine can be described by hand.
-Must not know recipes, and never guesses: what cannot be read is None.
+Only reads; other modules decide what a fact means for a run, so that tests can describe any machine.
+Must not know recipes. Never guesses: what cannot be read is None.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run finds here."""
+    """What this machine offers a run."""
 
     torch: str
     """The version of torch."""
     cores: int
     """Cores that this process may use."""
     memory_bytes: int
-    """Host memory that is available."""
+    """Available host memory."""
     open_files: int
-    """How many files one process may hold open."""
+    """How many files one process may have open."""
     shm_bytes: int | None
-    """What is free in /dev/shm; None where there is none."""
+    """Free bytes in /dev/shm; None without it."""
     packages: frozenset[str]
-    """Which of the optional packages are installed."""
+    """Optional packages that are installed."""
     misfits: tuple[str, ...] = ()
-    """Required packages that are missing or have another version than fullshard needs, in words."""
+    """Required packages that are missing or have an unsupported version, one sentence each."""
     compiler: str | None = None
     """A C++ compiler, which compiled blocks need."""
     gpus: tuple[Gpu, ...] = ()
@@ -64,9 +64,9 @@ class Machine:
     """The CUDA version that torch was built for; None for a build without."""
     nccl: str | None = None
     driver: str | None = None
-    """The version of the NVIDIA driver; None where none was found."""
+    """The version of the NVIDIA driver; None without one."""
     links: Mapping[tuple[int, int], str] | None = None
-    """How two GPUs reach each other, in nvidia-smi's words (NV18, PIX, SYS); None when it is not known."""
+    """How two GPUs are connected, in nvidia-smi's words (NV18, PIX, SYS); None if unknown."""
     python: tuple[int, int] = sys.version_info[:2]
 
     def has(self, package: str) -> bool:
@@ -82,11 +82,11 @@ class Machine:
 
 
 def inspect(*, links: bool = True) -> Machine:
-    """This machine. How GPUs are joined takes nvidia-smi a second to say; it need not be asked."""
+    """This machine; `links` asks nvidia-smi how GPUs are connected, which takes a second."""
     import torch
 
     with warnings.catch_warnings():
-        # A driver that is too old is told by the absence of GPUs, in our words.
+        # An old driver shows as no GPUs, which the environment section reports.
         warnings.simplefilter("ignore")
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     properties = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
@@ -109,13 +109,13 @@ def inspect(*, links: bool = True) -> Machine:
 
 
 def misfits(distribution: str = "fullshard") -> tuple[str, ...]:
-    """Required packages that are not there, or not in the version that is needed; torch is looked at by itself."""
+    """Required packages that are missing or have an unsupported version; torch is checked separately."""
     from packaging.requirements import Requirement
 
     found = []
     try:
         wanted = importlib.metadata.requires(distribution) or []
-    except importlib.metadata.PackageNotFoundError:  # run from a source folder: nothing says what is needed
+    except importlib.metadata.PackageNotFoundError:  # run from a source folder: requirements are unknown
         return ()
     for requirement in map(Requirement, wanted):
         if requirement.name == "torch" or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
@@ -123,15 +123,15 @@ def misfits(distribution: str = "fullshard") -> tuple[str, ...]:
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{requirement.name} is not installed, {requirement.specifier} is needed")
+            found.append(f"{requirement.name} is not installed, {requirement.specifier} is required")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement.name} {version} is installed, {requirement.specifier} is needed")
+            found.append(f"{requirement.name} {version} is installed, {requirement.specifier} is required")
     return tuple(found)
 
 
 def _driver() -> str | None:
-    """The kernel module says it itself; elsewhere (containers may hide that file) nvidia-smi is asked."""
+    """From the kernel module, or from nvidia-smi where a container hides that file."""
     module = Path("/proc/driver/nvidia/version")
     if module.exists() and (found := re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", module.read_text())):
         return found[1]
@@ -140,7 +140,7 @@ def _driver() -> str | None:
 
 
 def _links(uuids: list[str]) -> dict[tuple[int, int], str] | None:
-    """torch counts only the GPUs that are visible; nvidia-smi counts all, so they are matched by their ids."""
+    """torch counts only visible GPUs, nvidia-smi counts all, so they are matched by UUID."""
     listed = _smi("--query-gpu=index,uuid", "--format=csv,noheader").splitlines()
     places = {uuid.strip().removeprefix("GPU-"): int(index) for index, uuid in (line.split(",") for line in listed)}
     matrix = read_links(_smi("topo", "-m"))
@@ -161,7 +161,7 @@ def read_links(table: str) -> dict[tuple[int, int], str]:
     columns = [int(word[3:]) for word in head if re.fullmatch(r"GPU\d+", word)]
     found = {}
     for row in rows:
-        # The head has no cell in front of its names, so that a row is told by an X or a link in its second word.
+        # The header line also starts with GPU0, but its second word is another GPU, not an X or a link.
         if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1 and not row[1].startswith("GPU"):
             for column, link in zip(columns, row[1:], strict=False):
                 found[int(row[0][3:]), column] = link
@@ -169,7 +169,7 @@ def read_links(table: str) -> dict[tuple[int, int], str]:
 
 
 def _smi(*arguments: str) -> str:
-    """What nvidia-smi prints; nothing where there is none or it fails."""
+    """What nvidia-smi prints; empty if it is missing or fails."""
     if (program := shutil.which("nvidia-smi")) is None:
         return ""
     try:

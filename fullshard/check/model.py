@@ -31,6 +31,7 @@ from fullshard.hf.safetensors_folder import open_folder
 from fullshard.recipe import Recipe
 from fullshard.setup.run_inputs import RunInputs
 from fullshard.setup.shard_plan import shard_plan
+from fullshard.text.tokens import inner_tokenizer
 
 LARGE = 100_000_000
 """Below so many parameters it does not matter how they are divided into units."""
@@ -222,9 +223,9 @@ def _tokenizer(recipe: Recipe, inputs: RunInputs, module: nn.Module) -> Iterator
     if rows is None:
         return
     if inputs.processor is None:
-        yield from tokenizer.token_ids(inputs.data.train, rows=rows)
+        yield from tokenizer.token_ids(inputs.data.train, rows=rows, noun=inputs.plan.noun)
         return
-    found = getattr(inputs.processor, "tokenizer", inputs.processor)
+    found = inner_tokenizer(inputs.processor)
     stored, config = recipe.model.stored_rows(), recipe.model.config_of(module)
     texts, writes = _texts(recipe, inputs), not inputs.data.encoder.lays_out
     yield from tokenizer.look(found, rows=rows, texts=texts, config=config, writes=writes, stored=stored)

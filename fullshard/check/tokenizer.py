@@ -160,9 +160,8 @@ def chat_template(tokenizer: Any, encoder: Encoder) -> Iterator[Finding]:
         yield ok("chat template", words)
 
 
-def token_ids(samples: Samples, *, rows: int) -> Iterator[Finding]:
+def token_ids(samples: Samples, *, rows: int, noun: str = "sample") -> Iterator[Finding]:
     """Tokens that were made elsewhere must have a row of the embedding too."""
-    noun = "sample" if samples.fixed_length is None else "row"
     chosen = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _MOST_ROWS)).astype(int))
     found = [samples[int(index)].get("input_ids") for index in chosen]
     highest = max((int(ids.max()) for ids in found if ids is not None and len(ids)), default=None)

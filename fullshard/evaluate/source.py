@@ -1,4 +1,4 @@
-"""What is evaluated, as a recipe: that of a run, on its own or on other validation data, or one made up for a model.
+"""What is evaluated, as a recipe: a run's, on its own or on other validation data, or one made for a model.
 
 Must not know ranks, weights or numbers.
 """
@@ -22,7 +22,7 @@ from fullshard.recipes.read import Reading, read
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What is asked for."""
+    """The options of the command."""
 
     data: str | None
     checkpoint: str | None
@@ -34,7 +34,7 @@ class EvaluateOptions:
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationTarget:
     """What is evaluated."""
 
     name: str
@@ -43,23 +43,23 @@ class Subject:
     checkpoint: Path | None
     """None: the model's own weights."""
     why: str
-    """Why this checkpoint: it was named, or what stands for the run."""
+    """Which weights these are, for the header: `step 300, the best`."""
 
     @property
     def step(self) -> int | None:
         return files.step_of(self.checkpoint) if self.checkpoint else None
 
 
-def subject_of(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
+def find_target(target: str, options: EvaluateOptions, *, nodes: int) -> EvaluationTarget:
     """The run or model that RUN|MODEL means."""
     if is_run(target) or Path(target).name in ("best", "last"):
         return _run(target, options, nodes=nodes)
     if (option := "--checkpoint" if options.checkpoint else "--weights" if options.weights else None) is not None:
-        raise SetupError(f"{option} chooses among what a run has saved, and {target} is no run. Leave it out.")
+        raise SetupError(f"{option} chooses among what a run has saved, and {target} is not a run. Leave it out.")
     return _model(target, options, nodes=nodes)
 
 
-def _run(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
+def _run(target: str, options: EvaluateOptions, *, nodes: int) -> EvaluationTarget:
     chosen = choose(target, options.checkpoint, here=_as_it_was(options, nodes=nodes), best_first=True)
     if chosen.checkpoint is None:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def _run(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
     best = files.pointed(chosen.checkpoint.parent, "best")
     is_best = best is not None and best.name == chosen.checkpoint.name
     why = f"step {files.step_of(chosen.checkpoint):,}{', the best' if is_best else ''}"
-    return Subject(str(chosen.checkpoint), chosen.reading, chosen.checkpoint, why)
+    return EvaluationTarget(str(chosen.checkpoint), chosen.reading, chosen.checkpoint, why)
 
 
 def _as_it_was(options: EvaluateOptions, *, nodes: int) -> Here:
@@ -83,7 +83,7 @@ def _as_it_was(options: EvaluateOptions, *, nodes: int) -> Here:
         sharding = dict(recipe.get("sharding", {}))
         if sharding.get("strategy") == "hybrid" and nodes == 1:
             sharding["strategy"] = "auto"
-        # A step has no meaning here, so any number of ranks will do; two passes, lest a step have one sample.
+        # Nothing is trained, so any batch will do; two passes, so that a step has more than one sample.
         batch = {"per_device": recipe.get("batch", {}).get("per_device", 8), "accumulate": 2}
         recipe = {key: value for key, value in recipe.items() if key not in ("schedule", "duration")}
         recipe |= {"topology": topology, "sharding": sharding, "batch": batch}
@@ -99,8 +99,8 @@ def _as_it_was(options: EvaluateOptions, *, nodes: int) -> Here:
 
 
 def _on_other_data(recipe: dict[str, Any], reading: Reading, data: Any, checkpoint: Path | None) -> dict[str, Any]:
-    """The recipe with `data` for validation. It stands for the training data, too, which need not be there, unless
-    samples are scaled by what was measured on that."""
+    """The recipe with `data` for validation. It replaces the training data, too, which need not be there, unless
+    samples are scaled by what was measured on it."""
     from fullshard.setup.run_inputs import encoder_of
 
     encoder = encoder_of(reading.recipe)
@@ -114,8 +114,8 @@ def _on_other_data(recipe: dict[str, Any], reading: Reading, data: Any, checkpoi
     return changed
 
 
-def _model(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
-    """A model that stands for itself: its family says what else a recipe for it needs."""
+def _model(target: str, options: EvaluateOptions, *, nodes: int) -> EvaluationTarget:
+    """A model without a run: its family says what else a recipe for it needs."""
     from fullshard.hf.hub import fetch
 
     folder = fetch(target, revision=None, code=options.trust_remote_code, weights=False, where="MODEL")
@@ -128,8 +128,8 @@ def _model(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
         )
     if fitting[0].usual is None:
         raise SetupError(
-            f"MODEL = {target} is of kind {fitting[0].kind()}, which is evaluated as the recipe of its run says. Name "
-            "the run."
+            f"MODEL = {target} is of kind {fitting[0].kind()}, which only the recipe of its run says how to evaluate. "
+            "Name the run."
         )
     if options.data is None:
         raise SetupError(f"MODEL = {target} has no validation data of its own. Give it: --data FILE.")
@@ -149,11 +149,11 @@ def _model(target: str, options: EvaluateOptions, *, nodes: int) -> Subject:
         **fitting[0].usual,
     }
     recipe["precision"] = _stored_precision(read(recipe, *options.settings))
-    return Subject(target, read(recipe, *options.settings), None, "its own weights")
+    return EvaluationTarget(target, read(recipe, *options.settings), None, "its own weights")
 
 
 def _stored_precision(reading: Reading) -> str:
-    """The precision that the model was saved in, which is that of other libraries."""
+    """The precision that the model was saved in, as other libraries load it."""
     from fullshard.hf.safetensors_folder import stored_dtype
     from fullshard.setup.run_inputs import cache_folder
 
@@ -169,4 +169,4 @@ def data_of(text: str) -> Any:
     return parse_value(text, where="--data") if text.lstrip()[:1] in ("[", "{") else text
 
 
-__all__ = ["Subject", "EvaluateOptions", "data_of", "subject_of"]
+__all__ = ["EvaluationTarget", "EvaluateOptions", "data_of", "find_target"]

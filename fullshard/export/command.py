@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.commands.options import Base, TrustRemoteCode, WhichWeights, check_weights, one_of
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.formatting.plural import counted
 
@@ -38,16 +39,9 @@ def export(
         str, typer.Option(metavar="fp32|bf16|fp16|original", help="original: as the model was stored before training.")
     ] = "original",
     shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that one file holds: 5GB, 500MB.")] = "5GB",
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged where the run kept an average."),
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where the run's base model is now, if it has moved.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
+    weights: WhichWeights = None,
+    base: Base = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the model of CHECKPOINT as files that other libraries load.
 
@@ -56,14 +50,13 @@ def export(
     GPU, and no more memory than the largest file. An interrupted export leaves nothing behind.
     """
     from fullshard.checkpoint.folder import named
-    from fullshard.commands.options import one_of
     from fullshard.export import write as writing
     from fullshard.log import libraries
     from fullshard.log.console import Console
 
     size = parse_size(shard_size)
     one_of("--as", form, (None, *writing.FORMS))
-    one_of("--weights", weights, (None, "ema", "model"))
+    check_weights(weights)
     one_of("--dtype", dtype, tuple(writing.DTYPES))
     found = named(checkpoint)
     target = writing.free(out, found)

@@ -1,19 +1,28 @@
-"""`fullshard generate`: texts that a trained language model makes of prompts. Starts its own ranks, or joins.
+"""`fullshard generate`: continue prompts with a trained language model. Starts its own ranks, or joins.
 
 Must not import torch before it is called, nor know how a model is loaded or a text is continued.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.commands.options import (
+    Base,
+    Devices,
+    RunOrModel,
+    TrustRemoteCode,
+    WhichCheckpoint,
+    WhichWeights,
+    as_words,
+    check_weights,
+    json_alone,
+)
 from fullshard.errors import SetupError
 
 if TYPE_CHECKING:
@@ -21,95 +30,71 @@ if TYPE_CHECKING:
     from fullshard.dist.world import World
     from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import Prompt
-    from fullshard.generate.source import Speaker
+    from fullshard.generate.source import GeneratingModel
     from fullshard.log.console import Console
 
 
 def generate(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="RUN|MODEL", help="A run folder, one of its checkpoints (RUN/last), a model's folder or hub name."
-        ),
-    ],
+    target: RunOrModel,
     prompt: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="What to go on from; may be repeated.")
+        list[str] | None, typer.Option(metavar="TEXT", help="A text to continue; may be repeated.")
     ] = None,
     prompts: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE", help="A prompt a line; .jsonl with prompt, text or messages in each."),
+        typer.Option(metavar="FILE", help="One prompt per line; .jsonl: prompt, text or messages in each line."),
     ] = None,
     messages: Annotated[
         list[str] | None, typer.Option(metavar="JSON|FILE", help="A conversation to answer; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest continuation.")] = 128,
     temperature: Annotated[
-        float, typer.Option(min=0, metavar="X", help="0 always takes the most likely token; 1 draws by likelihood.")
+        float, typer.Option(min=0, metavar="X", help="0 always takes the most likely token; 1 samples by likelihood.")
     ] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, metavar="X", help="Draw from the likeliest tokens of this share.")
+        float, typer.Option(min=0.0, max=1.0, metavar="X", help="Sample from the likeliest tokens of this share.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Decides what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="The seed of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Take prompts as plain text, without the chat template.")] = False,
     batch_size: Annotated[
         int, typer.Option(min=1, metavar="N", help="Prompts that each rank continues at once, padded to the longest.")
     ] = 1,
-    checkpoint: Annotated[
-        str | None, typer.Option(metavar="STEP|best|latest", help="Which weights; else the best, or the latest.")
-    ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged where the run kept an average."),
-    ] = None,
-    devices: Annotated[
-        str | None, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto; else as in training.")
-    ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Where the run's base model is now, if it has moved.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a prompt, for machines.")] = False,
+    checkpoint: WhichCheckpoint = None,
+    weights: WhichWeights = None,
+    devices: Devices = None,
+    base: Base = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per prompt, for machines.")] = False,
 ) -> None:
     """Continue prompts with the language model of RUN, or with MODEL.
 
-    A prompt is laid out as the data of the run was: as plain text, or as a message of the user where the run was
-    trained on conversations. A text ends at a stop token of the model. Without a temperature the output is that of
-    Transformers' greedy generate on the exported model. Ranks share the prompts and run in step.
+    Prompts are laid out as the run's data was: as plain text, or as a user's message where the run was trained on
+    conversations. A text ends at a stop token of the model. Without a temperature the output equals Transformers'
+    greedy generate on the exported model. Ranks share the prompts and run in step.
 
     Exit codes: 0 done; 2 a mistake in the options or the run.
     """
-    from fullshard.commands.options import one_of
-
-    one_of("--weights", weights, (None, "ema", "model"))
+    check_weights(weights)
     if top_p <= 0:
-        raise SetupError(f"--top-p {top_p}: no token is left to draw. Give a share above 0; 1 takes all.")
-    words = [word for text in prompt or () for word in ("--prompt", text)]
-    words += [word for name in prompts or () for word in ("--prompts", name)]
-    words += [word for text in messages or () for word in ("--messages", text)]
-    chosen: dict[str, Any] = {"--max-new-tokens": max_new_tokens, "--temperature": temperature, "--top-p": top_p}
-    chosen |= {"--seed": seed, "--batch-size": batch_size, "--weights": weights, "--base": base}
-    words += [str(word) for pair in chosen.items() if pair[1] is not None for word in pair]
-    flags = {"--raw": raw, "--trust-remote-code": trust_remote_code, "--json": as_json}
-    words += [flag for flag, on in flags.items() if on]
+        raise SetupError(f"--top-p {top_p}: no token is left to sample. Give a share above 0; 1 takes all.")
     from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import gathered
 
+    texts = {"--prompt": prompt, "--prompts": prompts, "--messages": messages}
+    flags = {"--raw": raw, "--base": base, "--trust-remote-code": trust_remote_code, "--json": as_json}
+    ask = Ask(raw, max_new_tokens, temperature, top_p, seed, batch_size)
+    words = as_words({**texts, **ask.options(), "--weights": weights, **flags})
     asked = gathered(prompt or [], prompts or [], messages or [])
     options = EvaluateOptions(None, checkpoint, weights, devices, (), base, trust_remote_code)
-    ask = _Ask(asked, raw, max_new_tokens, temperature, top_p, seed, batch_size)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        records = _generate(target, options, ask, words, say=not as_json)
+    with json_alone(as_json):
+        records = _generate(target, options, asked, ask, words, say=not as_json)
     for record in records:
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
 @dataclass(frozen=True)
-class _Ask:
-    """What to generate, and how."""
+class Ask:
+    """How to generate."""
 
-    prompts: list[Prompt]
     raw: bool
     tokens: int
     temperature: float
@@ -117,54 +102,66 @@ class _Ask:
     seed: int
     batch_size: int
 
+    def options(self) -> dict[str, Any]:
+        """The same for a command line, but for --raw."""
+        names = {"--max-new-tokens": self.tokens, "--temperature": self.temperature, "--top-p": self.top_p}
+        return names | {"--seed": self.seed, "--batch-size": self.batch_size}
 
-def _generate(target: str, options: EvaluateOptions, ask: _Ask, words: list[str], *, say: bool) -> list[dict[str, Any]]:
-    """This rank's part, from loading to the last line; gives what is left to print, on rank 0."""
+
+def _generate(
+    target: str, options: EvaluateOptions, prompts: list[Prompt], ask: Ask, words: list[str], *, say: bool
+) -> list[dict[str, Any]]:
+    """This rank's part, from loading to the last line; returns what is left to print, on rank 0."""
     from fullshard.dist import env
-    from fullshard.generate.source import speaker_of
+    from fullshard.generate.source import find_model
     from fullshard.log import libraries
     from fullshard.log.console import Console
     from fullshard.setup.on_ranks import as_rank, start_own
 
     launch = env.detect(os.environ)
     with libraries.route(Console(silent=launch.rank != 0)):
-        speaker = speaker_of(target, options, nodes=launch.num_nodes)
-    topology = speaker.reading.recipe.topology
-    if (code := start_own(["generate", speaker.name, *words], topology)) is not None:
+        model = find_model(target, options, nodes=launch.num_nodes)
+    topology = model.reading.recipe.topology
+    if (code := start_own(["generate", model.name, *words], topology)) is not None:
         raise typer.Exit(code)
     with as_rank(topology) as (console, meet):
-        rows, way = _laid_out(speaker, ask)
+        rows, way = _laid_out(model, prompts, ask)
         world = meet()
-        _announce(console, speaker, ask, way, world)
-        made = _make(speaker, rows, way, world, console, batch_size=ask.batch_size)
-        records = [_record(speaker, *each, way) for each in zip(ask.prompts, rows, made, strict=True)]
+        _announce(console, model, len(prompts), ask, way, world)
+        made = _make(model, rows, way, world, console, batch_size=ask.batch_size)
+        records = [_record(model, *each, way) for each in zip(prompts, rows, made, strict=True)]
         if say:
             _say(console, records)
     return records if world.is_main and not say else []
 
 
-def _laid_out(speaker: Speaker, ask: _Ask) -> tuple[list[list[int]], Continuation]:
-    """The rows to continue, and how; refuses what the model has no positions for."""
+def _laid_out(model: GeneratingModel, prompts: list[Prompt], ask: Ask) -> tuple[list[list[int]], Continuation]:
+    """The rows to continue, and how; refuses more tokens than the model has positions for."""
     from fullshard.contracts.model import Continuation
     from fullshard.generate.prompts import tokens_of
 
-    if speaker.processor is None:
-        raise SetupError(f"{speaker.name} has no tokenizer, so a prompt means nothing to it. Export it with one.")
-    tokenizer = getattr(speaker.processor, "tokenizer", speaker.processor)
-    rows = [tokens_of(prompt, speaker.processor, chat=speaker.chat and not ask.raw) for prompt in ask.prompts]
-    longest, most = speaker.family.longest(speaker.module), max(map(len, rows))
+    if model.tokenizer is None:
+        raise SetupError(f"{model.name} has no tokenizer to read a prompt with. Export it with one.")
+    rows = [tokens_of(prompt, model.tokenizer, chat=model.chat and not ask.raw) for prompt in prompts]
+    longest, most = model.family.longest(model.module), max(map(len, rows))
     if longest is not None and most + ask.tokens > longest:
         raise SetupError(
             f"--max-new-tokens {ask.tokens}: with a prompt of {most:,} tokens that is more than the {longest:,} "
             f"positions of the model. Give at most {max(longest - most, 0):,}, or a shorter prompt."
         )
-    ends = speaker.family.stop_tokens(speaker.module)
-    ends |= {tokenizer.eos_token_id} if tokenizer.eos_token_id is not None else set()
+    ends = model.family.stop_tokens(model.module)
+    ends |= {model.tokenizer.eos_token_id} - {None}
     return rows, Continuation(ask.tokens, ask.temperature, ask.top_p, ask.seed, frozenset(ends))
 
 
 def _make(
-    speaker: Speaker, rows: list[list[int]], way: Continuation, world: World, console: Console, *, batch_size: int
+    source: GeneratingModel,
+    rows: list[list[int]],
+    way: Continuation,
+    world: World,
+    console: Console,
+    *,
+    batch_size: int,
 ) -> list[list[int]]:
     from fullshard.dist.precision import resolve_precision
     from fullshard.generate.continue_rows import continue_rows, num_turns
@@ -172,15 +169,15 @@ def _make(
     from fullshard.log.console import Bar
     from fullshard.setup.sharded_model import sharded_model
 
-    recipe = speaker.reading.recipe
+    recipe = source.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
-    model = sharded_model(recipe, speaker.module, world, precision, say=console.note, values=speaker.values)
+    model = sharded_model(recipe, source.module, world, precision, say=console.note, values=source.values)
     turns = num_turns(len(rows), 1 if way.temperature else batch_size, world.size)
     with Bar(console, "Generating", "", Pace(turns, clock=console.clock)) as bar:
         return continue_rows(
             rows,
             way,
-            family=speaker.family,
+            family=source.family,
             objective=recipe.objective,
             module=model.module.eval(),
             world=world,
@@ -189,31 +186,34 @@ def _make(
         )
 
 
-def _announce(console: Console, speaker: Speaker, ask: _Ask, way: Continuation, world: World) -> None:
+def _announce(
+    console: Console, model: GeneratingModel, num_prompts: int, ask: Ask, way: Continuation, world: World
+) -> None:
     from fullshard.formatting.plural import counted
 
     drawn = f"temperature {way.temperature:g}, top-p {way.top_p:g}, seed {way.seed}" if way.temperature else "greedy"
-    kept = speaker.family.keeps_cache
+    kept = model.family.keeps_cache
     cache = "keys and values are kept" if kept else "no keys and values are kept: every token runs its whole row again"
     if world.size > 1:
         cache += "; every token gathers the weights from all ranks"
-    layout = "messages of the user" if speaker.chat and not ask.raw else "plain text"
+    layout = "user messages" if model.chat and not ask.raw else "plain text"
     lines = [
-        ("weights", f"{speaker.name} ({speaker.why})"),
-        ("prompts", f"{counted(len(ask.prompts), 'prompt')}, as {layout}"),
+        ("weights", f"{model.name} ({model.why})"),
+        ("prompts", f"{counted(num_prompts, 'prompt')}, as {layout}"),
         ("way", f"{drawn}, at most {counted(way.tokens, 'token')}"),
         ("cache", cache),
         ("world", world.describe()),
     ]
-    console.header(f"fullshard generate: {speaker.reading.recipe.name}", lines)
+    console.header(f"fullshard generate: {model.reading.recipe.name}", lines)
 
 
-def _record(speaker: Speaker, prompt: Prompt, row: list[int], made: list[int], way: Continuation) -> dict[str, Any]:
-    tokenizer = getattr(speaker.processor, "tokenizer", speaker.processor)
+def _record(
+    model: GeneratingModel, prompt: Prompt, row: list[int], made: list[int], way: Continuation
+) -> dict[str, Any]:
     stopped = bool(made) and made[-1] in way.ends
     return {
         "prompt": prompt.text,
-        "text": tokenizer.decode(made, skip_special_tokens=True),
+        "text": model.tokenizer.decode(made, skip_special_tokens=True),
         "prompt_tokens": len(row),
         "tokens": made,
         "stopped": "stop token" if stopped else "length",

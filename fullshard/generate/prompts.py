@@ -1,4 +1,4 @@
-"""Prompts as rows of tokens, laid out as the run's data was: plain text, or a conversation through the chat template.
+"""Prompts as rows of tokens, laid out as the run's data was: as plain text, or with the chat template.
 
 Must not know models, ranks or how a row is continued.
 """
@@ -18,12 +18,12 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to go on from."""
+    """One text or conversation to continue."""
 
     text: str
     """As it was given, to be shown."""
     messages: list[Message] | None = None
-    """None: plain text, or one message of the user where the run was trained on conversations."""
+    """None: plain text, or one user message where the run was trained on conversations."""
 
 
 def gathered(texts: Sequence[str], files: Sequence[str], conversations: Sequence[str]) -> list[Prompt]:
@@ -34,11 +34,11 @@ def gathered(texts: Sequence[str], files: Sequence[str], conversations: Sequence
     found += [_conversation(text) for text in conversations]
     if not found:
         raise SetupError(
-            "there is nothing to go on from. Give --prompt TEXT, --prompts FILE (a prompt a line, or .jsonl), or "
+            "there is no prompt. Give --prompt TEXT, --prompts FILE (one per line, or .jsonl), or "
             '--messages \'[{"role": "user", "content": "..."}]\'.'
         )
     if any(not prompt.text for prompt in found):
-        raise SetupError("--prompt: an empty text gives nothing to go on from. Give at least a word.")
+        raise SetupError("--prompt: the text is empty. Give at least one word.")
     return found
 
 
@@ -50,7 +50,7 @@ def _read(name: str, option: str) -> str:
 
 
 def _of_file(name: str) -> list[Prompt]:
-    """A prompt a line; in .jsonl a line is a string, or has `prompt` or `text`, or `messages`."""
+    """One prompt per line; in .jsonl a line is a string, or has `prompt`, `text` or `messages`."""
     lines = [line for line in _read(name, "--prompts").splitlines() if line.strip()]
     if not name.endswith(".jsonl"):
         return [Prompt(line) for line in lines]
@@ -59,14 +59,14 @@ def _of_file(name: str) -> list[Prompt]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise DataError(f"{name}, line {number}: this is no JSON ({error}). Fix the line.") from error
+            raise DataError(f"{name}, line {number} is not JSON ({error}). Fix the line.") from error
         text = record if isinstance(record, str) else record.get("prompt") or record.get("text")
         if isinstance(text, str):
             found.append(Prompt(text))
         elif isinstance(record, dict) and record.get("messages"):
             found.append(_checked(record["messages"], f"{name}, line {number}"))
         else:
-            raise DataError(f'{name}, line {number}: no "prompt", "text" or "messages" in it. Add one of them.')
+            raise DataError(f'{name}, line {number} has no "prompt", "text" or "messages". Add one of them.')
     return found
 
 
@@ -76,7 +76,7 @@ def _conversation(text: str) -> Prompt:
     try:
         found = json.loads(written)
     except ValueError as error:
-        raise DataError(f"--messages {text[:60]}: this is no JSON ({error}).") from error
+        raise DataError(f"--messages {text[:60]} is not JSON ({error}).") from error
     return _checked(found.get("messages") if isinstance(found, dict) else found, "--messages")
 
 
@@ -90,9 +90,8 @@ def _checked(messages: Any, where: str) -> Prompt:
     return Prompt(str(messages[-1]["content"]), messages)
 
 
-def tokens_of(prompt: Prompt, processor: Any, *, chat: bool) -> list[int]:
-    """The row that a prompt is; `chat`: the run was trained on conversations, so a text is a message of the user."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+def tokens_of(prompt: Prompt, tokenizer: Any, *, chat: bool) -> list[int]:
+    """The tokens of a prompt; `chat`: the run was trained on conversations, so a text is a user's message."""
     messages = prompt.messages or ([{"role": "user", "content": prompt.text}] if chat else None)
     if messages is not None:
         if not tokenizer.chat_template:
@@ -108,7 +107,7 @@ def tokens_of(prompt: Prompt, processor: Any, *, chat: bool) -> list[int]:
         if ids and ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]  # some tokenizers end every text; here it goes on
     if not ids:
-        raise DataError(f"the tokenizer makes no token of the prompt {prompt.text[:40]!r}. Give another one.")
+        raise DataError(f"the tokenizer finds no token in the prompt {prompt.text[:40]!r}. Give another one.")
     return list(ids)
 
 

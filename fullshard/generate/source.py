@@ -1,4 +1,4 @@
-"""What generates: a checkpoint of a run, or a model by itself, with its tokenizer and the layout it was trained on.
+"""The model that generates: a checkpoint of a run, or a model without one, with its tokenizer and prompt layout.
 
 Must not know prompts, ranks or how a row is continued.
 """
@@ -18,28 +18,29 @@ from fullshard.contracts.data import Encoder
 from fullshard.contracts.model import Family, Weights
 from fullshard.contracts.objective import Objective
 from fullshard.errors import SetupError
-from fullshard.evaluate.source import EvaluateOptions, subject_of
+from fullshard.evaluate.source import EvaluateOptions, find_target
 from fullshard.export.source import Values, model_settings, open_trained
 from fullshard.recipes.read import Reading, read
 from fullshard.setup.run_inputs import cache_folder, encoder_of
+from fullshard.text.tokens import inner_tokenizer
 
 
 @dataclass(frozen=True)
-class Speaker:
-    """A model with its edits, still on meta, where its values come from, and how a prompt is laid out for it."""
+class GeneratingModel:
+    """A model on meta, where its values come from, and how a prompt is laid out for it."""
 
     name: str
     why: str
     reading: Reading
     family: Family
-    processor: Any
+    tokenizer: Any
     module: nn.Module
     values: Weights | None
     chat: bool
-    """It was trained on conversations; a model by itself: it has a chat template."""
+    """Trained on conversations; without a run: it has a chat template."""
 
 
-def speaker_of(target: str, options: EvaluateOptions, *, nodes: int) -> Speaker:
+def find_model(target: str, options: EvaluateOptions, *, nodes: int) -> GeneratingModel:
     """The run or model that RUN|MODEL means."""
     if is_run(target) or Path(target).name in ("best", "last"):
         chosen = choose(target, options.checkpoint, here=_for_generating(options, nodes=nodes), best_first=True)
@@ -47,22 +48,19 @@ def speaker_of(target: str, options: EvaluateOptions, *, nodes: int) -> Speaker:
             return _trained(chosen.checkpoint, chosen.reading, options)
         target = str(chosen.weights)
     # Data is never opened.
-    subject = subject_of(
-        target,
-        EvaluateOptions("none", None, None, options.devices, (), options.base, options.trust_remote_code),
-        nodes=nodes,
-    )
-    reading = read({**_leaner(plain(subject.reading.recipe)), "data": {"train": "none", "pack": False}})
+    without_data = EvaluateOptions("none", None, None, options.devices, (), options.base, options.trust_remote_code)
+    found = find_target(target, without_data, nodes=nodes)
+    reading = read({**_leaner(plain(found.reading.recipe)), "data": {"train": "none", "pack": False}})
     recipe = reading.recipe
     _require_tokens(recipe.objective, target)
     recipe.model.prepare((), cache=cache_folder(recipe))
     processor = recipe.model.processor(cache=cache_folder(recipe))
-    module = recipe.model.build(processor=processor)
-    chat = bool(getattr(getattr(processor, "tokenizer", processor), "chat_template", None))
-    return Speaker(target, "its own weights", reading, recipe.model, processor, module, None, chat)
+    module, tokenizer = recipe.model.build(processor=processor), inner_tokenizer(processor)
+    chat = tokenizer is not None and bool(tokenizer.chat_template)
+    return GeneratingModel(target, "its own weights", reading, recipe.model, tokenizer, module, None, chat)
 
 
-def _trained(checkpoint: Path, reading: Reading, options: EvaluateOptions) -> Speaker:
+def _trained(checkpoint: Path, reading: Reading, options: EvaluateOptions) -> GeneratingModel:
     recipe = reading.recipe
     _require_tokens(recipe.objective, str(checkpoint))
     trained = open_trained(
@@ -72,8 +70,8 @@ def _trained(checkpoint: Path, reading: Reading, options: EvaluateOptions) -> Sp
     step = f"step {files.step_of(checkpoint):,}"
     encoder = _encoder(checkpoint, reading)
     chat = encoder is not None and encoder.conversations
-    values = Values(trained)
-    return Speaker(str(checkpoint), step, reading, recipe.model, trained.processor, trained.module, values, chat)
+    tokenizer, values = inner_tokenizer(trained.processor), Values(trained)
+    return GeneratingModel(str(checkpoint), step, reading, recipe.model, tokenizer, trained.module, values, chat)
 
 
 def _encoder(checkpoint: Path, reading: Reading) -> Encoder | None:
@@ -108,9 +106,9 @@ def _leaner(recipe: dict[str, Any]) -> dict[str, Any]:
 def _require_tokens(objective: Objective, name: str) -> None:
     if not objective.predicts_tokens:
         raise SetupError(
-            f"{name}: its objective is {objective.kind()}, which predicts no tokens. fullshard generate is for "
-            "language models; images of a diffusion run are made by fullshard sample."
+            f"{name}: its objective is {objective.kind()}, which predicts no tokens, and fullshard generate continues "
+            "texts. `fullshard --help` lists the commands for other models."
         )
 
 
-__all__ = ["Speaker", "speaker_of"]
+__all__ = ["GeneratingModel", "find_model"]

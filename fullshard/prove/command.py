@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fullshard.commands.options import json_alone
 from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, EXIT_USER, SetupError
 from fullshard.formatting.plural import counted
 
@@ -41,11 +41,11 @@ def prove(reading: Reading, ranks: Ranks, options: ProveOptions) -> int:
     from fullshard.prove.runs import Runs, start_ranks
 
     names, report = cases.check_names(options.cases), Report(as_json=options.as_json)
-    with aside(options.as_json), report.working("Reading the data and building the model"):
+    with json_alone(options.as_json), report.working("Reading the data and building the model"):
         inputs = _lay(reading.recipe, ranks)
         place = _place(reading.recipe, ranks, inputs)
     with _folder(reading.recipe, keep=options.keep) as folder:
-        with aside(options.as_json):
+        with json_alone(options.as_json):
             plan = cases.plan(reading.recipe, replace(place, folder=folder), inputs, cases=names)
         each = counted(plan.samples_per_step, inputs.plan.noun)
         title = f"Proving {reading.recipe.name}: {cases.STEPS} steps of {each}"
@@ -129,11 +129,4 @@ def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
                     path.rmdir()
 
 
-@contextlib.contextmanager
-def aside(as_json: bool) -> Iterator[None]:
-    """For machines, standard output has the one JSON object; what a user's part prints goes to standard error."""
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        yield
-
-
-__all__ = ["ProveOptions", "aside", "own_ranks", "prove", "refuse_launcher"]
+__all__ = ["ProveOptions", "own_ranks", "prove", "refuse_launcher"]

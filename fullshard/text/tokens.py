@@ -15,9 +15,14 @@ from fullshard.errors import DataError, RecipeError
 from fullshard.formatting.plural import counted
 
 
+def inner_tokenizer(processor: Any) -> Any:
+    """The tokenizer inside a processor, or the tokenizer itself; None of None."""
+    return getattr(processor, "tokenizer", processor)
+
+
 def tokenizer_of(processor: Any, *, needed_by: str) -> Any:
-    """The tokenizer itself, or the one inside a processor."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    """The same, which must be there."""
+    tokenizer = inner_tokenizer(processor)
     if tokenizer is None:
         raise RecipeError(
             f"model.tokenizer: the data is {needed_by}, which needs a tokenizer, but the model brings none. Train one "

@@ -207,7 +207,7 @@ def test_the_trial_of_a_check_uses_the_store_and_leaves_nothing_there(ranks: Ran
     [written] = [text for _, check, text in found if check == "checkpoint"]
     assert f"written to {address} in" in written
     [shared] = [text for _, check, text in found if check == "shared files"]
-    assert shared == f"{address}: a file of each rank is seen by rank 0, and its own by all"
+    assert shared == f"{address}: rank 0 sees a file of every rank, and all ranks see a file of rank 0"
     assert not [path for path in place.rglob("*") if path.is_file()]
 
 

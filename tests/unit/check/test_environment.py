@@ -201,10 +201,10 @@ def test_precision_against_capability(tmp_path: Path) -> None:
     [
         ("flash_attention_2", with_gpus(T4), "fp16", "Tesla T4 (Turing) has compute capability 7.5"),
         ("varlen", with_gpus(T4), "fp16", "flash kernels need 8.0"),
-        ("flash_attention_2", CPU, "bf16", "this run is on the CPU"),
+        ("flash_attention_2", CPU, "bf16", "this run uses the CPU"),
         ("flash_attention_2", with_gpus(H100), "fp32", "compute in bf16 or fp16"),
         ("flash_attention_2", with_gpus(H100), "bf16", "needs the package flash_attn"),
-        ("flex_attention", CPU, "fp32", "torch has no backward for it"),
+        ("flex_attention", CPU, "fp32", "torch has no backward pass for it"),
     ],
 )
 def test_attention_that_cannot_run(tmp_path: Path, kernel: str, here: Machine, precision: str, said: str) -> None:
@@ -217,10 +217,15 @@ def test_attention_that_cannot_run(tmp_path: Path, kernel: str, here: Machine, p
 @pytest.mark.parametrize(
     ("kernel", "packed", "here", "said"),
     [
-        ("auto", True, with_gpus(H100), "varlen for packed rows where the model has it; also here: sdpa, eager, flex"),
+        (
+            "auto",
+            True,
+            with_gpus(H100),
+            "varlen for packed rows where the model has it; also available: sdpa, eager, flex",
+        ),
         ("auto", False, with_gpus(H100), "sdpa where the model has it"),
         ("auto", True, with_gpus(T4), "no flash kernels: Tesla T4 (Turing)"),
-        ("eager", True, CPU, "eager, as asked for; also here: sdpa"),
+        ("eager", True, CPU, "eager, as requested; also available: sdpa"),
     ],
 )
 def test_the_kernel_that_will_be_used(tmp_path: Path, kernel: str, packed: bool, here: Machine, said: str) -> None:
@@ -278,8 +283,8 @@ def test_a_distribution_that_wants_what_is_not_there(tmp_path: Path, monkeypatch
     found = machine.misfits("wanting")
     assert len(found) == 2
     assert "numpy" in found[0]
-    assert ">=99 is needed" in found[0]
-    assert found[1] == "no-such-thing is not installed, >=2 is needed"
+    assert ">=99 is required" in found[0]
+    assert found[1] == "no-such-thing is not installed, >=2 is required"
 
 
 def test_misfits_are_errors(tmp_path: Path) -> None:

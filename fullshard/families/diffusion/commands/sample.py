@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fullshard.commands.options import WhichWeights, as_words, check_weights, one_of
 from fullshard.errors import SetupError
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ def sample(
         str | None,
         typer.Option(metavar="STEP|best|latest", help="Which weights; else the latest, or without any RUN/model."),
     ] = None,
-    weights: Annotated[
-        str | None,
-        typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged where the run kept an average."),
-    ] = None,
+    weights: WhichWeights = None,
     devices: Annotated[
         str, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto for every GPU.")
     ] = "auto",
@@ -72,14 +70,13 @@ def sample(
     Exit codes: 0 done; 2 a mistake in the options or the run; 3 the images hold NaN or Inf.
     """
     from fullshard.commands.chosen_run import choose, on_this_machine
-    from fullshard.commands.options import one_of
     from fullshard.dist import env
     from fullshard.setup.on_ranks import start_own
 
     # Before anything is loaded: what can be refused by the words alone.
     wanted, written = _classes(classes), _texts(texts)
     one_of("--method", method, ("heun", "euler"))
-    one_of("--weights", weights, (None, "ema", "model"))
+    check_weights(weights)
     launch = env.detect(os.environ)
     chosen = choose(run, checkpoint, here=on_this_machine(devices=devices, nodes=launch.num_nodes))
     picture = Path(grid).expanduser() if grid else chosen.run / "pictures" / f"sample-{chosen.name}.png"
@@ -89,9 +86,7 @@ def sample(
     options: dict[str, Any] = {"--classes": classes, "--method": method, "--weights": weights, "--guidance": guidance}
     options |= {"--per-class": per_class, "--steps": steps, "--seed": seed, "--batch-size": batch_size}
     options |= {"--grid": target.grid, "--images": target.folder}
-    words = [str(word) for pair in options.items() if pair[1] is not None for word in pair]
-    words += [word for text in written for word in ("--texts", text)]
-    words = ["sample", str(chosen.checkpoint or chosen.run), *words]
+    words = ["sample", str(chosen.checkpoint or chosen.run), *as_words(options | {"--texts": list(written)})]
     if (code := start_own(words, chosen.reading.recipe.topology)) is not None:
         raise typer.Exit(code)
     from fullshard.families.diffusion.draw import SampleOptions
