@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -158,6 +157,16 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
+def schema() -> dict[str, Any]:
+    """The JSON schema of a recipe, as the command prints it."""
+    from typer.testing import CliRunner
+
+    from fullshard.cli import app
+
+    found: dict[str, Any] = json.loads(CliRunner().invoke(app, ["recipes", "schema"], catch_exceptions=False).stdout)
+    return found
+
+
 def without_text(schema: Any) -> Any:
     """A schema without its descriptions and titles: the words may change, what is accepted may not."""
     if isinstance(schema, list):
@@ -170,14 +179,7 @@ def without_text(schema: Any) -> Any:
 
 def write_surface(folder: Path) -> None:
     """The JSON schema of a recipe, and the commands with their options."""
-    printed = subprocess.run(
-        [sys.executable, "-m", "fullshard", "recipes", "schema"],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-    )
-    (folder / "schema.json").write_text(json.dumps(without_text(json.loads(printed.stdout))) + "\n")
+    (folder / "schema.json").write_text(json.dumps(without_text(schema())) + "\n")
     (folder / "commands.json").write_text(json.dumps(commands(), indent=1) + "\n")
 
 
