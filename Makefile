@@ -1,25 +1,37 @@
-# The README's two commands are `make quickstart` and `make test`. Installing is done once; re-running costs nothing.
+# `make quickstart` trains a small model, `make check` and `make test` hold a change to the rules. Installing is done
+# once; running again costs nothing.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Compiled on all cores afterwards; some files of packages are no Python of today.
+# Compiled on all cores afterwards. Some packages ship files that this Python cannot compile.
 INSTALL := $(PIP) install --quiet --no-compile --constraint constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
-.PHONY: quickstart test check numerics clean
+.PHONY: quickstart test test-slow check numerics clean
 
 quickstart: .venv/.installed
 	$(BIN)/fullshard train quickstart
 
-# The files in their order: the many small ones come last and fill both workers. Two nodes are two network namespaces,
-# which `ip` makes and only root may.
-test: .venv/.installed-test
+# One worker for each core, at least two: many tests wait for ranks. The files keep their order: the many small ones come
+# last and fill every worker.
+WORKERS := $(shell cores=$$(nproc); test $$cores -gt 2 && echo $$cores || echo 2)
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: .venv/.installed-test namespaces
+	$(PYTEST) -m "not slow"
+
+# Whole matrices, lists of faults, and copies of the repository without a family.
+test-slow: .venv/.installed-test namespaces
+	$(PYTEST) -m slow
+
+# Two nodes are two network namespaces, which only root may create, with `ip`.
+.PHONY: namespaces
+namespaces:
 	@test "$$(id -u)" != 0 || PATH="$$PATH:/usr/sbin:/sbin" command -v ip >/dev/null || \
 		{ apt-get update -qq && apt-get install -y -qq iproute2; } || echo "iproute2 could not be installed"
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Every test that compares floating-point numbers, with the kernels of other processors and other numbers of threads.
-# Idle threads do not spin: every rank of a test has its own.
+# Idle threads do not spin, since every rank of a test has its own.
 COMPARING := $(shell grep -rlE 'approx|assert_near|assert_close|allclose|apart' tests --include='test_*.py')
 SETTINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABILITY=avx512 ONEDNN_MAX_CPU_ISA=AVX2 \
 	OMP_NUM_THREADS=1 OMP_NUM_THREADS=$(shell nproc)
@@ -27,7 +39,7 @@ SETTINGS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ATEN_CPU_CAPABI
 numerics: $(SETTINGS:%=numerics-%)
 
 numerics-%: .venv/.installed-test
-	GOMP_SPINCOUNT=0 $* $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(COMPARING)
+	GOMP_SPINCOUNT=0 $* $(PYTEST) $(COMPARING)
 
 check: .venv/.installed-check
 	$(BIN)/ruff format --check .

@@ -16,6 +16,7 @@ from tests.check import on_ranks
 from tests.check.seeded import Seed, everything, healthy_place, seed_in
 from tests.families.embedding import vision
 from tests.ranks import RankPool
+from tests.slow import only_first
 
 HEALTHY: dict[str, Callable[[Seed], None]] = {}
 TRIED: list[str] = []
@@ -183,7 +184,7 @@ def test_nothing_is_found(name: str, seed: Seed) -> None:
     assert everything(seed.folder) == before
 
 
-@pytest.mark.parametrize("name", TRIED)
+@pytest.mark.parametrize("name", only_first(TRIED))
 def test_nothing_is_found_on_two_ranks(name: str, seed: Seed, ranks: RankPool) -> None:
     HEALTHY[name](seed)
     told = seed.folder / "told"

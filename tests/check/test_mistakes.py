@@ -25,6 +25,7 @@ from fullshard.recipes.read import read
 from tests.check import on_ranks
 from tests.check.seeded import By, Mistake, Seed, everything, healthy_place, seed_in
 from tests.ranks import RankPool
+from tests.slow import one_in
 
 MISTAKES: list[Mistake] = []
 
@@ -917,7 +918,7 @@ def test_without_a_mistake_there_is_no_finding(seed: Seed) -> None:
         assert (told["correct"], result.exit_code) == (True, 0)
 
 
-@pytest.mark.parametrize("case", [m for m in MISTAKES if m.by == "check"], ids=lambda m: m.name)
+@pytest.mark.parametrize("case", one_in(4, (m for m in MISTAKES if m.by == "check")), ids=lambda m: m.name)
 def test_check_finds(case: Mistake, seed: Seed) -> None:
     case.make(seed)
     before = everything(seed.folder)
@@ -935,7 +936,7 @@ def test_check_finds(case: Mistake, seed: Seed) -> None:
     assert everything(seed.folder) == before, "something was left behind"
 
 
-@pytest.mark.parametrize("case", [m for m in MISTAKES if m.by == "train"], ids=lambda m: m.name)
+@pytest.mark.parametrize("case", one_in(4, (m for m in MISTAKES if m.by == "train")), ids=lambda m: m.name)
 def test_train_refuses(case: Mistake, seed: Seed) -> None:
     case.make(seed)
     before = everything(seed.folder)
@@ -951,7 +952,7 @@ def test_train_refuses(case: Mistake, seed: Seed) -> None:
         assert everything(seed.folder) == before, "something was left behind"
 
 
-@pytest.mark.parametrize("case", [m for m in MISTAKES if m.by == "trial"], ids=lambda m: m.name)
+@pytest.mark.parametrize("case", one_in(4, (m for m in MISTAKES if m.by == "trial")), ids=lambda m: m.name)
 def test_ranks_find(case: Mistake, seed: Seed, ranks: RankPool) -> None:
     case.make(seed)
     told = seed.folder / "told"
@@ -975,7 +976,7 @@ def test_ranks_find(case: Mistake, seed: Seed, ranks: RankPool) -> None:
     assert after == before, "something was left behind"
 
 
-@pytest.mark.parametrize("case", [m for m in MISTAKES if m.by == "launch"], ids=lambda m: m.name)
+@pytest.mark.parametrize("case", one_in(99, (m for m in MISTAKES if m.by == "launch")), ids=lambda m: m.name)
 def test_check_finds_on_ranks_of_its_own(case: Mistake, seed: Seed, capfd: pytest.CaptureFixture[str]) -> None:
     case.make(seed)
     before = everything(seed.folder)

@@ -21,6 +21,7 @@ from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
 from fullshard.hf.sizes import make_config
 from tests.ranks import RankPool
+from tests.slow import only_first
 from tests.small import VOCABULARY, curve, recipe, token_file, train
 from tests.unit.hf.architectures import towers
 
@@ -83,7 +84,7 @@ def train_quietly(settings: dict[str, Any]) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.parametrize("architecture", DECODERS)
+@pytest.mark.parametrize("architecture", only_first(DECODERS))
 def test_a_decoder_trains_as_in_a_plain_loop(
     ranks: RankPool, rows: tuple[Path, list[list[int]]], architecture: str
 ) -> None:

@@ -27,6 +27,7 @@ from fullshard.checkpoint.tensors import tree
 from fullshard.commands.verify import problems
 from fullshard.log.metrics import FILE, read
 from tests.ranks import RankPool
+from tests.slow import one_in
 from tests.small import curve, model_folder, recipe, token_file, train
 from tests.unit.checkpoint.handmade import FORMATS, seal
 
@@ -123,7 +124,7 @@ def damaged(folder: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[st
     return run, chosen
 
 
-@pytest.mark.parametrize("step", DAMAGE)
+@pytest.mark.parametrize("step", one_in(4, DAMAGE))
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused_by_file(
     ranks: RankPool, damaged: tuple[Path, dict[str, Any]], step: int
 ) -> None:
@@ -158,7 +159,7 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize("kind", MANIFESTS)
+@pytest.mark.parametrize("kind", one_in(4, MANIFESTS))
 def test_a_damaged_manifest_is_damage(ranks: RankPool, folder: Path, kind: str) -> None:
     chosen = settings(folder, f"manifest-{kind}", "sharded")
     run = stopped_run(folder, chosen["name"], "sharded", steps=(3, 4))
@@ -341,7 +342,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", one_in(4, HOSTILE))
 def test_a_hostile_checkpoint_is_not_resumed_and_runs_nothing(ranks: RankPool, folder: Path, kind: str) -> None:
     chosen = settings(folder, f"hostile-{kind}", "sharded")
     run = stopped_run(folder, chosen["name"], "sharded", steps=(3,))

@@ -28,6 +28,7 @@ from fullshard.optim.adamw import AdamW
 from tests.dist.denoiser import CHANNELS
 from tests.dist.spread import HALVES, dtypes_of, half, spread, tokens, whole
 from tests.ranks import RankPool
+from tests.slow import only_first
 from tests.small import curve, model_folder, recipe, token_file, train
 
 world_of = pytest.mark.parametrize("world", [1, 2])
@@ -202,7 +203,7 @@ def buffers(settings: dict[str, Any], compute: torch.dtype) -> dict[str, torch.T
 
 
 @half
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "own"])
+@pytest.mark.parametrize("architecture", only_first(["qwen3", "gemma3_text", "gpt_oss", "deepseek_v3", "own"]))
 def test_buffers_keep_dtype_and_value(ranks: RankPool, architecture: str, compute: torch.dtype) -> None:
     settings = MIXED if architecture == "own" else {"architecture": architecture, "size": "tiny"}
     if architecture == "own":
@@ -315,7 +316,7 @@ def recomputed(settings: dict[str, Any], compute: torch.dtype, mode: str) -> dic
 
 @half
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("model", ["qwen3", "gpt_oss", "embedder", "in_blocks"])
+@pytest.mark.parametrize("model", only_first(["qwen3", "gpt_oss", "embedder", "in_blocks"]))
 def test_recompute_sees_the_dtypes_of_the_forward(ranks: RankPool, model: str, mode: str, compute: torch.dtype) -> None:
     own = model in ("embedder", "in_blocks")
     settings = {"kind": DENOISERS, "name": model} if own else {"architecture": model, "size": "tiny"}

@@ -35,6 +35,7 @@ def lives(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_thirty_kills_fell_and_most_of_them_inside_a_save(lives: list[dict[str, Any]]) -> None:
     kills = [life for life in lives if life["killed"]]
     assert len(kills) == KILLS, lives
@@ -43,6 +44,7 @@ def test_thirty_kills_fell_and_most_of_them_inside_a_save(lives: list[dict[str, 
         assert len({str(life[kind]) for life in kills if life["inside"]}) >= 2, kind
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_always_remains(lives: list[dict[str, Any]]) -> None:
     first = next(life["number"] for life in lives if life["published"])
     for life in lives[first:]:
@@ -53,10 +55,12 @@ def test_a_whole_checkpoint_always_remains(lives: list[dict[str, Any]]) -> None:
     assert steps == sorted(steps), "no life goes back behind what an earlier one had saved"
 
 
+@pytest.mark.slow
 def test_a_rank_that_lost_the_other_ends_by_itself(lives: list[dict[str, Any]]) -> None:
     assert [life for life in lives if life["stuck"]] == []
 
 
+@pytest.mark.slow
 def test_the_killed_run_equals_the_straight_one(folder: Path) -> None:
     keys = ("step", "loss", "grad_norm", "lr", "samples", "tokens")
     straight, killed = (folder / "runs" / name for name in ("straight", "killed"))
@@ -71,6 +75,7 @@ def test_the_killed_run_equals_the_straight_one(folder: Path) -> None:
     assert exported[0] == exported[1]
 
 
+@pytest.mark.slow
 def test_nothing_unfinished_is_left_at_the_end(folder: Path) -> None:
     assert list((folder / "runs" / "killed").glob(".unfinished-*")) == []
 

@@ -19,6 +19,7 @@ from fullshard.cli import app
 from fullshard.log.metrics import FILE, read
 from tests.dist.test_checkpoint import DROPOUT, STEPS, STOP, outcome, overflowing, run_folder, settings
 from tests.ranks import RankPool
+from tests.slow import one_in
 from tests.small import curve, model_folder, token_file, train
 
 
@@ -64,7 +65,7 @@ def places(case: str) -> dict[str, int]:
     return {"world": 4, "nodes": 2} if "hybrid" in case else {"world": 2}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", one_in(3, CASES))
 def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, case: str) -> None:
     sections = CASES[case] | {"checkpoint": {"every_steps": STOP, "keep": None, **CASES[case].get("checkpoint", {})}}
     straight, resumed = (settings(folder, f"{case}-{end}", **sections) for end in ("straight", "resumed"))
@@ -179,7 +180,7 @@ def assert_close(found: list[Any], expected: list[Any]) -> None:
     torch.testing.assert_close(torch.tensor(found).double(), torch.tensor(expected).double(), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("world", "to", "strategy"), MOVES)
+@pytest.mark.parametrize(("world", "to", "strategy"), one_in(3, MOVES))
 def test_another_number_of_ranks_goes_on_with_the_same_samples(
     ranks: RankPool, folder: Path, straight: dict[int, tuple[Path, Any]], world: int, to: int, strategy: str
 ) -> None:

@@ -14,6 +14,7 @@ from tests.dist.denoiser import CHANNELS, plain, sinusoid
 from tests.dist.spread import half, spread
 from tests.near import assert_near
 from tests.ranks import RankPool
+from tests.slow import only_first
 
 DENOISERS = "tests.dist.denoiser.Denoisers"
 
@@ -45,7 +46,7 @@ def distinct(tensor: torch.Tensor) -> int:
 
 
 @half
-@pytest.mark.parametrize("kind", ["integer", "float", "between"])
+@pytest.mark.parametrize("kind", only_first(["integer", "float", "between"]))
 @pytest.mark.parametrize(
     ("name", "by_name"),
     [("embedder", False), ("embedder", True), ("in_root", False), ("in_root", True), ("in_blocks", False)],

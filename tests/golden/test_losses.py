@@ -23,7 +23,9 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return local_inputs(tmp_path_factory.mktemp("local") / "inputs")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case.endswith("-2") else ()) for case in CASES]
+)
 def test_losses_are_those_of_the_stored_runs(case: str, local: Path, tmp_path: Path) -> None:
     found, expected = losses(case, local, tmp_path, "precision=fp32"), GOLDEN[case]
     assert len(found["train"]) == len(expected["train"]) == 3

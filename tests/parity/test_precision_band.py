@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import RankPool
+from tests.slow import only_first
 from tests.small import curve, model_folder, recipe, token_file, train
 
 STEPS = 100
@@ -85,7 +86,7 @@ def test_the_runs_learn(losses: Losses, kind: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", only_first(MODELS))
 def test_half_precision_stays_in_the_band(
     folder: Path, losses: Losses, kind: str, precision: str, strategy: str
 ) -> None:

@@ -18,6 +18,7 @@ from fullshard.dist.wrap import find_blocks
 from fullshard.families.diffusion.kernels import fused
 from tests.families.diffusion.denoisers import CHANNELS, CLASSES, by_hand, family, inputs, plain, real, stored
 from tests.ranks import RankPool
+from tests.slow import only_first
 
 SAMPLES, LR = 3, 1e-3  # odd, so that ranks have unequal shares
 HALVES = (torch.bfloat16, torch.float16)
@@ -61,7 +62,7 @@ def one_step(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, to
     return loss.item(), gradients, after
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", only_first(CLASSES))
 def test_a_step_is_that_of_diffusers_own_model(ranks: RankPool, tmp_path: Path, name: str) -> None:
     import diffusers
 
@@ -108,7 +109,7 @@ def watched(module: Any) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", only_first(CLASSES))
 def test_all_timesteps_stay_distinct(ranks: RankPool, name: str) -> None:
     model = plain(real(family(name)))
     sinusoid = next(part for part in model.modules() if type(part).__name__ == "Timesteps")

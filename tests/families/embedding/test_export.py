@@ -23,6 +23,7 @@ from fullshard.log.metrics import FILE, read
 from tests.families.embedding import texts
 from tests.near import assert_near
 from tests.ranks import RankPool
+from tests.slow import only_first
 from tests.small import curve, train
 
 TEXTS = ["ban", "kis kit kis dot lux mem", "bar bas dor", "luk " * 11]
@@ -137,7 +138,7 @@ def varlen_on_cpu(
 
 
 @pytest.mark.parametrize("pooling", POOL)
-@pytest.mark.parametrize("start", ["bert", "qwen-left", "modern"])
+@pytest.mark.parametrize("start", only_first(["bert", "qwen-left", "modern"]))
 def test_rows_are_pooled_as_single_texts_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch, start: str, pooling: str
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.families.embedding import cases
+from tests.slow import one_in
 
 TOLERANCE = 1e-5
 LOSSES: list[dict[str, Any]] = [
@@ -41,7 +42,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
     return {drop: cases.encoder_folder(folder / str(drop), dropout=0.3 if drop else 0.0) for drop in (False, True)}
 
 
-@pytest.mark.parametrize(("world", "way", "caches"), CASES)
+@pytest.mark.parametrize(("world", "way", "caches"), one_in(4, CASES))
 def test_gradients_equal_those_of_one_plain_process(
     ranks: Any, folders: dict[bool, Path], world: int, way: tuple[bool, bool, bool], caches: list[int | None]
 ) -> None:

@@ -19,6 +19,7 @@ from fullshard.config.schema import schema
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.record import KnownError, entries
 from tests.ranks import RankPool
+from tests.slow import one_in
 from tests.unit.explain import provoke_libraries, provoke_precision, provoke_ranks
 
 PROVOCATIONS: dict[str, Callable[..., Any]] = {
@@ -141,7 +142,7 @@ def provoked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return lambda provocation: _said(provocation, ranks, folder)
 
 
-@pytest.mark.parametrize("provocation", PROVOCATIONS)
+@pytest.mark.parametrize("provocation", one_in(4, PROVOCATIONS))
 def test_the_real_error_is_recognised_first(provocation: str, provoked: Callable[[str], tuple[str, list[str]]]) -> None:
     text, by_exception = provoked(provocation)
     assert names(explain(text))[:1] == [entry_of(provocation)], text
