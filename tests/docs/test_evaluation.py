@@ -1,4 +1,4 @@
-"""docs/evaluation.md: its commands run as they stand on a small run; its recipe for a corpus is measured."""
+"""docs/evaluation.md: its commands run as written on a small run; its recipe for a corpus is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of README and docs, run as they stand and in their order, in a folder with a small model and data."""
+"""The commands of README and docs, run as written and in their order, in a folder with a small model and data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-CHECKPOINTS = (ROOT / "docs" / "checkpoints.md").read_text()
+GUIDES = [(ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "recipes.md")]
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -25,8 +25,9 @@ def blocks(language: str, text: str = README) -> list[str]:
 
 
 def commands() -> list[str]:
-    lines = "\n".join([*blocks("bash"), *blocks("bash", CHECKPOINTS)]).splitlines()
-    return [line.partition("#")[0].strip() for line in lines if line.startswith("fullshard")]
+    lines = "\n".join(block for text in (README, *GUIDES) for block in blocks("bash", text)).splitlines()
+    found = [line.partition("#")[0].strip() for line in lines if line.startswith("fullshard")]
+    return list(dict.fromkeys(found))
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docs/diffusion.md: its recipe trains as it stands, its commands run, and every setting in it decodes."""
+"""The page of diffusion models: its recipe trains as written, its commands run, and every setting in it decodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import fullshard
 from fullshard.cli import app
 
-PAGE = (Path(__file__).parents[3] / "docs" / "diffusion.md").read_text()
+PAGE = (Path(fullshard.__file__).parent / "families" / "diffusion" / "README.md").read_text()
 [RECIPE] = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
 
 

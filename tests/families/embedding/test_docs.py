@@ -1,4 +1,4 @@
-"""docs/embedding.md: its recipe trains and its commands run as they stand, on a small model; every setting in it
+"""The page of embedding models: its recipe trains and its commands run as written, on a small model; every setting
 decodes, and its tables list what there is."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard.similarity.base import SimilarityLoss
 from fullshard.similarity.candidates import Reach
 from tests.families.embedding import texts
 
-PAGE = (Path(__file__).parents[3] / "docs" / "embedding.md").read_text()
+PAGE = (Path(fullshard.__file__).parent / "families" / "embedding" / "README.md").read_text()
 INSIDE = {"{kind: spearman}": "evaluate.parts=[{}]", "negatives: shared": "objective.loss.{}"}
 """Where a setting belongs that the page gives without its section."""
 

@@ -1,0 +1,87 @@
+"""The guides: commands for several nodes are understood, and the objective of docs/own-parts.md trains."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import fullshard
+from fullshard.cli import app
+from fullshard.config.families import GROUP
+from tests.docs.pages import ROOT, blocks, prose
+from tests.small import model_folder, token_file
+
+LAUNCHING = (ROOT / "docs" / "launching.md").read_text()
+OWN_PARTS = (ROOT / "docs" / "own-parts.md").read_text()
+OWN_FAMILY = (ROOT / "docs" / "own-family.md").read_text()
+
+
+def launches() -> list[str]:
+    lines = [line.partition("  #")[0] for block in blocks("bash", LAUNCHING) for line in block.splitlines()]
+    return [line for line in lines if line.startswith("fullshard train")]
+
+
+@pytest.mark.parametrize("line", launches())
+def test_launching(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the ranks that it would start."""
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(json.dumps({"model": {"architecture": "qwen3", "size": "tiny"}, "data": "a.jsonl"}))
+    Path("recipe.yaml").write_text("model: {architecture: qwen3, size: tiny, tokenizer: none}\ndata: {train: a.jsonl}\n")
+    words = [*shlex.split(line)[1:], "--dry-run", "topology.device=cpu"]
+    result = CliRunner().invoke(app, words)
+    asked = re.search(r"--nodes (\d+)", line)
+    stated = yaml.safe_load(result.output)
+    assert stated["topology"]["nodes"] == int(asked[1] if asked else 1)
+
+
+def test_the_objective_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On packed rows, so that the proofs before step 1 look at it, too."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "my_parts.py").write_text(next(block for block in blocks("python", OWN_PARTS) if "class" in block))
+    model_folder(tmp_path / "model")
+    token_file(tmp_path / "train.jsonl", records=24)
+    settings = {
+        "name": "smoothed",
+        "output": str(tmp_path / "runs"),
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": str(tmp_path / "train.jsonl"), "sequence_length": 64, "cache": str(tmp_path / "cache")},
+        "duration": {"steps": 2},
+        "batch": {"per_device": 2},
+        "precision": "fp32",
+        "topology": {"device": "cpu", "devices": 1},
+        "log": {"sinks": []},
+        **yaml.safe_load(blocks("yaml", OWN_PARTS)[0]),
+    }
+    result = fullshard.train(fullshard.load(settings))
+    assert (result.step, result.stopped) == (2, "done")
+    assert "proven" in (tmp_path / "runs" / "smoothed" / "log.txt").read_text()
+
+
+def test_every_contract_is_listed() -> None:
+    named = set(re.findall(r"`fullshard\.(\w+)`", prose(OWN_PARTS)))
+    assert named == {
+        "Encoder",
+        "Evaluation",
+        "Family",
+        "Launcher",
+        "Objective",
+        "Optimizer",
+        "Schedule",
+        "SimilarityLoss",
+        "Sink",
+        "Source",
+    }
+
+
+def test_the_entry_point_group_and_folders_are_real() -> None:
+    assert f'[project.entry-points."{GROUP}"]' in OWN_FAMILY
+    named = re.findall(r"^  (\w+)/ ", blocks("text", OWN_FAMILY)[0], flags=re.MULTILINE)
+    families = Path(fullshard.__file__).parent / "families"
+    assert set(named) == {"models", "objectives", "encoders", "sources", "evaluations", "commands", "recipes"}
+    assert all(list(families.glob(f"*/{name}")) for name in named)
