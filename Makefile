@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-compile --constraint constraints.txt
 COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv/lib || true
 
-.PHONY: quickstart test test-slow check numerics clean
+.PHONY: quickstart test test-slow check numerics clean docs
 
 quickstart: .venv/.installed
 	$(BIN)/fullshard train quickstart
@@ -47,6 +47,10 @@ check: .venv/.installed-check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/arch
 
+# The site, in build/site. Warnings, such as a link that leads nowhere, are errors.
+docs: .venv/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # torch first and pinned: the constraint alone would let another package choose a build.
 .venv/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -62,6 +66,10 @@ check: .venv/.installed-check
 
 .venv/.installed-check: .venv/.installed-test
 	$(INSTALL) --editable '.[test,check]'
+	touch $@
+
+.venv/.installed-docs: .venv/.installed
+	$(INSTALL) --editable '.[docs]'
 	touch $@
 
 clean:

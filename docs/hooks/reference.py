@@ -18,8 +18,8 @@ _RECIPE = """\
 # Recipe keys
 
 Every key that a recipe may have. A recipe states only what differs from these defaults, and every key can be set on the
-command line: `optimizer.lr=3e-4`. `null` means that fullshard chooses; `fullshard train RECIPE --dry-run` prints what it
-chose. For completion in an editor, `fullshard recipes schema` prints the same as a JSON schema.
+command line: `optimizer.lr=3e-4`. `null` means that fullshard chooses; `fullshard train RECIPE --dry-run` prints its
+choice. For completion in an editor, `fullshard recipes schema` prints the same as a JSON schema.
 
 Where a section has several kinds, `kind:` chooses one. `kind: my_package.my_module.MyClass` is
 [a class of yours](../own-parts.md). Where a short form is named, `section: value` is enough.
@@ -108,11 +108,11 @@ def _meaning(contract: str, kind: str) -> str:
 
 
 def _table(shape: Schema, places: dict[str, str]) -> str:
-    rows = [
-        f"| `{key}` | {_values(value, places)} | {_default(key, value, shape)} | {_cell(value.get('description', ''))} |"
-        for key, value in shape["properties"].items()
-        if key != "kind"
-    ]
+    rows = []
+    for key, value in shape["properties"].items():
+        if key != "kind":
+            meaning = _cell(value.get("description", ""))
+            rows.append(f"| `{key}` | {_values(value, places)} | {_default(key, value, shape)} | {meaning} |")
     return "\n".join(["| key | value | default | meaning |", "|---|---|---|---|", *rows]) if rows else "It has no keys."
 
 

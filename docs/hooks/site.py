@@ -25,7 +25,9 @@ PICTURES = (".png", ".svg")
 def outside_docs() -> dict[str, str]:
     """Files of the repository that are part of the site, with their place in it."""
     found = {"benchmarks/README.md": "benchmarks.md"}
-    found |= {name: name.lower() for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md") if (ROOT / name).exists()}
+    found |= {
+        name: name.lower() for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md") if (ROOT / name).exists()
+    }
     for page in sorted((ROOT / "fullshard" / "families").glob("*/README.md")):
         folder = page.parent.relative_to(ROOT).as_posix()
         found[f"{folder}/README.md"] = f"families/{page.parent.name}.md"
