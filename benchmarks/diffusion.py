@@ -60,7 +60,7 @@ class Bench:
     def model(self) -> Any:
         from diffusers import DiTTransformer2DModel
 
-        from fullshard.families.diffusion.shapes import named_size
+        from fullshard.families.diffusion.denoiser.architectures import named_size
 
         size = named_size("DiTTransformer2DModel", "tiny" if self.tiny else "XL/2")
         with torch.device(self.device):

@@ -36,7 +36,7 @@ def tables(model: nn.Module) -> list[nn.Embedding]:
 
 
 def ours(model: nn.Module) -> None:
-    from fullshard.families.diffusion.init import initialise
+    from fullshard.families.diffusion.denoiser.initial_weights import initialise
 
     initialise(model)
 
@@ -94,7 +94,7 @@ def build(init: str, seed: int) -> Any:
 def read(model: Any, reader: Any, *, guidance: float, each: int) -> float:
     """The share of samples that the classifier reads as the class asked for."""
     from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
-    from fullshard.families.diffusion.sampler import sample
+    from fullshard.families.diffusion.sampling.sampler import sample
 
     labels = torch.arange(CLASSES).repeat_interleave(each)
     numbers = torch.arange(len(labels))

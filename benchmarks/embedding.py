@@ -101,7 +101,7 @@ class Bench:
         from tokenizers.models import WordLevel
         from transformers import AutoModel, PreTrainedTokenizerFast
 
-        from fullshard.hf.sizes import make_config
+        from fullshard.hf.architecture.sizes import make_config
 
         self._forget()
         config = make_config("qwen3", "tiny" if self.tiny else "0.6B", {} if not self.tiny else {"vocab_size": 500})

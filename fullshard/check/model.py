@@ -27,7 +27,7 @@ from fullshard.dist.world import World
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.errors import SetupError
 from fullshard.formatting.readable import short
-from fullshard.hf.safetensors_folder import open_folder
+from fullshard.hf.weights.safetensors_folder import open_folder
 from fullshard.recipe import Recipe
 from fullshard.setup.run_inputs import RunInputs
 from fullshard.setup.shard_plan import shard_plan

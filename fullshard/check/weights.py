@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fullshard.check.findings import Finding, error, ok, warning
-from fullshard.hf.safetensors_folder import Stored, files_of, open_folder
+from fullshard.hf.weights.safetensors_folder import Stored, files_of, open_folder
 
 AGAIN = "Fetch or save it again."
 MOST_TENSORS = 512

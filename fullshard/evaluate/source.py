@@ -154,7 +154,7 @@ def _model(target: str, options: EvaluateOptions, *, nodes: int) -> EvaluationTa
 
 def _stored_precision(reading: Reading) -> str:
     """The precision that the model was saved in, as other libraries load it."""
-    from fullshard.hf.safetensors_folder import stored_dtype
+    from fullshard.hf.weights.safetensors_folder import stored_dtype
     from fullshard.setup.run_inputs import cache_folder
 
     family = reading.recipe.model

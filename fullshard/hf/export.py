@@ -23,9 +23,9 @@ from torch import nn
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
 from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
-from fullshard.hf.adapter import stored_names
-from fullshard.hf.edits import adapter_config, base_name, is_adapter
-from fullshard.hf.merge import Merge
+from fullshard.hf.adapters.edits import adapter_config, base_name, is_adapter
+from fullshard.hf.adapters.merge import Merge
+from fullshard.hf.adapters.peft_folder import stored_names
 
 SHARD_BYTES = 5_000_000_000
 """The size of one file, the ecosystem's habit."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from fullshard.contracts.model import Family
-from fullshard.hf.tokenizer import Tokenizer
+from fullshard.hf.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fullshard.hf.lora import Lora
+    from fullshard.hf.adapters.settings import Lora
 
 _NOISE = ("drop", "jitter")
 """Keys of a config that are the probability or size of random noise contain one of these."""
@@ -53,13 +53,13 @@ class HubModel(Family):
         return self.model_copy(update=changes)
 
     def adapters(self, module: nn.Module) -> set[str]:
-        from fullshard.hf.edits import is_adapter
+        from fullshard.hf.adapters.edits import is_adapter
 
         return {name for name, _ in module.named_parameters() if is_adapter(name)}
 
     def exports(self, module: nn.Module, name: str) -> bool:
         from fullshard.dist.scalars import is_scalar
-        from fullshard.hf.edits import has_adapters, is_adapter
+        from fullshard.hf.adapters.edits import has_adapters, is_adapter
 
         return is_adapter(name) or not (has_adapters(module) or is_scalar(name))
 

@@ -17,13 +17,13 @@ from fullshard.config.part import did_you_mean
 from fullshard.contracts.model import Continuation, Weights
 from fullshard.errors import RecipeError
 from fullshard.hf import checkpoint_model
-from fullshard.hf.config import fit_vocabulary, load_config, take_special_tokens
+from fullshard.hf.adapters.settings import Lora
+from fullshard.hf.architecture.config import fit_vocabulary, load_config, take_special_tokens
+from fullshard.hf.architecture.sizes import check_architecture, check_size, make_config
 from fullshard.hf.hub import is_transformers_folder
 from fullshard.hf.hub_model import TokenHubModel
-from fullshard.hf.lora import Lora
-from fullshard.hf.own_tokenizer import check_tokenizer
-from fullshard.hf.sizes import check_architecture, check_size, make_config
-from fullshard.hf.tokenizer import (
+from fullshard.hf.tokenizers.same_vocabulary import check_tokenizer
+from fullshard.hf.tokenizers.tokenizer import (
     TOKENIZER_FILES,
     Tokenizer,
     at_most,
@@ -162,9 +162,9 @@ class TransformersModel(TokenHubModel):
         return load_tokenizer(folder, trust_remote_code=self.trust_remote_code, where=where)
 
     def build(self, *, processor: Any) -> nn.Module:
-        from fullshard.hf.adapter import add_stored
-        from fullshard.hf.edits import add_lora, freeze
-        from fullshard.hf.empty import empty_model
+        from fullshard.hf.adapters.edits import add_lora, freeze
+        from fullshard.hf.adapters.peft_folder import add_stored
+        from fullshard.hf.architecture.empty import empty_model
         from fullshard.hf.export import stored_conversions
 
         config = self._config()
@@ -199,12 +199,12 @@ class TransformersModel(TokenHubModel):
 
     def _bind(self, module: nn.Module) -> None:
         """Gives the module the method that objectives call."""
-        from fullshard.hf.head import bind
+        from fullshard.hf.architecture.head import bind
 
         logger.info("head: %s", bind(module).reason)
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
-        from fullshard.hf.attention import choose_attention
+        from fullshard.hf.architecture.attention import choose_attention
 
         return choose_attention(module, self.attention, device=device, compute=compute, packed=packed)
 
@@ -227,9 +227,9 @@ class TransformersModel(TokenHubModel):
         return positions if isinstance(positions, int) and positions > 0 else None
 
     def weights(self, module: nn.Module) -> Weights | None:
-        from fullshard.hf.adapter import adapter_weights
-        from fullshard.hf.start_weights import start_weights
-        from fullshard.hf.weights import SafetensorsWeights, Together
+        from fullshard.hf.adapters.peft_folder import adapter_weights
+        from fullshard.hf.weights.start_weights import start_weights
+        from fullshard.hf.weights.stored_weights import SafetensorsWeights, Together
 
         model: Any = module
         rows = model.config.get_text_config(decoder=True).vocab_size
@@ -255,14 +255,14 @@ class TransformersModel(TokenHubModel):
 
     def stored_in(self) -> Path | None:
         """The folder of the base model's weights, if they come from there; None from scratch or by `model.from`."""
-        from fullshard.hf.start_weights import frozen_dtype
+        from fullshard.hf.weights.start_weights import frozen_dtype
 
         if self.path is None or (self.start is not None and frozen_dtype(self.start) is not None):
             return None
         return self._folder()
 
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
-        from fullshard.hf.init import initialise_subtree
+        from fullshard.hf.weights.initialise import initialise_subtree
 
         initialise_subtree(unit, root=root)
 
@@ -270,8 +270,8 @@ class TransformersModel(TokenHubModel):
         """fp32 for what is trained; frozen parameters stay in the half precision they are stored in, if they are."""
         import torch
 
-        from fullshard.hf.safetensors_folder import stored_dtype
-        from fullshard.hf.start_weights import frozen_dtype
+        from fullshard.hf.weights.safetensors_folder import stored_dtype
+        from fullshard.hf.weights.start_weights import frozen_dtype
 
         if parameter.requires_grad:
             return torch.float32
@@ -281,7 +281,7 @@ class TransformersModel(TokenHubModel):
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
-        from fullshard.hf.flops import flops_per_token
+        from fullshard.hf.architecture.flops import flops_per_token
 
         return flops_per_token(module, length=length)
 
@@ -297,9 +297,9 @@ class TransformersModel(TokenHubModel):
         merged: bool = False,
     ) -> None:
         """Adapters in PEFT's layout, everything else in Transformers' own, in the dtype it was stored in."""
-        from fullshard.hf.edits import has_adapters
+        from fullshard.hf.adapters.edits import has_adapters
         from fullshard.hf.export import Form, export_adapter, export_model
-        from fullshard.hf.safetensors_folder import stored_dtype
+        from fullshard.hf.weights.safetensors_folder import stored_dtype
 
         if has_adapters(module) and not merged:
             export_adapter(module, tensors, folder, processor=processor, dtype=dtype)
@@ -310,7 +310,7 @@ class TransformersModel(TokenHubModel):
 
     def _adapter(self) -> Path | None:
         """The PEFT adapter in `path`; None where `path` is a model."""
-        from fullshard.hf.adapter import is_adapter_folder
+        from fullshard.hf.adapters.peft_folder import is_adapter_folder
         from fullshard.hf.hub import local_folder
 
         if self.path is None:
@@ -332,7 +332,7 @@ class TransformersModel(TokenHubModel):
 
     def _base(self) -> tuple[str, str | None]:
         """The base model of the adapter in `path`, and its revision on the hub."""
-        from fullshard.hf.adapter import named_base
+        from fullshard.hf.adapters.peft_folder import named_base
 
         return (self.base, None) if self.base is not None else named_base(Path(self._adapter() or ""))
 

@@ -77,8 +77,8 @@ def prepare(folder: Path) -> None:
     torch.set_num_threads(1)
     import fullshard.build
     import fullshard.check.preflight
-    import fullshard.hf.attention
-    import fullshard.hf.start_weights
+    import fullshard.hf.architecture.attention
+    import fullshard.hf.weights.start_weights
     import fullshard.log.all_sinks
     import fullshard.log.libraries
     import fullshard.run  # noqa: F401

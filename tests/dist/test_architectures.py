@@ -19,7 +19,7 @@ from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
-from fullshard.hf.sizes import make_config
+from fullshard.hf.architecture.sizes import make_config
 from tests.ranks import RankPool
 from tests.slow import only_first
 from tests.small import VOCABULARY, curve, recipe, token_file, train

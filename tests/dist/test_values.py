@@ -24,7 +24,7 @@ from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.world import World, join
 from fullshard.dist.wrap import find_blocks
 from fullshard.errors import FullshardError, RecipeError
-from fullshard.hf.sizes import make_config
+from fullshard.hf.architecture.sizes import make_config
 from fullshard.setup.shard_plan import sync_batchnorm
 from tests.near import assert_near
 from tests.ranks import RankPool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fullshard.errors import CheckpointError, SetupError
-from fullshard.hf.tokenizer import TokenizerTraining, train_tokenizer
+from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, train_tokenizer
 from tests import small
 
 HOLD = """

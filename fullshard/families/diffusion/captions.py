@@ -17,7 +17,7 @@ from fullshard.data.records import keys_found
 from fullshard.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
-    from fullshard.families.diffusion.texts import TextStack
+    from fullshard.families.diffusion.text.encoder_stack import TextStack
 
 COLUMNS = ("text", "caption", "prompt")
 """Where a text is looked for: the first column that holds something."""

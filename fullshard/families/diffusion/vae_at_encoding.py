@@ -14,12 +14,14 @@ import numpy as np
 
 from fullshard.data.records import combine, digest
 from fullshard.errors import DataError
-from fullshard.families.diffusion import latents
-from fullshard.families.diffusion.latents import Latents, encode
-from fullshard.families.diffusion.texts import TextStack
+from fullshard.families.diffusion.text.encoder_stack import TextStack
+from fullshard.families.diffusion.vae.latents import Latents, encode
 from fullshard.images.arrays import Picture, floats
 
-CODE = tuple(Path(latents.__file__).with_name(name) for name in ("latents.py", "text_model.py", "texts.py", "vae.py"))
+CODE = tuple(
+    Path(__file__).parent / name
+    for name in ("vae/latents.py", "vae/autoencoder_kl.py", "text/encoder_model.py", "text/encoder_stack.py")
+)
 """The files whose code decides what is made; what an encoder has in its own folder is known without them."""
 
 
@@ -47,7 +49,7 @@ class Frozen:
         return found
 
     def _checked(self, picture: Picture) -> Picture:
-        from fullshard.families.diffusion.vae import latent_shape
+        from fullshard.families.diffusion.vae.autoencoder_kl import latent_shape
 
         if picture.is_latent:
             raise DataError(

@@ -20,8 +20,8 @@ from fullshard.checkpoint.folder import pointed
 from fullshard.cli import app
 from fullshard.contracts.launcher import Launcher, Ranks
 from fullshard.data.order import FIXED, draws
-from fullshard.families.diffusion.grid import Way
 from fullshard.families.diffusion.keyed_noise import NOISE, normal
+from fullshard.families.diffusion.sampling.image_batches import Way
 from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import train
@@ -101,14 +101,14 @@ def made(run: str, batch_size: int) -> torch.Tensor | None:
     """What one rank makes; sent to the rank pool."""
     from fullshard.commands.chosen_run import choose, on_this_machine
     from fullshard.dist.world import join
-    from fullshard.families.diffusion import draw
+    from fullshard.families.diffusion.sampling import from_run
     from fullshard.log.console import Console
 
-    wish = draw.Wish(WANTED, 3, Way(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
+    wish = from_run.Wish(WANTED, 3, Way(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
     chosen = choose(run, None, here=on_this_machine(devices="auto", nodes=1))
-    loaded = draw.load(chosen, wish, Console(silent=True))
+    loaded = from_run.load(chosen, wish, Console(silent=True))
     world = join(device="cpu", backend="gloo", timeout_s=60)
-    return draw.make(loaded, chosen, wish, world, draw.no_bar)
+    return from_run.make(loaded, chosen, wish, world, from_run.no_bar)
 
 
 def invoked(words: list[str]) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, shard
 from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
-from fullshard.families.embedding.chunks import Chunk, Texts, cut, inputs
+from fullshard.families.embedding.batching.chunks import Chunk, Texts, cut, inputs
 from fullshard.families.embedding.encoders.pairs import Pairs
 from fullshard.families.embedding.objectives.contrastive import Contrastive
 

@@ -21,7 +21,7 @@ from fullshard.config.part import decode
 from fullshard.contracts.model import Family
 from fullshard.contracts.objective import Objective
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.families.embedding.chunks import Chunk, Texts, inputs
+from fullshard.families.embedding.batching.chunks import Chunk, Texts, inputs
 from tests.families.embedding import cases, texts
 from tests.families.embedding.test_export import TEXTS, encoded, export, load
 from tests.families.embedding.test_mine import mine, plainly

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
-from fullshard.families.embedding.chunks import Chunk, Texts, inputs
+from fullshard.families.embedding.batching.chunks import Chunk, Texts, inputs
 from fullshard.log.metrics import FILE, read
 from tests.families.embedding import texts
 from tests.near import assert_near
@@ -143,8 +143,8 @@ def test_rows_are_pooled_as_single_texts_are(
     folder: Path, monkeypatch: pytest.MonkeyPatch, start: str, pooling: str
 ) -> None:
     """By a mask, and by a kernel that is given bounds; packed and padded."""
-    from fullshard.families.embedding.embed import bind
-    from fullshard.hf import varlen_attention
+    from fullshard.families.embedding.embedder.embed import bind
+    from fullshard.hf.architecture import varlen_attention
 
     monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_on_cpu)
     tokenizer, model = texts.tokenizer(ends=start != "qwen-left"), untrained(folder / start).eval()

@@ -180,7 +180,7 @@ def test_a_hub_name_and_its_revision_stay(tmp_path: Path, monkeypatch: pytest.Mo
     """And where the backbone lies in a folder of the hub's, which peft has no key for, the fetched one is named."""
     from fullshard.config.part import decode
     from fullshard.contracts.model import Family
-    from fullshard.hf.edits import adapter_config
+    from fullshard.hf.adapters.edits import adapter_config
 
     base = texts.encoder(tmp_path / "snapshot", num_hidden_layers=1)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(base))

@@ -14,7 +14,7 @@ from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError
 from fullshard.families.embedding.encoders.pairs import Pairs
-from fullshard.families.embedding.mining.texts import read_pairs
+from fullshard.families.embedding.mining.corpus import read_pairs
 from fullshard.families.language.encoders.chat import Chat
 from fullshard.log.console import Console
 

@@ -34,7 +34,7 @@ def build(architecture: str, **overrides: Any) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fullshard.hf.sizes import make_config
+    from fullshard.hf.architecture.sizes import make_config
 
     with torch.random.fork_rng():
         torch.manual_seed(3)

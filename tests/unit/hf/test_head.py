@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.hf.head import Head, bind
-from fullshard.hf.tiny_probe import isolates_documents
+from fullshard.hf.architecture.head import Head, bind
+from fullshard.hf.architecture.tiny_probe import isolates_documents
 from tests.unit.hf.architectures import CAUSAL, build
 
 IDS = torch.arange(24).mul(5).remainder(89).add(3).reshape(2, 12)
@@ -62,7 +62,7 @@ def test_full_logits_on_demand() -> None:
 
 @torch.no_grad()
 def test_an_adapted_head_gives_whole_logits() -> None:
-    from fullshard.hf.edits import add_lora
+    from fullshard.hf.adapters.edits import add_lora
 
     module: Any = build("llama")
     bind(module)

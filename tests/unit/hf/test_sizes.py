@@ -9,7 +9,7 @@ import torch
 
 from fullshard.errors import RecipeError
 from fullshard.families.language.models.hf import Hf
-from fullshard.hf.sizes import SIZES, UNFIT, architectures, check_architecture, check_size, make_config
+from fullshard.hf.architecture.sizes import SIZES, UNFIT, architectures, check_architecture, check_size, make_config
 
 NAMED = [(architecture, size) for architecture, sizes in SIZES.items() for size in sizes]
 

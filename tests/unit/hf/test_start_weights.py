@@ -239,7 +239,7 @@ def test_a_whole_state_in_one_file(form: str, tmp_path: Path) -> None:
 
 
 def test_a_state_is_mapped_and_not_read(tmp_path: Path) -> None:
-    from fullshard.hf.torch_state import open_state
+    from fullshard.hf.weights.state_file import open_state
 
     torch.save({"x": torch.arange(6_000_000.0).reshape(-1, 3)}, tmp_path / "state.pt")
     stored: Any = open_state(tmp_path / "state.pt")

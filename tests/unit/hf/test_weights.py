@@ -89,7 +89,7 @@ def test_adapters_leave_the_base_names_readable(tmp_path: Path) -> None:
 
 
 def test_new_rows_are_the_mean_of_the_old_ones(tmp_path: Path) -> None:
-    from fullshard.hf.weights import SafetensorsWeights
+    from fullshard.hf.weights.stored_weights import SafetensorsWeights
 
     model: Any = build("llama")
     model.save_pretrained(tmp_path)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fullshard.commands.chosen_run import Chosen
     from fullshard.dist.world import World
-    from fullshard.families.diffusion.draw import Loaded, SampleOptions
+    from fullshard.families.diffusion.sampling.from_run import Loaded, SampleOptions
     from fullshard.log.console import Console
 
 
@@ -89,8 +89,8 @@ def sample(
     words = ["sample", str(chosen.checkpoint or chosen.run), *as_words(options | {"--texts": list(written)})]
     if (code := start_own(words, chosen.reading.recipe.topology)) is not None:
         raise typer.Exit(code)
-    from fullshard.families.diffusion.draw import SampleOptions
-    from fullshard.families.diffusion.grid import Way
+    from fullshard.families.diffusion.sampling.from_run import SampleOptions
+    from fullshard.families.diffusion.sampling.image_batches import Way
 
     way = Way(steps, "heun" if method == "heun" else "euler", guidance, seed)
     _as_rank(chosen, SampleOptions(wanted, per_class, way, batch_size, weights, written), target)
@@ -150,7 +150,7 @@ def _save(image: torch.Tensor, path: Path) -> None:
     """One image as it is, unlike in a grid, which shows small ones larger."""
     from PIL import Image
 
-    from fullshard.families.diffusion.image_checks import as_given
+    from fullshard.families.diffusion.sampling.image_callbacks import as_given
 
     values = as_given(image[None], as_bytes=True)[0].numpy()
     Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0)).save(path)
@@ -211,7 +211,7 @@ def _writing(option: str, path: Path) -> Iterator[None]:
 
 def _as_rank(chosen: Chosen, options: SampleOptions, target: _Target) -> None:
     """This rank's part, from loading to the last line."""
-    from fullshard.families.diffusion import draw as making
+    from fullshard.families.diffusion.sampling import from_run as making
     from fullshard.log.bar import Pace
     from fullshard.log.console import Bar
     from fullshard.setup.on_ranks import as_rank
@@ -234,8 +234,8 @@ def _as_rank(chosen: Chosen, options: SampleOptions, target: _Target) -> None:
 def _announce(
     console: Console, chosen: Chosen, options: SampleOptions, loaded: Loaded, world: World, target: _Target
 ) -> None:
-    from fullshard.families.diffusion.draw import classes_of
-    from fullshard.families.diffusion.image_checks import is_conditioned
+    from fullshard.families.diffusion.sampling.from_run import classes_of
+    from fullshard.families.diffusion.sampling.image_callbacks import is_conditioned
     from fullshard.formatting.plural import counted
 
     rows, way = classes_of(loaded.module, options), loaded.way

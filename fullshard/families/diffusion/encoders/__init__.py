@@ -1,0 +1,1 @@
+"""Encoders: records with images, latents, labels and texts to samples."""

@@ -23,13 +23,13 @@ from fullshard.data.columns import MAPPING, is_empty
 from fullshard.data.records import digest, keys_found
 from fullshard.errors import DataError
 from fullshard.families.diffusion import captions
+from fullshard.families.diffusion.denoiser.input_shape import require_shape
 from fullshard.families.diffusion.file_stamps import stamped
-from fullshard.families.diffusion.fit import require_shape
 from fullshard.families.diffusion.labels import label_of
-from fullshard.families.diffusion.latents import Latents
 from fullshard.families.diffusion.pipeline_parts import give_back
 from fullshard.families.diffusion.shape_words import RESIZE, by, in_words, remedy
-from fullshard.families.diffusion.texts import Join, NoText, Texts, TextStack
+from fullshard.families.diffusion.text.encoder_stack import Join, NoText, Texts, TextStack
+from fullshard.families.diffusion.vae.latents import Latents
 from fullshard.families.diffusion.vae_at_encoding import CODE, Frozen, fingerprints
 from fullshard.formatting.plural import counted
 from fullshard.images.arrays import Picture, floats, read

@@ -1,0 +1,1 @@
+"""Evaluations of image models: pictures, FID, and a classifier of the user's."""

@@ -19,9 +19,9 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Batch, Numbers, Objective
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError, missing_package
-from fullshard.families.diffusion.denoising import texts_of
-from fullshard.families.diffusion.grid import FILLER, Shape, Way, make_batch, make_images
-from fullshard.families.diffusion.image_checks import (
+from fullshard.families.diffusion.denoiser.batch_inputs import texts_of
+from fullshard.families.diffusion.sampling.image_batches import FILLER, Shape, Way, make_batch, make_images
+from fullshard.families.diffusion.sampling.image_callbacks import (
     as_given,
     guidance_of,
     kept_open,
@@ -31,7 +31,7 @@ from fullshard.families.diffusion.image_checks import (
     takes_texts,
     trial,
 )
-from fullshard.families.diffusion.sampler import Method
+from fullshard.families.diffusion.sampling.sampler import Method
 
 WHERE = "evaluate.parts: fid.extractor"
 

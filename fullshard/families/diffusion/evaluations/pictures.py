@@ -15,10 +15,10 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
-from fullshard.families.diffusion.denoising import Text, texts_of
-from fullshard.families.diffusion.grid import Way, collected, make_images
-from fullshard.families.diffusion.image_checks import guidance_of, require_denoiser, shape_of, takes_texts
-from fullshard.families.diffusion.sampler import Method
+from fullshard.families.diffusion.denoiser.batch_inputs import Text, texts_of
+from fullshard.families.diffusion.sampling.image_batches import Way, collected, make_images
+from fullshard.families.diffusion.sampling.image_callbacks import guidance_of, require_denoiser, shape_of, takes_texts
+from fullshard.families.diffusion.sampling.sampler import Method
 
 _AT_ONCE = 64
 """So many images each rank makes together."""

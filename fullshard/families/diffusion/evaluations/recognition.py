@@ -17,8 +17,8 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
-from fullshard.families.diffusion.grid import FILLER, Way, make_images
-from fullshard.families.diffusion.image_checks import (
+from fullshard.families.diffusion.sampling.image_batches import FILLER, Way, make_images
+from fullshard.families.diffusion.sampling.image_callbacks import (
     as_given,
     guidance_of,
     kept_open,
@@ -27,7 +27,7 @@ from fullshard.families.diffusion.image_checks import (
     takes_texts,
     trial,
 )
-from fullshard.families.diffusion.sampler import Method
+from fullshard.families.diffusion.sampling.sampler import Method
 
 WHERE = "evaluate.parts: recognition.classifier"
 

@@ -1,0 +1,1 @@
+"""Models: the denoiser, and the frozen VAE and text encoder beside it."""

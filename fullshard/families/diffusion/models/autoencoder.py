@@ -42,25 +42,25 @@ class Autoencoder(Family):
         return part_folder(self.path, "vae", revision=self.revision, where=WHERE)
 
     def build(self, *, processor: Any) -> nn.Module:
-        from fullshard.families.diffusion.vae import empty, read_settings
+        from fullshard.families.diffusion.vae.autoencoder_kl import empty, read_settings
 
         return empty(read_settings(self.stored_in(), where=WHERE))
 
     def weights(self, module: nn.Module) -> Weights | None:
-        from fullshard.families.diffusion.vae import VaeWeights
+        from fullshard.families.diffusion.vae.autoencoder_kl import VaeWeights
 
         return VaeWeights(self.stored_in(), module, where=WHERE)
 
     def latent_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """What images of (C, H, W) become; ValueError in words about the image where it can become nothing."""
-        from fullshard.families.diffusion.vae import latent_shape, read_settings
+        from fullshard.families.diffusion.vae.autoencoder_kl import latent_shape, read_settings
 
         return latent_shape(read_settings(self.stored_in(), where=WHERE), shape)
 
     def rehearse(self, module: nn.Module) -> None:
         import torch
 
-        from fullshard.families.diffusion.vae import factor
+        from fullshard.families.diffusion.vae.autoencoder_kl import factor
 
         model: Any = module
         side = 2 * factor(model.config)

@@ -14,10 +14,10 @@ from pydantic import Field, model_validator
 
 from fullshard.contracts.model import Weights
 from fullshard.errors import RecipeError
-from fullshard.families.diffusion.shapes import FLUX, class_of, completed, implied, named_size
+from fullshard.families.diffusion.denoiser.architectures import FLUX, class_of, completed, implied, named_size
+from fullshard.hf.adapters.settings import Lora
 from fullshard.hf.hub import read_config
 from fullshard.hf.hub_model import HubModel
-from fullshard.hf.lora import Lora
 
 if TYPE_CHECKING:
     import torch
@@ -83,8 +83,8 @@ class Diffusers(HubModel):
     def build(self, *, processor: Any) -> nn.Module:
         from accelerate import init_empty_weights
 
-        from fullshard.families.diffusion.denoise import bind
-        from fullshard.hf.edits import freeze
+        from fullshard.families.diffusion.denoiser.bind import bind
+        from fullshard.hf.adapters.edits import freeze
 
         name, settings = self._settings()
         with init_empty_weights(include_buffers=False):
@@ -104,8 +104,8 @@ class Diffusers(HubModel):
         return module
 
     def _adapt(self, module: nn.Module, settings: Lora) -> None:
-        from fullshard.families.diffusion.adapter import every_linear
-        from fullshard.hf.edits import add_lora
+        from fullshard.families.diffusion.denoiser.lora_export import every_linear
+        from fullshard.hf.adapters.edits import add_lora
 
         base = self._exported_base()
         if base is None:
@@ -122,18 +122,18 @@ class Diffusers(HubModel):
         )
 
     def weights(self, module: nn.Module) -> Weights | None:
-        from fullshard.families.diffusion.files import FolderWeights
+        from fullshard.families.diffusion.denoiser.model_folder import FolderWeights
 
         folder = self.stored_in()
         return FolderWeights(folder, module) if folder is not None else None
 
     def stored_in(self) -> Path | None:
-        from fullshard.families.diffusion.files import model_folder
+        from fullshard.families.diffusion.denoiser.model_folder import model_folder
 
         return None if self.path is None else model_folder(self._named_folder())
 
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
-        from fullshard.families.diffusion.init import initialise
+        from fullshard.families.diffusion.denoiser.initial_weights import initialise
 
         initialise(unit)
 
@@ -150,7 +150,7 @@ class Diffusers(HubModel):
         stored, base = self.stored_in(), self._exported_base()
         if stored is None or base is None:
             return None
-        from fullshard.families.diffusion.adapter import WEIGHTS, prefix_of
+        from fullshard.families.diffusion.denoiser.lora_export import WEIGHTS, prefix_of
 
         name, inside = self._settings()[0], self._inside_pipeline()
         place = f"{base!r}{f', revision={self.revision!r}' if self.revision and base == self.path else ''}"
@@ -219,9 +219,9 @@ class Diffusers(HubModel):
         merged: bool = False,
     ) -> None:
         """Adapters alone, or configuration and weights in diffusers' own layout, in the dtype they were stored in."""
-        from fullshard.families.diffusion.adapter import write_adapter
-        from fullshard.families.diffusion.files import write_model
-        from fullshard.hf.edits import has_adapters
+        from fullshard.families.diffusion.denoiser.lora_export import write_adapter
+        from fullshard.families.diffusion.denoiser.model_folder import write_model
+        from fullshard.hf.adapters.edits import has_adapters
 
         folder.mkdir(parents=True, exist_ok=True)
         if has_adapters(module) and not merged:
@@ -232,14 +232,14 @@ class Diffusers(HubModel):
     def _stored_dtype(self) -> torch.dtype:
         import torch
 
-        from fullshard.families.diffusion.files import stored_dtype
+        from fullshard.families.diffusion.denoiser.model_folder import stored_dtype
 
         folder = self.stored_in()
         return torch.float32 if folder is None else stored_dtype(folder)
 
     def _settings(self) -> tuple[str, dict[str, Any]]:
         """The name of the class, and all of its settings."""
-        from fullshard.families.diffusion.files import read_config
+        from fullshard.families.diffusion.denoiser.model_folder import read_config
 
         folder = self.stored_in()
         if folder is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fullshard.contracts.model import Family, Weights
-from fullshard.families.diffusion.texts import Join, Texts
+from fullshard.families.diffusion.text.encoder_stack import Join, Texts
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +41,13 @@ class TextEncoder(Family):
         return self.encoder.folder()
 
     def build(self, *, processor: Any) -> nn.Module:
-        from fullshard.families.diffusion.text_model import empty
+        from fullshard.families.diffusion.text.encoder_model import empty
 
         found: nn.Module = self.encoder.bound(empty(self.stored_in()), early=self.early, join=self.join)
         return found
 
     def weights(self, module: nn.Module) -> Weights | None:
-        from fullshard.families.diffusion.text_model import TextWeights
+        from fullshard.families.diffusion.text.encoder_model import TextWeights
 
         return TextWeights(self.stored_in(), module)
 
@@ -55,7 +55,7 @@ class TextEncoder(Family):
         """As it is stored: half precision stays so."""
         import torch
 
-        from fullshard.hf.safetensors_folder import stored_dtype
+        from fullshard.hf.weights.safetensors_folder import stored_dtype
 
         stored = stored_dtype(self.stored_in())
         return stored if stored in (torch.bfloat16, torch.float16) else torch.float32

@@ -1,0 +1,1 @@
+"""Objectives of denoising: DDPM and flow matching."""

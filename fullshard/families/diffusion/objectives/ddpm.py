@@ -16,15 +16,7 @@ from torch import nn
 
 from fullshard.contracts.model import Family
 from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
-from fullshard.families.diffusion.denoiser_checks import (
-    check_denoiser,
-    check_samples,
-    last_times,
-    require_denoiser,
-    require_share,
-    require_vae,
-)
-from fullshard.families.diffusion.denoising import (
+from fullshard.families.diffusion.denoiser.batch_inputs import (
     Betas,
     Prediction,
     Text,
@@ -35,6 +27,14 @@ from fullshard.families.diffusion.denoising import (
     noised,
     sum_of_means,
     velocity,
+)
+from fullshard.families.diffusion.denoiser.checks import (
+    check_denoiser,
+    check_samples,
+    last_times,
+    require_denoiser,
+    require_share,
+    require_vae,
 )
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
 

@@ -15,7 +15,8 @@ from torch import nn
 
 from fullshard.contracts.model import Family
 from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
-from fullshard.families.diffusion.denoiser_checks import (
+from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, given, sum_of_means
+from fullshard.families.diffusion.denoiser.checks import (
     check_denoiser,
     check_samples,
     last_times,
@@ -23,7 +24,6 @@ from fullshard.families.diffusion.denoiser_checks import (
     require_share,
     require_vae,
 )
-from fullshard.families.diffusion.denoising import Text, denoised, given, sum_of_means
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
 
 FINE = 1000

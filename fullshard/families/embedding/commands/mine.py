@@ -20,9 +20,9 @@ from fullshard.errors import DataError, SetupError
 
 if TYPE_CHECKING:
     from fullshard.families.embedding.encoders.pairs import Pair, Pairs
-    from fullshard.families.embedding.mining.choose import Rules, Tally
+    from fullshard.families.embedding.mining.corpus import Task
+    from fullshard.families.embedding.mining.negatives import Rules, Tally
     from fullshard.families.embedding.mining.search import Embedder
-    from fullshard.families.embedding.mining.texts import Task
     from fullshard.log.console import Bar, Console
 
 
@@ -80,7 +80,7 @@ def mine(
 
     OUT holds query, positive, negatives and label; other columns are not kept. It appears when it is whole.
     """
-    from fullshard.families.embedding.mining.choose import Rules
+    from fullshard.families.embedding.mining.negatives import Rules
     from fullshard.log import libraries
     from fullshard.log.console import Console
 
@@ -163,19 +163,19 @@ def _assignments(option: str, words: Sequence[str], known: Sequence[str]) -> dic
 
 def _read(data: str, corpus: str | None, encoders: tuple[Pairs, Pairs], console: Console) -> Task:
     """The pairs and the corpus; says which columns were taken, and what was left out."""
-    from fullshard.families.embedding.mining import texts
+    from fullshard.families.embedding.mining import corpus
 
     console.say(f"Reading {data}{f' and {corpus}' if corpus else ''}")
-    records = texts.open_source(data, where="DATA")
-    pairs = texts.read_pairs(records, encoders[0], console)
+    records = corpus.open_source(data, where="DATA")
+    pairs = corpus.read_pairs(records, encoders[0], console)
     for note in [*getattr(records, "notes", []), *encoders[0].reads(records[0])]:
         console.note(note)
     if corpus is None:
-        return texts.lay_out(pairs, [])
-    more = texts.open_source(corpus, where="--corpus")
+        return corpus.lay_out(pairs, [])
+    more = corpus.open_source(corpus, where="--corpus")
     for note in getattr(more, "notes", []):
         console.note(note)
-    return texts.lay_out(pairs, texts.read_documents(more, encoders[1], console))
+    return corpus.lay_out(pairs, corpus.read_documents(more, encoders[1], console))
 
 
 def _check_reach(rules: Rules, task: Task) -> None:
@@ -192,7 +192,7 @@ def _check_reach(rules: Rules, task: Task) -> None:
 
 def _mine(embedder: Embedder, task: Task, rules: Rules, console: Console) -> tuple[list[list[int]], Tally]:
     """The numbers of the documents that become negatives of each pair."""
-    from fullshard.families.embedding.mining import choose
+    from fullshard.families.embedding.mining import negatives
     from fullshard.families.embedding.mining.search import QUERIES
 
     queries, documents = task.queries.texts, task.documents.texts
@@ -207,13 +207,13 @@ def _mine(embedder: Embedder, task: Task, rules: Rules, console: Console) -> tup
     for pair, query in enumerate(task.query_of):
         pairs_of[query].append(pair)
     depths = [min(rules.last + len(own), len(documents)) for own in task.own]
-    tally = choose.Tally()
+    tally = negatives.Tally()
     mined: list[list[int]] = [[] for _ in task.pairs]
     with _bar(console, "Searching", -(-len(queries) // QUERIES)) as bar:
         for query, hits in enumerate(embedder.search(query_vectors, document_vectors, depths, bar)):
-            found = choose.window(hits, task.own[query], rules)
+            found = negatives.window(hits, task.own[query], rules)
             for pair in pairs_of[query]:
-                mined[pair] = choose.choose(found, task.kept(pair), positives[pair], rules, tally)
+                mined[pair] = negatives.choose(found, task.kept(pair), positives[pair], rules, tally)
     if not tally.num_negatives:
         raise DataError(f"no negative was found for any pair: {tally.why()}. Widen these, or give a --corpus.")
     return mined, tally

@@ -1,0 +1,1 @@
+"""Encoders: records with queries, positives and negatives to samples."""

@@ -1,0 +1,1 @@
+"""Evaluations of embeddings: retrieval, search and rank correlation."""

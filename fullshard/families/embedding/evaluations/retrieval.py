@@ -19,7 +19,7 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
-from fullshard.families.embedding.ranking import quality_sums
+from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
 
 BLOCK = 2**24
 """Scores that are compared at once."""

@@ -22,7 +22,7 @@ from fullshard.contracts.objective import Numbers, Objective
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.families.embedding.evaluations.retrieval import BLOCK, Retrieval, require_embeddings
-from fullshard.families.embedding.ranking import quality_sums
+from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
 from fullshard.families.embedding.relevance_files import Judged, read_judged
 
 logger = logging.getLogger(__name__)

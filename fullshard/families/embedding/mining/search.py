@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint.folder import MANIFEST
 from fullshard.errors import SetupError, missing_package
-from fullshard.families.embedding.mining.choose import Hit
+from fullshard.families.embedding.mining.negatives import Hit
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from fullshard.contracts.model import Weights
 from fullshard.errors import RecipeError
-from fullshard.families.embedding.sentence_folder import (
+from fullshard.families.embedding.embedder.sentence_folder import (
     Sentence,
     is_after_pooling,
     lower_texts,
@@ -79,7 +79,7 @@ class SentenceTransformer(TransformersModel):
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
         """With images where the model takes them and the folder says how."""
-        from fullshard.families.embedding.embed import images_of
+        from fullshard.families.embedding.embedder.embed import images_of
         from fullshard.images.processor import has_vision, load_vision
 
         tokenizer = super().load_processor(folder, where=where)
@@ -94,7 +94,7 @@ class SentenceTransformer(TransformersModel):
         return vision
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
-        from fullshard.families.embedding.embed import images_of
+        from fullshard.families.embedding.embedder.embed import images_of
 
         # The kernel for rows of several texts would take the place of the one that images go through, too.
         model: Any = module
@@ -102,15 +102,15 @@ class SentenceTransformer(TransformersModel):
         return super().choose_kernels(module, device=device, compute=compute, packed=packed and plain)
 
     def longest(self, module: nn.Module) -> int | None:
-        from fullshard.families.embedding.embed import position_offset
+        from fullshard.families.embedding.embedder.embed import position_offset
 
         found = super().longest(module)
         return None if found is None else found - position_offset(module)
 
     def weights(self, module: nn.Module) -> Weights | None:
         """With the Dense layers' own files, as far as `model.from` does not hold them."""
-        from fullshard.families.embedding.dense import DenseWeights, layers_of, parameter_names
-        from fullshard.hf.weights import Together
+        from fullshard.families.embedding.embedder.dense import DenseWeights, layers_of, parameter_names
+        from fullshard.hf.weights.stored_weights import Together
 
         found, layers = super().weights(module), layers_of(module)
         if found is None or parameter_names(layers) <= found.names():
@@ -138,9 +138,9 @@ class SentenceTransformer(TransformersModel):
         merged: bool = False,
     ) -> None:
         """The backbone or its adapters, and what `SentenceTransformer(folder)` reads beside them."""
-        from fullshard.families.embedding.dense import backbone_of, layers_of, set_aside, write_layers
-        from fullshard.families.embedding.embed import width_of
-        from fullshard.hf.edits import has_adapters
+        from fullshard.families.embedding.embedder.dense import backbone_of, layers_of, set_aside, write_layers
+        from fullshard.families.embedding.embedder.embed import width_of
+        from fullshard.hf.adapters.edits import has_adapters
 
         form: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_bytes, "merged": merged}
         dense: dict[str, torch.Tensor] = {}
@@ -164,7 +164,7 @@ class SentenceTransformer(TransformersModel):
 
     def _frozen_dense(self, module: nn.Module, *, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Dense layers beside adapters: `fullshard export` gives adapters alone, and what is frozen is read again."""
-        from fullshard.families.embedding.dense import layers_of, parameter_names
+        from fullshard.families.embedding.embedder.dense import layers_of, parameter_names
 
         absent = parameter_names(layers_of(module)) - given.keys()
         stored = self.weights(module) if absent else None
@@ -183,7 +183,7 @@ class SentenceTransformer(TransformersModel):
         return self._sentence().longest or min(known, default=None)
 
     def _bind(self, module: nn.Module) -> None:
-        from fullshard.families.embedding.embed import bind, is_causal
+        from fullshard.families.embedding.embedder.embed import bind, is_causal
 
         model: Any = module
         if model.config.is_encoder_decoder:

@@ -1,0 +1,1 @@
+"""Objectives of embedding models, and their Matryoshka dimensions."""

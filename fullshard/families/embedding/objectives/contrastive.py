@@ -26,7 +26,7 @@ from fullshard.dist.scalars import NAME as SCALARS
 from fullshard.dist.scalars import Scalars
 from fullshard.dist.upload import upload
 from fullshard.errors import DataError, RecipeError
-from fullshard.families.embedding.chunks import (
+from fullshard.families.embedding.batching.chunks import (
     Chunk,
     Images,
     Texts,
@@ -39,9 +39,9 @@ from fullshard.families.embedding.chunks import (
     spread,
     there,
 )
-from fullshard.families.embedding.layout import lay_out
-from fullshard.families.embedding.matryoshka import Matryoshka
-from fullshard.families.embedding.replay import Randomness
+from fullshard.families.embedding.batching.rng_state import Randomness
+from fullshard.families.embedding.batching.row_layout import lay_out
+from fullshard.families.embedding.objectives.matryoshka import Matryoshka
 from fullshard.similarity.base import Embedded, SimilarityLoss
 
 FEW = 64

@@ -11,10 +11,10 @@ import torch
 from fullshard.config.part import decode
 from fullshard.contracts.objective import Objective
 from fullshard.data.order import FIXED, draws
-from fullshard.families.diffusion.denoise import bind
-from fullshard.families.diffusion.denoising import alphas_cumprod
+from fullshard.families.diffusion.denoiser.batch_inputs import alphas_cumprod
+from fullshard.families.diffusion.denoiser.bind import bind
 from fullshard.families.diffusion.keyed_noise import NOISE, normal
-from fullshard.families.diffusion.sampler import sample
+from fullshard.families.diffusion.sampling.sampler import sample
 from tests.near import assert_near
 
 SHAPE = (1, 8, 8)

@@ -10,8 +10,13 @@ import pytest
 import torch
 
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.families.embedding.dense import AfterPooling, DenseWeights, write_layers
-from fullshard.families.embedding.sentence_folder import ACTIVATIONS, check_widths, read_sentence, write_sentence
+from fullshard.families.embedding.embedder.dense import AfterPooling, DenseWeights, write_layers
+from fullshard.families.embedding.embedder.sentence_folder import (
+    ACTIVATIONS,
+    check_widths,
+    read_sentence,
+    write_sentence,
+)
 from tests.near import assert_near
 
 PLACES = ["", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from fullshard.families.language.objectives.causal_lm import CausalLM
-from fullshard.hf.head import bind
+from fullshard.hf.architecture.head import bind
 
 
 @pytest.mark.parametrize("full_logits", [False, True])

@@ -19,9 +19,9 @@ from fullshard.errors import RecipeError
 from fullshard.families.diffusion.encoders.image import Images
 from fullshard.families.diffusion.evaluations.fid import Fid
 from fullshard.families.diffusion.evaluations.recognition import Recognition
-from fullshard.families.diffusion.grid import FILLER, shares
 from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
-from fullshard.families.diffusion.sampler import sample
+from fullshard.families.diffusion.sampling.image_batches import FILLER, shares
+from fullshard.families.diffusion.sampling.sampler import sample
 from tests.ranks import RankPool
 
 SAMPLES, MADE, STEPS, SEED = 21, 31, 2, 4  # odd, so that ranks must fill up

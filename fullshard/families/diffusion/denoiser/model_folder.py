@@ -1,0 +1,158 @@
+"""Folders of diffusers: configuration and weights of one model, alone or inside a pipeline; read, and written whole.
+
+Must not know losses, ranks or recipes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
+from fullshard.dist.scalars import is_scalar
+from fullshard.errors import CheckpointError, RecipeError
+from fullshard.families.diffusion.denoiser.architectures import DIT, PIXART, settings_of
+from fullshard.hf.adapters.edits import base_name, is_adapter
+from fullshard.hf.adapters.merge import Merge
+from fullshard.hf.weights.safetensors_folder import open_folder
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+CONFIG = "config.json"
+_INSIDE = ("transformer", "unet")
+"""Where a pipeline keeps its denoiser."""
+_FORMER = "Transformer2DModel"
+"""The class as which the first DiT and PixArt models were saved, with the same names of tensors."""
+_NOW = {"ada_norm_zero": DIT, "ada_norm_single": PIXART}
+"""Their present class, by `norm_type`."""
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder of the denoiser: `folder` itself, or a pipeline's part."""
+    if (folder / CONFIG).is_file():
+        return folder
+    for name in _INSIDE:
+        if (folder / name / CONFIG).is_file():
+            return folder / name
+    raise RecipeError(
+        f"model.path: {folder} has no {CONFIG}, and neither has its {' or '.join(_INSIDE)}. Name the folder of a "
+        "denoiser or of a pipeline of diffusers."
+    )
+
+
+def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The class of a stored model, and its settings."""
+    try:
+        found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"model.path: {folder / CONFIG} cannot be read ({error}). Save the model again.") from error
+    if not isinstance(found, dict) or "_class_name" not in found:
+        raise RecipeError(f"model.path: {folder / CONFIG} does not say which class of diffusers the model is.")
+    name = found["_class_name"]
+    if name == _FORMER:
+        name = _NOW.get(str(found.get("norm_type")), name)
+    known = settings_of(name, where=f"{folder / CONFIG}: _class_name")
+    settings = {key: value for key, value in found.items() if not key.startswith("_")}
+    unknown = [key for key in settings if key not in known]
+    if unknown and found["_class_name"] != _FORMER:
+        raise RecipeError(
+            f"{folder / CONFIG}: {', '.join(unknown)} is no setting of {name} in the installed diffusers; the model "
+            f"was saved by {found.get('_diffusers_version', 'another version')}. Install that: pip install -U diffusers"
+        )
+    # The former class had settings for what the present one has not.
+    return name, {key: value for key, value in settings.items() if key in known}
+
+
+class FolderWeights:
+    """Stored tensors under the module's own names; those of adapters are not among them."""
+
+    def __init__(self, folder: Path, module: nn.Module) -> None:
+        self._stored = open_folder(folder)
+        own = {n: t for n, t in module.state_dict(keep_vars=True).items() if not is_adapter(n) and not is_scalar(n)}
+        self._names = {name: base_name(name) for name in own}
+        wanted = {base_name(name): tuple(tensor.shape) for name, tensor in own.items()}
+        missing, unexpected = sorted(wanted.keys() - self._stored.keys()), sorted(self._stored.keys() - wanted.keys())
+        if missing or unexpected:
+            raise CheckpointError(
+                f"{folder}: its tensors are not those of {_class_name(module)}: missing {missing[:3] or 'none'}, "
+                f"unexpected {unexpected[:3] or 'none'}. Check model.path and model.overrides."
+            )
+        for name, shape in wanted.items():
+            if self._stored[name].shape != shape:
+                raise CheckpointError(
+                    f"{folder}: {name} is stored as {list(self._stored[name].shape)}, and the model has {list(shape)}. "
+                    "Check model.overrides and model.classes."
+                )
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._stored.read(self._names[name], start, stop)
+
+
+@functools.lru_cache(maxsize=8)
+def stored_dtype(folder: Path) -> torch.dtype:
+    """What most values of a folder are stored in."""
+    return open_folder(folder).dtype()
+
+
+def write_model(
+    module: Any,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    folder: Path,
+    *,
+    dtype: torch.dtype | None,
+    merged: bool = False,
+) -> None:
+    """Configuration and weights, as `from_pretrained` of the model's class reads them. `merged`: adapters come first,
+    and are added to the weights."""
+    _write_config(module, folder)
+    merge = Merge(module) if merged else None
+    own = [name for name, _ in module.named_parameters() if not is_adapter(name) and not is_scalar(name)]
+    expected, seen = {base_name(name) for name in own}, set()
+    with SafetensorsStream(folder / WEIGHTS) as stream:
+        for given, tensor in tensors:
+            if merge is not None and is_adapter(given):
+                merge.take(given, tensor)
+                continue
+            name = base_name(given)
+            seen.add(name)
+            # A buffer keeps its dtype: its values may be positions.
+            chosen = dtype if dtype is not None and name in expected else tensor.dtype
+            stream.add_rows(name, TensorEntry(chosen, tuple(tensor.shape)), _pieces(name, tensor, chosen, merge))
+        if missing := sorted(expected - seen):
+            raise CheckpointError(
+                f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters were not given: "
+                f"{', '.join(missing[:5])}. Export from a complete checkpoint."
+            )
+        for name, buffer in module.state_dict().items():
+            if base_name(name) not in seen and name not in own and not is_adapter(name) and not is_scalar(name):
+                stream.add(base_name(name), buffer)
+
+
+def _write_config(module: Any, folder: Path) -> None:
+    module.save_config(folder)
+    # Sharding renames the class.
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    config["_class_name"] = _class_name(module)
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _pieces(name: str, tensor: torch.Tensor, dtype: torch.dtype, merge: Merge | None) -> Iterator[torch.Tensor]:
+    start = 0
+    for piece in in_rows(tensor):
+        yield (merge.rows(name, piece, start) if merge is not None and piece.dim() else piece).to(dtype)
+        start += len(piece) if piece.dim() else 1
+
+
+def _class_name(module: Any) -> str:
+    return str(getattr(module, "class_name", type(module).__name__))
+
+
+__all__ = ["FolderWeights", "model_folder", "read_config", "stored_dtype", "write_model"]

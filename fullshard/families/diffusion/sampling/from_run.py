@@ -1,0 +1,294 @@
+"""Images from a trained model, on all ranks together: loads what a run has left, and walks from noise to images.
+
+Must not know options, files of images, or how a run is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from fullshard.commands.chosen_run import Chosen
+from fullshard.contracts.data import Encoder
+from fullshard.contracts.model import Family, Weights
+from fullshard.data.prepare import prepare
+from fullshard.dist import reduce
+from fullshard.dist.mesh import make_mesh
+from fullshard.dist.precision import ResolvedPrecision, resolve_precision
+from fullshard.dist.shard import shard
+from fullshard.dist.world import World
+from fullshard.errors import CheckpointError, DataError, NumericalError, SetupError
+from fullshard.export.source import Values, open_trained
+from fullshard.families.diffusion.denoiser.batch_inputs import Text, texts_of
+from fullshard.families.diffusion.sampling.image_batches import Way, collected, make_images
+from fullshard.families.diffusion.sampling.image_callbacks import guidance_of, kept_open, takes_texts
+from fullshard.log.console import Console
+from fullshard.setup.auxiliary_models import open_frozen
+from fullshard.setup.run_inputs import RunInputs, cache_folder, encoder_of
+from fullshard.setup.shard_plan import shard_plan
+
+MOST_ROWS = 10
+"""So many classes are shown where none are named."""
+_TEXTS_AT_ONCE = 8
+_NO_TOKENIZER = cast(RunInputs, SimpleNamespace(processor=None))
+"""Of the inputs frozen models look at the tokenizer alone."""
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What to make."""
+
+    classes: tuple[int, ...] | None
+    per_class: int
+    way: Way
+    batch_size: int
+    weights: str | None
+    """`ema` or `model`; None: averaged weights where there are any."""
+    texts: tuple[str, ...] = ()
+    """A row for each, where the model takes texts."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The model with its edits, still on meta, where its values come from, and how its data was scaled."""
+
+    module: nn.Module
+    family: Family
+    weights: Weights
+    encoder: Any
+    """How its data was made and scaled."""
+    shape: tuple[int, ...] | None
+    """Of what the model makes; None: its configuration says it."""
+    is_latent: bool
+    """Whether what it makes stays latents, for want of a VAE."""
+    way: Way
+    """How images are made, with the guidance in force."""
+
+
+def load(chosen: Chosen, options: SampleOptions, console: Console) -> Loaded:
+    """Everything that can be found out before the ranks meet."""
+    recipe = chosen.reading.recipe
+    if not hasattr(recipe.objective, "slope"):
+        raise SetupError(
+            f"RUN = {chosen.run} is no diffusion run: its objective is {recipe.objective.kind()}. fullshard sample "
+            "makes images, with runs of flow_matching or ddpm."
+        )
+    module, family, weights = _trained(chosen, options) if chosen.checkpoint else _exported(chosen, options)
+    recipe.objective.extend(module)
+    encoder = encoder_of(recipe)
+    assert encoder is not None, "an objective that makes images names its encoder"
+    _check(module, encoder, options, chosen)
+    # An exported model lies in a folder, whatever it was trained from.
+    cast(Any, module).is_fresh = getattr(recipe.model, "path", None) is None
+    way = replace(
+        options.way, guidance=guidance_of(module, recipe.objective, options.way.guidance, usual=2.0, where="--guidance")
+    )
+    shape = _shape(module, recipe.objective, encoder)
+    if getattr(encoder, "is_measured", False) or shape == ():
+        _measure(chosen, encoder, console)
+        shape = shape or _shape(module, recipe.objective, encoder)
+    return Loaded(module, family, weights, encoder, shape, _is_latent(module, recipe, encoder), way)
+
+
+def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
+    """Of what the model makes; None where its configuration says it, and () where only the data does. Models that are
+    conditioned on texts take many sizes: theirs is that of the data, where it has one."""
+    if not takes_texts(module):
+        return None
+    found = encoder.shape
+    if found is None and encoder.size is not None and (settings := _vae(objective, encoder)) is not None:
+        from fullshard.families.diffusion.vae.autoencoder_kl import latent_shape
+
+        return latent_shape(settings, (settings["in_channels"], encoder.size, encoder.size))
+    if found is None and encoder.size is not None:
+        return module.image_channels, encoder.size, encoder.size
+    if found is None:
+        return None if getattr(module.config, "sample_size", None) else ()
+    live = objective.frozen().get("vae")
+    return found if live is None else tuple(live.latent_shape(found))
+
+
+def _is_latent(module: Any, recipe: Any, encoder: Any) -> bool:
+    """By the model's channels; by the first record where these could be an image's, and the data is still there."""
+    if "vae" in recipe.objective.frozen() or getattr(encoder, "vae", None) is not None:
+        return False
+    if module.image_channels not in (1, 3) or not hasattr(encoder, "gives_latent"):
+        return module.image_channels not in (1, 3)
+    try:
+        return bool(encoder.gives_latent(recipe.data.train.open()[0]))
+    except (DataError, OSError):
+        return False
+
+
+def _vae(objective: Any, encoder: Any) -> Any:
+    """The settings of the VAE, in every step or before; None without one."""
+    live = objective.frozen().get("vae")
+    if live is not None:
+        from fullshard.families.diffusion.vae.autoencoder_kl import read_settings
+
+        return read_settings(live.stored_in(), where="objective.vae.path")
+    return None if encoder.vae is None else encoder.vae.settings()
+
+
+def _trained(chosen: Chosen, options: SampleOptions) -> tuple[nn.Module, Family, Weights]:
+    assert chosen.checkpoint is not None
+    trained = open_trained(chosen.checkpoint, base=None, trust_remote_code=False, weights=options.weights)
+    return trained.module, trained.family, Values(trained)
+
+
+def _exported(chosen: Chosen, options: SampleOptions) -> tuple[nn.Module, Family, Weights]:
+    family = chosen.reading.recipe.model
+    if options.weights is not None or getattr(family, "lora", None):
+        problem = f"--weights {options.weights} needs a checkpoint" if options.weights else "adapters need a checkpoint"
+        raise CheckpointError(f"RUN = {chosen.run}: {problem}, and the run has none. It has an exported model only.")
+    changed: dict[str, Any] = {"path": str(chosen.weights), "architecture": None, "size": None, "overrides": {}}
+    family = family.model_copy(update=changed)
+    module = family.build(processor=None)
+    weights = family.weights(module)
+    assert weights is not None, "a folder has weights"
+    return module, family, weights
+
+
+def _check(module: Any, encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
+    """What the model can be asked for."""
+    if takes_texts(module):
+        _check_texts(encoder, options, chosen)
+    elif options.texts:
+        raise SetupError(f"--texts: RUN = {chosen.run} has a model that takes no texts. Ask by --classes, or for none.")
+    for label in options.classes or ():
+        if not 0 <= label < (module.num_classes or 0):
+            allowed = f"it has the classes 0 to {module.num_classes - 1}" if module.num_classes else "it has no classes"
+            raise SetupError(
+                f"--classes {','.join(map(str, options.classes or ()))}: {label} is no class of the model, {allowed}. "
+                f"{'Choose from these' if module.num_classes else 'Leave --classes out'}."
+            )
+
+
+def _check_texts(encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
+    if getattr(encoder, "stack", None) is None:
+        raise SetupError(
+            f"RUN = {chosen.run}: its model is conditioned on texts, and the recipe names no text encoder "
+            "(data.encode.text). Use the exported model with a pipeline of diffusers."
+        )
+    if options.classes is not None:
+        raise SetupError(f"--classes: RUN = {chosen.run} has a model that is conditioned on texts. Ask by --texts.")
+    if not options.texts:
+        raise SetupError(
+            f"RUN = {chosen.run}: its model is conditioned on texts, and none is given. Give one or several: --texts "
+            "'a small house' --texts 'a tree', or a file with one in each line: --texts FILE.txt."
+        )
+
+
+def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> None:
+    """Measures again what scaled the data: the encoded data is in the cache, unless it was cleared."""
+    recipe = chosen.reading.recipe
+    try:
+        prepare(
+            train=recipe.data.train,
+            validation=None,
+            encode=encoder,
+            processor=None,
+            length=recipe.data.sequence_length,
+            pack=recipe.data.pack,
+            holdout=0.0,
+            seed=recipe.seed,
+            cache=cache_folder(recipe),
+            say=console.note,
+        )
+    except DataError as error:
+        error.add_note("The scaling of the images, or their size, comes from data.train.")
+        raise
+
+
+def classes_of(module: Any, options: SampleOptions) -> tuple[int, ...] | None:
+    """A row for each; None where the model has no classes."""
+    if module.num_classes is None:
+        return None
+    return options.classes if options.classes is not None else tuple(range(min(module.num_classes, MOST_ROWS)))
+
+
+def make(
+    loaded: Loaded, chosen: Chosen, options: SampleOptions, world: World, watch: Callable[[int], Any]
+) -> torch.Tensor | None:
+    """(rows x per_class, C, H, W) with values from -1 to 1, or latents, on rank 0; None elsewhere. `watch` opens a bar
+    over so many steps."""
+    recipe = chosen.reading.recipe
+    precision = resolve_precision(recipe.precision, world.device)
+    # Before the model is there: the text encoders are freed again.
+    text, none = _texts(loaded, chosen, options, world, precision) if options.texts else (None, None)
+    module, aux = _spread(loaded, chosen, world), {}
+    if families := recipe.objective.frozen():
+        aux = open_frozen(families, recipe, _NO_TOKENIZER, world, precision)
+    rows = tuple(range(len(options.texts))) or classes_of(module, options) or (0,)
+    labels = torch.tensor(rows).repeat_interleave(options.per_class)
+    each = -(-len(labels) // world.size)
+    with kept_open(loaded.encoder), watch(-(-each // options.batch_size) * options.way.steps) as bar:
+        made = make_images(
+            recipe.objective,
+            module,
+            labels,
+            loaded.way,
+            batch=options.batch_size,
+            place=(world.size, world.rank),
+            device=world.device,
+            text=text,
+            none=none,
+            shape=loaded.shape,
+            vae=aux.get("vae"),
+            tick=bar.advance,
+        )
+        found = collected(
+            made,
+            gather=reduce.gather_rows,
+            keep=world.is_main,
+            shown=lambda images: loaded.encoder.shown(images).float().cpu(),
+        )
+    return _finite(found, chosen) if found is not None else None
+
+
+def _texts(
+    loaded: Loaded, chosen: Chosen, options: SampleOptions, world: World, precision: ResolvedPrecision
+) -> tuple[Text, Text]:
+    """What the run's text encoders, spread over the ranks, make of the texts, and what means none to the run."""
+    stack = loaded.encoder.stack
+    encoders = open_frozen(stack.families(), chosen.reading.recipe, _NO_TOKENIZER, world, precision)
+    tokens, empty = torch.from_numpy(stack.tokens(options.texts).ids).to(world.device), stack.empty_tokens()
+    more = {} if empty is None else {"empty_tokens": torch.from_numpy(empty).to(world.device)}
+    parts = [texts_of(loaded.module, {"text_tokens": some, **more}, encoders) for some in tokens.split(_TEXTS_AT_ONCE)]
+    return {name: torch.cat([text[name] for text, _ in parts]) for name in parts[0][0]}, parts[0][1]
+
+
+def _spread(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:
+    """The model on the ranks, with its values."""
+    recipe, module = chosen.reading.recipe, loaded.module
+    precision = resolve_precision(recipe.precision, world.device)
+    recipe = recipe.model_copy(update={"model": loaded.family})
+    plan = replace(shard_plan(recipe, module, world, precision), activation_checkpointing="none", compile=False)
+    loaded.family.choose_kernels(module, device=world.device.type, compute=precision.compute, packed=False)
+    mesh, seed = make_mesh(plan.layout, world), recipe.seed
+    shard(module, plan, mesh, family=loaded.family, weights=loaded.weights, device=world.device, seed=seed)
+    return module.eval()
+
+
+def _finite(images: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+    if broken := int((~images.isfinite()).flatten(1).any(1).sum()):
+        raise NumericalError(
+            f"{chosen.weights}: {broken} of {len(images)} images hold NaN or Inf. Use an earlier "
+            "checkpoint, less --guidance, or more --steps."
+        )
+    return images
+
+
+@contextmanager
+def no_bar(steps: int) -> Iterator[Any]:
+    """For whoever does not watch."""
+    yield SimpleNamespace(advance=lambda: None)
+
+
+__all__ = ["Loaded", "SampleOptions", "classes_of", "load", "make", "no_bar"]

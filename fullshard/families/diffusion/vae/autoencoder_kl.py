@@ -1,0 +1,135 @@
+"""An AutoencoderKL of diffusers, frozen: images to latents as denoisers learn them, and back.
+
+Latents are the mode of the posterior, shifted and scaled as the VAE's configuration says. Must not know data, losses or
+ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import CheckpointError, RecipeError
+from fullshard.families.diffusion.pipeline_parts import CONFIG
+from fullshard.hf.weights.safetensors_folder import open_folder
+
+CLASS = "AutoencoderKL"
+_RENAMED = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
+"""How attention was stored before; most of the VAEs in use are of that time."""
+
+
+def read_settings(folder: Path, *, where: str) -> dict[str, Any]:
+    """The configuration of a stored VAE, without what diffusers notes in it."""
+    stored = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if stored.get("_class_name") != CLASS:
+        raise RecipeError(
+            f"{where}: {folder / CONFIG} is of {stored.get('_class_name', 'no class of diffusers')}, and only {CLASS} "
+            "is supported. Name the folder of such a VAE, or of a pipeline that has one."
+        )
+    return {key: value for key, value in stored.items() if not key.startswith("_")}
+
+
+def empty(settings: Mapping[str, Any]) -> nn.Module:
+    """The module without values, and with the methods `encode_images` and `decode_latents`."""
+    from accelerate import init_empty_weights
+    from diffusers import AutoencoderKL
+
+    with init_empty_weights(include_buffers=False):
+        module: Any = AutoencoderKL.from_config(dict(settings))
+    module.encode_images = types.MethodType(encode_images, module)
+    module.decode_latents = types.MethodType(decode_latents, module)
+    return module.requires_grad_(False).eval()  # type: ignore[no-any-return]
+
+
+def load(folder: Path, *, device: torch.device, where: str) -> Any:
+    """The whole VAE on one device, in fp32."""
+    module = empty(read_settings(folder, where=where))
+    weights = VaeWeights(folder, module, where=where)
+    values = {name: weights.whole(name).to(device, torch.float32) for name in weights.names()}
+    module.load_state_dict(values, assign=True)
+    return module.requires_grad_(False)
+
+
+def encode_images(module: Any, images: torch.Tensor) -> torch.Tensor:
+    """(B, C, H, W) from -1 to 1 to latents, fp32."""
+    mode: torch.Tensor = module.encode(images).latent_dist.mode()
+    shift, scale = _numbers(module.config, images.device)
+    return (mode.float() - shift) * scale
+
+
+def decode_latents(module: Any, latents: torch.Tensor) -> torch.Tensor:
+    """The other way: images, about from -1 to 1."""
+    shift, scale = _numbers(module.config, latents.device)
+    found: torch.Tensor = module.decode(latents / scale + shift).sample
+    return found.float().clone()
+
+
+def _numbers(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What is taken off a latent, and what it is multiplied with; numbers for each channel where the VAE has them."""
+    scale = torch.tensor(float(config.scaling_factor), device=device)
+    mean, deviation = config.get("latents_mean"), config.get("latents_std")
+    if mean is not None and deviation is not None:
+        each = torch.tensor([mean, deviation], dtype=torch.float32, device=device)[..., None, None]
+        return each[0], scale / each[1]
+    return torch.tensor(float(config.get("shift_factor") or 0.0), device=device), scale
+
+
+def factor(settings: Mapping[str, Any]) -> int:
+    """So many pixels a side become one."""
+    return int(2 ** (len(settings["block_out_channels"]) - 1))
+
+
+def latent_shape(settings: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, int, int]:
+    """What an image of (C, H, W) becomes; raises ValueError in words about the image where it can become nothing."""
+    channels, height, width = shape
+    by, wanted = factor(settings), settings["in_channels"]
+    if channels != wanted:
+        raise ValueError(f"has {channels} channels, and the VAE takes {wanted}. Set data.encode.channels = {wanted}")
+    if height % by or width % by or not height or not width:
+        raise ValueError(
+            f"is {height} x {width} pixels, and the VAE makes one of {by} x {by}. Set data.encode.size to a multiple "
+            f"of {by}"
+        )
+    return int(settings["latent_channels"]), height // by, width // by
+
+
+class VaeWeights:
+    """Stored tensors under the module's own names, whenever they were stored."""
+
+    def __init__(self, folder: Path, module: nn.Module, *, where: str) -> None:
+        self._stored = open_folder(folder)
+        self._names = {_renamed(name): name for name in self._stored}
+        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
+        found = {name: self._stored[stored].shape for name, stored in self._names.items()}
+        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        if wrong:
+            name = wrong[0]
+            raise CheckpointError(
+                f"{where}: {folder} does not hold the tensors of its own {CONFIG}: {name} is "
+                f"{list(found.get(name, ())) or 'not'} stored, and {list(wanted.get(name, ())) or 'not'} in the model "
+                f"({len(wrong)} differ). Fetch or save the VAE again."
+            )
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._stored.read(self._names[name], start, stop)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._stored.read(self._names[name])
+
+
+def _renamed(name: str) -> str:
+    for before, now in _RENAMED.items():
+        name = name.replace(before, now) if ".attentions." in name else name
+    return name
+
+
+__all__ = ["VaeWeights", "decode_latents", "empty", "encode_images", "factor", "latent_shape", "load", "read_settings"]

@@ -1,0 +1,32 @@
+"""The attention kernel of a Transformers model, settled once the device is known.
+
+Must not know ranks, recipes or objectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import RecipeError
+from fullshard.hf.architecture.varlen_attention import register
+
+
+def choose_attention(module: nn.Module, asked: str, *, device: str, compute: torch.dtype, packed: bool) -> str:
+    """Switches to `varlen` where packed rows meet a GPU, else leaves the model's own; says which it is."""
+    model: Any = module
+    # torch's flash kernels: half precision, and Ampere or newer.
+    flash = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+    able = flash and compute in (torch.bfloat16, torch.float16) and model._supports_attention_backend
+    if asked == "varlen" and not able:
+        raise RecipeError(
+            "model.attention = 'varlen' needs a GPU of compute capability 8.0, bf16 or fp16, and a model whose "
+            f"attention can be replaced, not {device}, {str(compute).removeprefix('torch.')}, "
+            f"{type(module).__name__}. Use attention: auto."
+        )
+    if able and (asked == "varlen" or (asked == "auto" and packed)):
+        model.set_attn_implementation(register())
+        model.takes_bounds = True
+    return str(model.config._attn_implementation)

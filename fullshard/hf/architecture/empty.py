@@ -1,0 +1,56 @@
+"""A model of Transformers without values: parameters on meta, buffers computed.
+
+Must not know where values come from, adapters or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from fullshard.errors import RecipeError
+from fullshard.hf.architecture.causal import make_decoder
+
+
+def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, headless: bool = False) -> nn.Module:
+    """The causal language model of a config, or with `headless` its backbone; `attention`: its kernel, None for the
+    model's own."""
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    _refuse_layerdrop(config)
+    if not headless:
+        make_decoder(config, trust_remote_code=trust_remote_code)
+    for part in (config, config.get_text_config(decoder=True)):
+        # A model with a cache of what came before takes no notice of texts that share a row.
+        part.use_cache = False
+    config.dtype = torch.float32
+    chosen = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with init_empty_weights(include_buffers=False):
+            auto = AutoModel if headless else AutoModelForCausalLM
+            module = auto.from_config(config, trust_remote_code=trust_remote_code, **chosen)
+    except Exception as error:
+        # Whatever it is, it comes of the config: a key that is missing, of the wrong type, or at odds with another.
+        reason = (str(error).strip().splitlines() or [""])[0].removesuffix("You can install it with pip:")
+        reason = reason.strip().rstrip(".")
+        if not isinstance(error, (ImportError, ValueError, RuntimeError)):
+            reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        remedy = "Install it" if isinstance(error, ImportError) else "Check model.attention and model.overrides"
+        raise RecipeError(
+            f"model: Transformers cannot build {config.model_type} as asked for ({reason}). {remedy}."
+        ) from error
+    module.tie_weights()
+    module.architecture_name = type(module).__name__
+    return module  # type: ignore[no-any-return]
+
+
+def _refuse_layerdrop(config: Any) -> None:
+    share = getattr(config, "layerdrop", None) or 0.0
+    if share > 0:
+        raise RecipeError(
+            f"model: its config has layerdrop = {share:g}, with which each rank leaves out other layers, and sharded "
+            "ranks would wait for each other without end. Set model.overrides.layerdrop=0."
+        )

@@ -1,0 +1,1 @@
+"""Tokenizers: loaded, trained, and compared with the one that stored weights were trained with."""
