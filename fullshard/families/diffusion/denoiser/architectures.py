@@ -1,4 +1,4 @@
-"""Denoisers of diffusers by class and named size. Must not know weights, losses or ranks."""
+"""The supported denoisers of diffusers, by class and named size. Must not know weights, losses or ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIASES = {"dit": DIT, "unet": UNET, "sd3": SD3, "flux": FLUX, "pixart": PIXART,
 LABELLED = (DIT, UNET, UNET_TEXT)
 """Classes that can take a label."""
 PACKED = 2
-"""Flux takes patches of so many pixels a side as the channels of one token."""
+"""Flux packs patches of this side length into the channels of one token."""
 _WIDTHS = {
     "tiny": {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 16},
     "S": {"num_layers": 12, "num_attention_heads": 6, "attention_head_dim": 64},
@@ -58,18 +58,18 @@ def class_of(name: str, *, where: str = "model.architecture") -> Any:
     found = getattr(diffusers, wanted, None) if wanted.endswith("Model") else None
     if found is None:
         raise RecipeError(
-            f"{where} = {name!r} is no denoiser that is known{did_you_mean(name, known)}. Known: {', '.join(known)}."
+            f"{where} = {name!r} is not a known denoiser{did_you_mean(name, known)}. Known: {', '.join(known)}."
         )
     if wanted not in known:
         raise RecipeError(
-            f"{where} = {name!r} is a class of diffusers that is called in a way of its own, which is not supported "
-            f"yet. Supported: {', '.join(ALIASES.values())}."
+            f"{where} = {name!r} is a class of diffusers whose inputs are not supported yet. Supported: "
+            f"{', '.join(ALIASES.values())}."
         )
     return found
 
 
 def named_size(class_name: str, size: str) -> dict[str, Any]:
-    """The settings of a named size: `XL/2` is the width XL with patches of 2 pixels; `tiny` exists for every class."""
+    """The settings of a named size: `XL/2` is width XL with patches of 2 pixels; every class has `tiny`."""
     if class_name != DIT:
         if size != "tiny":
             raise RecipeError(f"model.size = {size!r} is not known for {class_name}. Known: tiny; others in overrides.")
@@ -95,13 +95,13 @@ def settings_of(class_name: str, *, where: str = "model.architecture") -> dict[s
 def completed(
     class_name: str, settings: dict[str, Any], *, classes: int | None, stored: bool, where: str
 ) -> dict[str, Any]:
-    """Settings of the class, with a row for every class and one for none, and from scratch what follows from others;
-    what the class does not know is refused."""
+    """The given settings, with a row for every label and one for "no class"; from scratch also what follows from other
+    settings. Raises RecipeError for a setting that the class does not have."""
     defaults = settings_of(class_name)
     for name in settings:
         if name not in defaults:
             raise RecipeError(
-                f"{where}.{name} is no setting of {class_name}{did_you_mean(name, list(defaults))}. "
+                f"{where}.{name} is not a setting of {class_name}{did_you_mean(name, list(defaults))}. "
                 f"Known: {', '.join(defaults)}."
             )
     following = {} if stored and class_name != DIT else _following(class_name, {**defaults, **settings})
@@ -109,13 +109,13 @@ def completed(
 
 
 def _following(class_name: str, of: dict[str, Any]) -> dict[str, Any]:
-    """Settings that follow from others, unless they are given: the class's own defaults fit its largest form only."""
-    # A prediction has the channels of the image; a variance is not trained. Of a DiT diffusers takes the same, with a
-    # word about the future.
+    """Settings that follow from others unless given: the class's own defaults fit its largest size only."""
+    # A prediction has the channels of the image; no variance is trained. For DiT diffusers would assume the same, with
+    # a deprecation warning.
     found: dict[str, Any] = {"out_channels": of["in_channels"]}
     if class_name in (SD3, FLUX, PIXART):
         head, width = of["attention_head_dim"], of["num_attention_heads"] * of["attention_head_dim"]
-        # Positions along an image's two sides turn most of a head's dimensions, and each turns a pair of them.
+        # RoPE: the two axes of an image share most of a head's dimensions, and each rotates pairs of them.
         first = max(head // 8 // 4 * 4, 4)
         texts = of["caption_channels"] if class_name == PIXART else None
         found |= {
@@ -127,16 +127,16 @@ def _following(class_name: str, of: dict[str, Any]) -> dict[str, Any]:
 
 
 def implied(class_name: str, stored: dict[str, Any]) -> dict[str, Any]:
-    """What a stored model has by its size without saying so, and keeps at another size."""
+    """What a stored model's size implies, and the model must keep at another size."""
     if class_name != PIXART or stored.get("use_additional_conditions") is not None:
         return {}
-    # PixArt is told the size of the picture where its latents are 128 a side: layers that it has, or has not.
+    # PixArt has layers for the image size if and only if its latents are 128 x 128.
     size = stored.get("sample_size", settings_of(PIXART)["sample_size"])
     return {"use_additional_conditions": size == 128}
 
 
 def _rows(class_name: str, settings: dict[str, Any], classes: int | None) -> dict[str, Any]:
-    """The settings that say how many labels there are."""
+    """The settings for the number of labels."""
     if classes is not None and class_name not in LABELLED:
         raise RecipeError(
             f"model.classes = {classes}, and {class_name} takes texts and no labels. Leave model.classes out, or use "

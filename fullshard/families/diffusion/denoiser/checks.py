@@ -1,4 +1,4 @@
-"""What objectives of denoising refuse, and what they prove about a denoiser before the first step.
+"""What denoising objectives require of the data and the model, and what they prove about a denoiser before step 1.
 
 Must not know how losses are computed, optimizers or ranks.
 """
@@ -13,33 +13,39 @@ import torch
 from torch import nn
 
 from fullshard.errors import DataError, RecipeError, SetupError
-from fullshard.families.diffusion.denoiser.batch_inputs import denoised, knows_none, name_of, require_texts, texts_of
+from fullshard.families.diffusion.denoiser.batch_inputs import (
+    can_be_unconditional,
+    denoised,
+    name_of,
+    require_texts,
+    texts_of,
+)
 from fullshard.families.diffusion.denoiser.input_shape import require_shape
 
 NEIGHBOURS = 10
-"""Timesteps that a model is tried with before the first step: the last ones, where floating formats are coarsest. With
-the first timestep that makes eleven, a number that is rarely a dimension of anything else."""
+"""Timesteps that a model is tried with before step 1: the last ones, where floating-point formats are coarsest. With
+timestep 0 that makes eleven, which is rarely a dimension of anything else."""
 
 
 def check_samples(module: Any, stored: Any, *, vae: Any) -> None:
     """Encoded samples have the shape that the model is configured for, and labels that it knows. `vae` is the frozen
-    one that makes latents of them in every step."""
+    VAE that encodes them in every step."""
     _check_labels(module, stored)
     require_text(module, {"text_states", "text_tokens"} & set(stored.store.names))
     if "image" not in stored.store.names:
-        return  # samples of an encoder of the user's: the first batch is looked at
+        return  # a user's own encoder: the first batch is checked instead
     values = stored.store.flat("image")
     shape, is_latent = values.shape[1:], values.dtype == np.float32
     before = getattr(stored.encoder, "vae", None)
     if vae is not None and is_latent:
         raise RecipeError(
-            "objective.vae makes latents of images, and data.train gives latents already"
+            "objective.vae encodes images to latents, and data.train gives latents already"
             f"{' (data.encode.vae)' if before is not None else ''}. Leave one of the two out."
         )
     if vae is not None:
         seen = _latent_shape(vae, shape)
-        what, scale = f"images of {' x '.join(map(str, shape))}, which objective.vae makes latents", shape[1] // seen[1]
-        require_shape(module, seen, what=what, scale=scale)
+        what = f"images of {' x '.join(map(str, shape))}, which objective.vae encodes to latents"
+        require_shape(module, seen, what=what, scale=shape[1] // seen[1])
     else:
         scale = None if before is None else before.factor()
         what = "images" if not is_latent else "latents" if before is None else "latents by data.encode.vae"
@@ -47,7 +53,7 @@ def check_samples(module: Any, stored: Any, *, vae: Any) -> None:
 
 
 def _check_labels(module: Any, stored: Any) -> None:
-    """Every sample has a label that the model has a row for; the record of the first that has none is named."""
+    """Every sample has a label that the model has a row for; the error names the first record without one."""
     classes = getattr(module, "num_classes", None)
     if classes is None:
         return
@@ -64,24 +70,24 @@ def _check_labels(module: Any, stored: Any) -> None:
 
 
 def require_denoiser(module: Any, *, kind: str, label_drop: float | None) -> None:
-    """Refuses a module that cannot denoise, or that knows no label for what shall be dropped."""
+    """Raises RecipeError if a module cannot denoise, or if labels are dropped and it has no label for "no class"."""
     if not hasattr(module, "denoise"):
         raise RecipeError(
             f"objective.kind = {kind} needs a model that denoises images, and {type(module).__name__} has no method "
             "denoise. Use model.kind: diffusers."
         )
-    if label_drop and not knows_none(module):
+    if label_drop and not can_be_unconditional(module):
         raise RecipeError(
-            f"objective.label_drop = {label_drop:g}, and {type(module).__name__} has no label that means none: only 0 "
+            f'objective.label_drop = {label_drop:g}, and {type(module).__name__} has no label for "no class": only 0 '
             "is allowed. Leave objective.label_drop out, or give the model its classes (model.classes)."
         )
 
 
 def require_share(label_drop: float | None) -> None:
-    """Refuses a share of labels and texts to drop that makes no sense, in words for a check of settings."""
+    """Raises ValueError, for a validator, if the share of labels and texts to drop makes no sense."""
     if label_drop is None or 0 <= label_drop < 1:
         return
-    why = "drops every label and text, so the model would learn none" if label_drop == 1 else "is no share"
+    why = "drops every label and text, so the model would learn none" if label_drop == 1 else "is not a share"
     raise ValueError(
         f"objective.label_drop = {label_drop:g} {why}. Give at least 0 and less than 1, such as 0.1; for a model "
         "without labels leave model.classes out"
@@ -89,22 +95,21 @@ def require_share(label_drop: float | None) -> None:
 
 
 def require_vae(family: Any) -> None:
-    """Refuses a frozen model that makes no latents, in words for a check of settings."""
+    """Raises ValueError, for a validator, if the frozen model is not a VAE."""
     if family is not None and not hasattr(family, "latent_shape"):
         raise ValueError(
-            f"objective.vae.kind = {family.kind()} makes no latents of images. Use objective.vae: {{kind: autoencoder, "
-            "path: FOLDER}"
+            f"objective.vae.kind = {family.kind()} is not a VAE. Use objective.vae: {{kind: autoencoder, path: FOLDER}}"
         )
 
 
 def last_times(num: int, device: torch.device) -> torch.Tensor:
-    """The middle of the first and of the last few of `num` equal parts of the time from 0 to 1; fp32."""
+    """fp32: the middles of the first and the last few of `num` equal parts of the time from 0 to 1."""
     steps = torch.tensor([0, *range(max(num - NEIGHBOURS, 1), num)], dtype=torch.float32, device=device)
     return (steps + 0.5) / num
 
 
 def require_data(model: Any, batch: dict[str, Any], *, shape: Sequence[int]) -> None:
-    """Refuses a first batch whose images, which reach the model as (C, H, W), or texts are not those that it takes."""
+    """Raises RecipeError if the first batch's images, of (C, H, W), or texts are not what the model takes."""
     require_shape(model, shape, what="images or latents", scale=None)
     require_text(model, {"text_states", "text_tokens"} & set(batch))
     if "text_states" in batch:
@@ -112,17 +117,17 @@ def require_data(model: Any, batch: dict[str, Any], *, shape: Sequence[int]) -> 
 
 
 def require_text(model: Any, has: set[str]) -> None:
-    """Refuses texts for a model that takes none, and none for one that does."""
+    """Raises RecipeError for texts that the model does not take, or if it needs texts and `has` is empty."""
     takes = getattr(model, "text_width", None)
     if takes is None and has:
         raise RecipeError(
             f"data.encode.text gives texts, and {name_of(model)} takes none. Leave data.encode.text out, or choose a "
-            "model that is conditioned on texts."
+            "text-conditioned model."
         )
     if takes is not None and not has:
         raise RecipeError(
-            f"{name_of(model)} is conditioned on texts (states of {takes}), and the data has none. Name the text "
-            "encoder in data.encode.text, with records that have a text."
+            f"{name_of(model)} is conditioned on texts (states of width {takes}), and the data has none. Name the text "
+            "encoder in data.encode.text, and use records with a text."
         )
 
 
@@ -130,16 +135,16 @@ def require_text(model: Any, has: set[str]) -> None:
 def check_denoiser(
     model: Any, batch: dict[str, Any], timesteps: torch.Tensor, *, compute: torch.dtype, vae: Any = None
 ) -> list[str]:
-    """One image, at timesteps that lie side by side: the prediction has its shape, and no part of the model is given
-    two of the timesteps as one. Returns the line that says so, or none where no part takes timesteps. `vae` says what
-    shape the images take on, and is not asked for more."""
+    """Runs one image at neighbouring timesteps: the prediction has the image's shape, and no part of the model gets
+    the same value for two timesteps. Returns the line that says so, or nothing if no part takes timesteps. Of `vae`
+    only the shape of its latents is used."""
     images = batch["images"] if vae is None else _latents_of(batch["images"], vae)
     require_data(model, batch, shape=images.shape[1:])
     image = images[:1].float().expand(len(timesteps), *images.shape[1:]).contiguous()
     classes = getattr(model, "num_classes", None)
     labels = None if classes is None else torch.zeros(len(timesteps), dtype=torch.int64, device=images.device)
     text = None
-    if "text_states" in batch:  # tokens are not encoded here: a stand-in has the same shape
+    if "text_states" in batch:  # tokens are not encoded here: a placeholder has the same shape
         texts, _ = texts_of(model, batch)
         text = {name: part[:1].expand(len(timesteps), *part.shape[1:]) for name, part in texts.items()}
     told: dict[str, bool] = {}
@@ -154,27 +159,27 @@ def check_denoiser(
             hook.remove()
     if found.shape != image.shape:
         raise SetupError(
-            f"model.denoise gives {tuple(found.shape)} for images of {tuple(image.shape)}: a prediction has the shape "
-            "of the images. Use a model whose output has as many channels and the same size."
+            f"model.denoise gives {tuple(found.shape)} for images of {tuple(image.shape)}: a prediction must have the "
+            "shape of the images. Use a model whose output has as many channels and the same size."
         )
     dtype = str(compute).removeprefix("torch.")
     if merged := [name for name, apart in told.items() if not apart]:
         first, last = timesteps[1].item(), timesteps[-1].item()
         raise SetupError(
-            f"Computing in {dtype}, {merged[0] or 'the model'} is given some of the timesteps {first:g} to {last:g} as "
-            "one, so the model cannot tell them apart: its times are cast to half precision, or lie too close. Keep "
-            "them whole numbers or fp32 up to the embedding, raise objective.timestep_scale where the objective has "
+            f"Computing in {dtype}, {merged[0] or 'the model'} gets the same value for some of the timesteps {first:g} "
+            f"to {last:g}, so the model cannot tell them apart: times are cast to half precision, or are too close. "
+            "Keep them whole numbers or fp32 up to the embedding, raise objective.timestep_scale if the objective has "
             "it, or use precision: fp32."
         )
-    return [f"neighbouring timesteps reach the model apart ({dtype})"] if told else []
+    return [f"the model can tell neighbouring timesteps apart ({dtype})"] if told else []
 
 
 def _latents_of(images: torch.Tensor, vae: Any) -> torch.Tensor:
-    """Zeros in the shape of the latents of images."""
+    """Zeros in the shape of the images' latents."""
     most = float(images.abs().max())
     if most > 1:
         raise RecipeError(
-            f"objective.vae takes images with values from -1 to 1, and those of data.train go up to {most:g}. Leave "
+            f"objective.vae takes images with values from -1 to 1, and data.train has values up to {most:g}. Leave "
             "data.encode.mean and data.encode.scale out, and give images, not latents."
         )
     return images.new_zeros(len(images), *_latent_shape(vae, images.shape[1:]))
@@ -188,8 +193,8 @@ def _latent_shape(vae: Any, shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _watch(name: str, told: dict[str, bool], timesteps: torch.Tensor) -> Any:
-    """Notes whether a part that is given something that follows from the timestep is given as many values as there are
-    timesteps. Only vectors are looked at, one a sample: in images a small change may be lost, and rightly so."""
+    """A hook: if an input of a part depends on the timestep, `told` notes whether it differs for every timestep. Only
+    inputs with one vector per sample count: in an image a small change may rightly be lost."""
 
     def look(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen = [*args, *kwargs.values()] + ([output] if next(part.children(), None) is None else [])

@@ -1,4 +1,4 @@
-"""What each class of denoiser is called with: images, times, labels and texts, as diffusers' own pipelines give them.
+"""How each class of denoiser is called with images, times, labels and texts: as diffusers' own pipelines do.
 
 Must not know losses, noise, ranks or files.
 """
@@ -13,17 +13,16 @@ from torch import nn
 
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.diffusion.denoiser.architectures import DIT, FLUX, PACKED, PIXART, SD3, UNET, UNET_TEXT
+from fullshard.families.diffusion.denoiser.batch_inputs import Text
 
-Text = dict[str, torch.Tensor]
-"""`states` (B, T, D), `mask` (B, T) bool, and `pooled` (B, P) where the model takes it."""
 PIXELS = 8
-"""Models that are told the size of the picture are told pixels: so many for one of a latent, in each direction."""
+"""Models that take the image size take pixels: this many for one of a latent, in each direction."""
 _SIZES = 6
-"""Numbers that SDXL is told: the picture's own height and width, where it was cut, and the height and width it has."""
+"""Numbers that SDXL takes: original height and width, crop top and left, target height and width."""
 
 
 def text_widths(class_name: str, config: Any) -> tuple[int | None, int | None]:
-    """How wide a token's state and a whole text's vector are; None where the model takes none."""
+    """Widths of a token's state and of the pooled vector; None if the model takes none."""
     if class_name in (SD3, FLUX):
         return config.joint_attention_dim, config.pooled_projection_dim
     if class_name == PIXART:
@@ -42,20 +41,20 @@ def _unet_widths(config: Any) -> tuple[int, int | None]:
         if (found := getattr(config, name)) not in allowed:
             words = ", ".join("null" if value is None else value for value in allowed)
             raise RecipeError(
-                f"{UNET_TEXT}: {name} = {found!r} asks for more than a time, labels and texts, which is not supported "
-                f"yet. Supported: {words}."
+                f"{UNET_TEXT}: {name} = {found!r} needs inputs other than times, labels and texts, which is not "
+                f"supported yet. Supported: {words}."
             )
     width = config.encoder_hid_dim or config.cross_attention_dim
     widths = {width} if isinstance(width, int) else set(width)
     if len(widths) > 1:
-        raise RecipeError(f"{UNET_TEXT}: cross_attention_dim = {sorted(widths)}, and all blocks must take one width.")
+        raise RecipeError(f"{UNET_TEXT}: cross_attention_dim = {sorted(widths)}, but all blocks must have one width.")
     if config.addition_embed_type != "text_time":
         return widths.pop(), None
     return widths.pop(), config.projection_class_embeddings_input_dim - _SIZES * config.addition_time_embed_dim
 
 
 def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None:
-    """The texts as the model gets them; without any, a stand-in, for a pass whose result is not looked at."""
+    """The texts, checked; a placeholder if there are none, for a pass whose result is not used."""
     if module.text_width is None:
         if text is not None:
             raise DataError(
@@ -64,7 +63,7 @@ def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None
             )
         return None
     if text is None:
-        return stand_in(module, len(noisy), device=noisy.device)
+        return _placeholder(module, len(noisy), device=noisy.device)
     for key, width in (("states", module.text_width), ("pooled", module.pooled_width)):
         found = text[key].shape[-1] if key in text else None
         if width is not None and found != width:
@@ -76,8 +75,8 @@ def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None
     return text
 
 
-def stand_in(module: Any, num: int, *, device: torch.device) -> Text:
-    """So many times one token of zeros. What means no text to a model follows from its text encoders, not from it."""
+def _placeholder(module: Any, num: int, *, device: torch.device) -> Text:
+    """One token of zeros for each sample. Not the empty text, which follows from the text encoders."""
     found = {
         "states": torch.zeros(num, 1, module.text_width, device=device),
         "mask": torch.ones(num, 1, dtype=torch.bool, device=device),
@@ -88,10 +87,10 @@ def stand_in(module: Any, num: int, *, device: torch.device) -> Text:
 
 
 def prepare(module: Any) -> None:
-    """What a class needs before it is called as `CALLS` does."""
+    """Changes a module so that `CALLS` can call it."""
     for part in module.modules():
         if type(part).__name__ == "LabelEmbedding":
-            # The model's own label drop draws from this rank's generator.
+            # The model's own label dropout would draw from this rank's generator.
             part.dropout_prob = 0.0
     if module.class_name == FLUX:
         module.time_text_embed.exact_times = None
@@ -99,12 +98,12 @@ def prepare(module: Any) -> None:
 
 
 def _give_exact_times(part: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Flux casts times to the dtype of its activations before it embeds them: bf16 has 501 values for 1,000 of them."""
+    """Flux casts times to the dtype of its activations before it embeds them: in bf16, 1,000 times have 501 values."""
     return None if part.exact_times is None else (*part.exact_times, *args[len(part.exact_times) :])
 
 
 def _dit(module: Any, noisy: torch.Tensor, times: torch.Tensor, labels: Any, text: Any) -> Any:
-    # It has a table even for one class.
+    # Without classes its embedding table still has one row.
     labels = torch.zeros_like(times).long() if module.num_classes is None else _labels(module, times, labels)
     return module.forward(noisy, times, class_labels=labels).sample
 
@@ -173,7 +172,7 @@ def _check_packing(module: Any, noisy: torch.Tensor) -> None:
 
 
 def _places(height: int, width: int, device: torch.device) -> torch.Tensor:
-    """(height * width, 3): where each token lies; the first number is for several images."""
+    """(height * width, 3): the position of each token; the first number is for several images."""
     rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
     grid = torch.stack(torch.meshgrid(rows, columns, indexing="ij"), dim=-1).reshape(-1, 2).float()
     return nn.functional.pad(grid, (1, 0))
@@ -192,7 +191,7 @@ def _each(like: torch.Tensor, *numbers: float) -> torch.Tensor:
 
 Call = Callable[[Any, torch.Tensor, torch.Tensor, Any, Any], Any]
 CALLS: dict[str, Call] = {DIT: _dit, UNET: _unet, UNET_TEXT: _unet_text, SD3: _sd3, PIXART: _pixart, FLUX: _flux}
-"""By the name of the class: (module, noisy, times, labels, text) gives (B, C, H, W), a variance behind if there is one.
-The mask of a text reaches PixArt alone: the pipelines of the others look at every token of a padded text."""
+"""By class name: (module, noisy, times, labels, text) -> (B, C, H, W), followed by a variance if there is one. Only
+PixArt gets the text mask: in the pipelines of the others the model attends to the padding too."""
 
-__all__ = ["CALLS", "Call", "Text", "prepare", "stand_in", "text_for", "text_widths"]
+__all__ = ["CALLS", "prepare", "text_for", "text_widths"]

@@ -1,4 +1,4 @@
-"""First values of a denoiser: each layer's own, and those that make a transformer of this kind begin as the identity.
+"""Initial weights of a denoiser: each layer's own, and zeros where a diffusion transformer starts as the identity.
 
 Must not know ranks, files or losses.
 """
@@ -15,7 +15,7 @@ from fullshard.hf.adapters.edits import ADAPTER
 
 @torch.no_grad()
 def initialise(unit: nn.Module) -> None:
-    """Gives the real parameters under `unit` their values; those on meta wait for their own unit."""
+    """Initialises the parameters under `unit`, except those on meta, which belong to another unit."""
     for part in unit.modules():
         own = list(part.parameters(recurse=False))
         if own and not any(p.is_meta for p in own):
@@ -29,9 +29,9 @@ def initialise(unit: nn.Module) -> None:
 
 
 def _zero_layers(part: nn.Module) -> list[nn.Module]:
-    """Of one module: the linear of an adaptive norm, so that blocks pass on what they get, and a last projection."""
+    """The linear layer of an adaptive norm, so that a block starts as the identity, and the last projection."""
     kind = type(part).__name__
-    # That of PixArt serves all blocks, and each adds numbers of its own: there nothing is zero.
+    # PixArt has one for all blocks, and each block adds its own table: nothing is zero there.
     names = ["linear"] if "AdaLayerNorm" in kind and kind != "AdaLayerNormSingle" else []
     if hasattr(part, "transformer_blocks"):
         names += ["proj_out", "proj_out_1", "proj_out_2"]
@@ -44,7 +44,7 @@ def _layer(part: Any) -> None:
     if hasattr(part, "set_first_values"):
         part.set_first_values()
     elif isinstance(part, nn.Embedding):
-        # Labels: N(0, 1), not N(0, 0.02) as the DiT paper has it. Beside a time's embedding small rows are hardly seen,
+        # Labels: N(0, 1), not N(0, 0.02) as in the DiT paper. Next to the time embedding, small rows have little effect
         # and classes are learned late: benchmarks/dit_init.py.
         nn.init.normal_(part.weight)
     elif isinstance(part, nn.Linear):
@@ -53,7 +53,7 @@ def _layer(part: Any) -> None:
             nn.init.zeros_(part.bias)
     elif hasattr(part, "reset_parameters"):
         part.reset_parameters()
-    else:  # a parameter that belongs to no layer, such as a scale
+    else:  # a parameter outside any layer, such as a scale
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -62,7 +62,7 @@ def _layer(part: Any) -> None:
 
 
 def _adapters(part: Any) -> None:
-    """Adapters that change nothing yet."""
+    """Adapters start as the identity."""
     if hasattr(part, "reset_lora_parameters"):
         own = [p for name, p in part.named_parameters() if name.startswith("lora_")]
         if own and not any(p.is_meta for p in own):

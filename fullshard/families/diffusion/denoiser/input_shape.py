@@ -1,7 +1,7 @@
-"""Whether images or latents have the shape that a denoiser is configured for, in words, before anything is computed.
+"""Checks before any computation that images or latents have the shape a denoiser is configured for.
 
-A denoiser often runs at other sizes than its own, with other positions, and its export and samples would still have its
-own size: so a size is changed by name, in the model's settings. Must not know data sources, losses or ranks.
+A denoiser often runs at sizes other than its own, but its export and its samples would keep the configured size. So a
+size is changed explicitly, in the model's settings. Must not know data sources, losses or ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SQUARE = (DIT, SD3, PIXART)
 
 
 def configured(model: Any) -> tuple[int | None, tuple[int, int] | None]:
-    """Channels, and height and width, that the model is configured for; None where it does not say."""
+    """Channels, and (height, width), that the model is configured for; None if it does not say."""
     config = getattr(model, "config", None)
     channels = getattr(model, "image_channels", getattr(config, "in_channels", None))
     size = getattr(config, "sample_size", None)
@@ -29,8 +29,8 @@ def configured(model: Any) -> tuple[int | None, tuple[int, int] | None]:
 
 
 def require_shape(model: Any, shape: Sequence[int], *, what: str, scale: int | None) -> None:
-    """Refuses data of (C, H, W) that the model is not configured for. `what` names the data; `scale` is how many pixels
-    of an image make one of what the model sees, None where the data is not made from images."""
+    """Raises RecipeError for data of (C, H, W) that the model is not configured for. `what` names the data; `scale` is
+    the number of image pixels per pixel that the model sees, None if the data does not come from images."""
     channels, sides = configured(model)
     found = tuple(int(side) for side in shape[1:])
     name = getattr(model, "class_name", type(model).__name__)
@@ -39,12 +39,12 @@ def require_shape(model: Any, shape: Sequence[int], *, what: str, scale: int | N
         counted = f"{channels} channel{'' if channels == 1 else 's'}"
         raise RecipeError(f"{seen}, and {name} takes {counted}. {_channels_remedy(model, shape[0], scale)}")
     if not hasattr(model, "class_name"):
-        return  # a model of the user's: what it does with other sizes is its own affair
+        return  # a user's own model may take any size
     _require_whole_patches(model, name, found, seen, scale)
     if name == FLUX:
-        return  # it has no size of its own: positions are given with every image
+        return  # positions are an input, so it has no size
     if found != sides:
-        says = "does not say which size it has" if sides is None else f"is configured for {_by(sides)}"
+        says = "has no configured size" if sides is None else f"is configured for {_by(sides)}"
         wanted = found[0] if found[0] == found[1] else list(found)
         raise RecipeError(
             f"{seen}, and {name} {says}. To train, sample and export at {_by(found)}, write {SIZE}: {wanted}"
@@ -53,7 +53,7 @@ def require_shape(model: Any, shape: Sequence[int], *, what: str, scale: int | N
 
 
 def _require_whole_patches(model: Any, name: str, found: tuple[int, ...], seen: str, scale: int | None) -> None:
-    """Refuses sides that the model cannot be cut into, or has no positions for."""
+    """Raises RecipeError for sides that cannot be cut into patches, or have no positions."""
     if name in _SQUARE and found[0] != found[1]:
         raise RecipeError(
             f"{seen}, and {name} is configured for squares only: its sample_size is one number. "
@@ -79,7 +79,7 @@ def _divisor(model: Any, name: str) -> int:
         return int(model.config.patch_size)
     if name == FLUX:
         return PACKED
-    # UNet2DConditionModel tells its later blocks how large the earlier ones were; UNet2DModel does not.
+    # UNet2DConditionModel passes the sizes of down blocks to the up blocks; UNet2DModel does not.
     return 2 ** (len(model.config.down_block_types) - 1) if name == UNET else 1
 
 
@@ -90,7 +90,7 @@ def _channels_remedy(model: Any, found: int, scale: int | None) -> str:
     if scale == 1 and wanted in (1, 3):
         ways.append(f"or set data.encode.channels: {wanted}")
     elif scale == 1:
-        ways.append("or name the VAE that makes latents of images, in data.encode.vae or objective.vae")
+        ways.append("or name the VAE that encodes images to latents, in data.encode.vae or objective.vae")
     ways.append("or use data that the model was made for")
     return f"{', '.join(ways)}."
 

@@ -1,11 +1,10 @@
-"""Folders of diffusers: configuration and weights of one model, alone or inside a pipeline; read, and written whole.
+"""Model folders of diffusers: config and weights of a denoiser, alone or inside a pipeline; read and written.
 
 Must not know losses, ranks or recipes.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,11 @@ from fullshard.hf.weights.safetensors_folder import open_folder
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CONFIG = "config.json"
 _INSIDE = ("transformer", "unet")
-"""Where a pipeline keeps its denoiser."""
-_FORMER = "Transformer2DModel"
-"""The class as which the first DiT and PixArt models were saved, with the same names of tensors."""
-_NOW = {"ada_norm_zero": DIT, "ada_norm_single": PIXART}
-"""Their present class, by `norm_type`."""
+"""Where a pipeline has its denoiser."""
+_OLD_CLASS = "Transformer2DModel"
+"""The class under which the first DiT and PixArt models were saved, with the same tensor names."""
+_BY_NORM_TYPE = {"ada_norm_zero": DIT, "ada_norm_single": PIXART}
+"""Their current class."""
 
 
 def model_folder(folder: Path) -> Path:
@@ -40,36 +39,36 @@ def model_folder(folder: Path) -> Path:
         if (folder / name / CONFIG).is_file():
             return folder / name
     raise RecipeError(
-        f"model.path: {folder} has no {CONFIG}, and neither has its {' or '.join(_INSIDE)}. Name the folder of a "
-        "denoiser or of a pipeline of diffusers."
+        f"model.path: {folder} has no {CONFIG}, and no {' or '.join(_INSIDE)} with one. Name the folder of a denoiser "
+        "or a pipeline of diffusers."
     )
 
 
 def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
-    """The class of a stored model, and its settings."""
+    """The class name of a stored model, and its settings."""
     try:
         found = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RecipeError(f"model.path: {folder / CONFIG} cannot be read ({error}). Save the model again.") from error
     if not isinstance(found, dict) or "_class_name" not in found:
-        raise RecipeError(f"model.path: {folder / CONFIG} does not say which class of diffusers the model is.")
+        raise RecipeError(f"model.path: {folder / CONFIG} does not name the model's class in diffusers.")
     name = found["_class_name"]
-    if name == _FORMER:
-        name = _NOW.get(str(found.get("norm_type")), name)
+    if name == _OLD_CLASS:
+        name = _BY_NORM_TYPE.get(str(found.get("norm_type")), name)
     known = settings_of(name, where=f"{folder / CONFIG}: _class_name")
     settings = {key: value for key, value in found.items() if not key.startswith("_")}
     unknown = [key for key in settings if key not in known]
-    if unknown and found["_class_name"] != _FORMER:
+    if unknown and found["_class_name"] != _OLD_CLASS:
         raise RecipeError(
-            f"{folder / CONFIG}: {', '.join(unknown)} is no setting of {name} in the installed diffusers; the model "
+            f"{folder / CONFIG}: {', '.join(unknown)} is not a setting of {name} in the installed diffusers; the model "
             f"was saved by {found.get('_diffusers_version', 'another version')}. Install that: pip install -U diffusers"
         )
-    # The former class had settings for what the present one has not.
+    # The old class had more settings.
     return name, {key: value for key, value in settings.items() if key in known}
 
 
 class FolderWeights:
-    """Stored tensors under the module's own names; those of adapters are not among them."""
+    """Stored tensors by the module's parameter names, without adapters."""
 
     def __init__(self, folder: Path, module: nn.Module) -> None:
         self._stored = open_folder(folder)
@@ -79,7 +78,7 @@ class FolderWeights:
         missing, unexpected = sorted(wanted.keys() - self._stored.keys()), sorted(self._stored.keys() - wanted.keys())
         if missing or unexpected:
             raise CheckpointError(
-                f"{folder}: its tensors are not those of {_class_name(module)}: missing {missing[:3] or 'none'}, "
+                f"{folder}: the tensors do not match {_class_name(module)}: missing {missing[:3] or 'none'}, "
                 f"unexpected {unexpected[:3] or 'none'}. Check model.path and model.overrides."
             )
         for name, shape in wanted.items():
@@ -96,12 +95,6 @@ class FolderWeights:
         return self._stored.read(self._names[name], start, stop)
 
 
-@functools.lru_cache(maxsize=8)
-def stored_dtype(folder: Path) -> torch.dtype:
-    """What most values of a folder are stored in."""
-    return open_folder(folder).dtype()
-
-
 def write_model(
     module: Any,
     tensors: Iterator[tuple[str, torch.Tensor]],
@@ -110,8 +103,8 @@ def write_model(
     dtype: torch.dtype | None,
     merged: bool = False,
 ) -> None:
-    """Configuration and weights, as `from_pretrained` of the model's class reads them. `merged`: adapters come first,
-    and are added to the weights."""
+    """Config and weights, as the class's `from_pretrained` reads them. `merged`: adapters come first and are added to
+    the weights."""
     _write_config(module, folder)
     merge = Merge(module) if merged else None
     own = [name for name, _ in module.named_parameters() if not is_adapter(name) and not is_scalar(name)]
@@ -123,12 +116,12 @@ def write_model(
                 continue
             name = base_name(given)
             seen.add(name)
-            # A buffer keeps its dtype: its values may be positions.
+            # A buffer keeps its dtype: it may hold positions.
             chosen = dtype if dtype is not None and name in expected else tensor.dtype
             stream.add_rows(name, TensorEntry(chosen, tuple(tensor.shape)), _pieces(name, tensor, chosen, merge))
         if missing := sorted(expected - seen):
             raise CheckpointError(
-                f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters were not given: "
+                f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters are missing: "
                 f"{', '.join(missing[:5])}. Export from a complete checkpoint."
             )
         for name, buffer in module.state_dict().items():
@@ -155,4 +148,4 @@ def _class_name(module: Any) -> str:
     return str(getattr(module, "class_name", type(module).__name__))
 
 
-__all__ = ["FolderWeights", "model_folder", "read_config", "stored_dtype", "write_model"]
+__all__ = ["FolderWeights", "model_folder", "read_config", "write_model"]

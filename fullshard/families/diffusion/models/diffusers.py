@@ -232,7 +232,7 @@ class Diffusers(HubModel):
     def _stored_dtype(self) -> torch.dtype:
         import torch
 
-        from fullshard.families.diffusion.denoiser.model_folder import stored_dtype
+        from fullshard.hf.weights.safetensors_folder import stored_dtype
 
         folder = self.stored_in()
         return torch.float32 if folder is None else stored_dtype(folder)

@@ -1,59 +1,43 @@
-"""Rectified flow: the model learns the straight way from an image to noise, which a sampler walks back.
+"""Rectified flow: the model predicts the velocity of the straight path from an image to noise, which a sampler follows
+back.
 
-Times and noise follow from each sample's draw, so the loss is the same for any number of ranks and any split.
 Must not know data sources, optimizers, FSDP or samplers.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import nn
 
-from fullshard.contracts.model import Family
-from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
+from fullshard.contracts.objective import Batch, Terms
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, given, sum_of_means
-from fullshard.families.diffusion.denoiser.checks import (
-    check_denoiser,
-    check_samples,
-    last_times,
-    require_denoiser,
-    require_share,
-    require_vae,
-)
+from fullshard.families.diffusion.denoiser.checks import check_denoiser, last_times
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
+from fullshard.families.diffusion.objectives.base import Denoising
 
-FINE = 1000
-"""So many parts of the time from 0 to 1 a model must tell apart, where its times are not whole numbers."""
+RESOLUTION = 1000
+"""The number of times from 0 to 1 that a model must tell apart, where its times are not whole numbers."""
 
 
-class FlowMatching(Objective):
+class FlowMatching(Denoising):
     """The image is at time 0 and noise at time 1; the model predicts noise minus image at any time between."""
 
-    needs: ClassVar[tuple[str, ...]] = ("images", "label", "draws")
-    encoder: ClassVar[str | None] = "image"
-    numbers: ClassVar[Numbers | None] = {"loss": "min"}
-
     time: Literal["uniform", "logit_normal"] = "uniform"
-    """How times are drawn. logit_normal: the sigmoid of a normal number, so that most lie in the middle."""
+    """How times are drawn. logit_normal: the sigmoid of a normal number, so that most are in the middle."""
     logit_mean: float = 0.0
     """The mean of that normal number: above 0, more times near noise."""
     logit_std: float = Field(1.0, gt=0)
     """Its standard deviation."""
     compare: Literal["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"] = Field("mse_loss", alias="loss")
     """How prediction and target are compared: a loss of torch.nn.functional, by its name."""
-    label_drop: float | None = None
-    """The share of labels, or texts, replaced by what means none, for guidance without a classifier; null: 0.1 where
-    the model takes texts, or has a label that means none."""
-    vae: Family | None = None
-    """A frozen VAE (kind: autoencoder): images become latents in every step; null: the data is taken as it is."""
     timestep_scale: float = Field(1000.0, gt=0)
-    """The model is told the time, 0 to 1, multiplied by this."""
+    """The model gets the time, 0 to 1, multiplied by this."""
     integer_time: bool = False
-    """Tell the model whole numbers, from 0 to timestep_scale - 1; the image has the exact time all the same."""
+    """Give the model whole numbers, from 0 to timestep_scale - 1; the image still has the exact time."""
 
     @model_validator(mode="after")
     def _fits(self) -> FlowMatching:
@@ -69,24 +53,6 @@ class FlowMatching(Objective):
             )
         return self
 
-    @model_validator(mode="after")
-    def _parts_fit(self) -> FlowMatching:
-        require_share(self.label_drop)
-        require_vae(self.vae)
-        return self
-
-    def extend(self, module: nn.Module) -> None:
-        require_denoiser(module, kind=self.kind(), label_drop=self.label_drop)
-
-    def frozen(self) -> dict[str, Any]:
-        return {"vae": self.vae} if self.vae is not None else {}
-
-    def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
-        check_samples(module, stored, vae=self.vae)
-
-    def count(self, batch: Batch) -> int:
-        return int((batch["sample_ids"] >= 0).sum())
-
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         seen = given(model, batch, label_drop=self.label_drop, aux=aux)
         images = seen.images
@@ -98,39 +64,39 @@ class FlowMatching(Objective):
         return Terms(sum_of_means(getattr(F, self.compare)(found.float(), noise - images, reduction="none"), batch))
 
     def times(self, draws: torch.Tensor) -> torch.Tensor:
-        """(B,) fp32 from 0 to 1: where each sample lies on its way to noise."""
+        """(B,) fp32 from 0 to 1: each sample's time."""
         if self.time == "uniform":
             return uniform(draws, TIME)
         return torch.sigmoid(self.logit_mean + self.logit_std * normal(draws, (), TIME))
 
     def timesteps(self, times: torch.Tensor) -> torch.Tensor:
-        """What the model is told of times: fp32, or int64 with `integer_time`; never less, as bf16 has only 507 values
-        for the whole numbers to 999."""
+        """Times as the model gets them: fp32, or int64 with `integer_time`. Never lower precision: bf16 has only 507
+        values for the whole numbers to 999."""
         scaled = times.float() * self.timestep_scale
         return scaled.long().clamp(max=int(self.timestep_scale) - 1) if self.integer_time else scaled
 
     def levels(self, steps: int) -> list[float]:
-        """The way from noise to an image, in so many steps."""
+        """Times from noise to an image."""
         return [1 - step / steps for step in range(steps + 1)]
 
     def start(self, noise: torch.Tensor) -> torch.Tensor:
-        """Where the way begins."""
+        """The sampler's first state."""
         return noise
 
     def coordinate(self, level: float) -> float:
-        """What the way runs along: time."""
+        """The coordinate of the ODE: time."""
         return level
 
     def slope(
         self, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, text: Text | None = None
     ) -> torch.Tensor:
-        """How the state changes with the coordinate."""
+        """The derivative of the state along the coordinate."""
         times = torch.full((len(state),), level, device=state.device)
         return denoised(model, state, self.timesteps(times), labels, text)
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
-        """The prediction has the image's shape, and times that lie side by side reach the model apart."""
-        times = last_times(int(self.timestep_scale) if self.integer_time else FINE, batch["images"].device)
+        """The prediction has the image's shape, and the model can tell neighbouring times apart."""
+        times = last_times(int(self.timestep_scale) if self.integer_time else RESOLUTION, batch["images"].device)
         return check_denoiser(model, batch, self.timesteps(times), compute=compute, vae=self.vae)
 
 

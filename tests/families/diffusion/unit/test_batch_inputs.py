@@ -147,7 +147,7 @@ def test_data_of_another_model_is_refused(takes: Any, changes: dict[str, Any], s
 def test_a_model_that_reads_texts_is_proven_with_one() -> None:
     model = Reader()
     lines = check_denoiser(model, batch(), TIMES, compute=torch.float32)
-    assert lines == ["neighbouring timesteps reach the model apart (float32)"]
+    assert lines == ["the model can tell neighbouring timesteps apart (float32)"]
     assert model.given[3]["states"].shape == (11, TOKENS, WIDTH)
 
 
@@ -196,7 +196,7 @@ def test_images_that_the_vae_does_not_take_are_found_before_the_first_step(vae: 
         data = batch(text_states=None, images=images)
         return objective.check(model, data, packed=False, compute=torch.float32)  # type: ignore[no-any-return]
 
-    assert checked(torch.zeros(2, 1, 8, 8)) == ["neighbouring timesteps reach the model apart (float32)"]
+    assert checked(torch.zeros(2, 1, 8, 8)) == ["the model can tell neighbouring timesteps apart (float32)"]
     assert model.given[0].shape == (11, 2, 4, 4)
     with pytest.raises(RecipeError, match=r"an image of data.train is 8 x 7 pixels, and the VAE makes one of 2 x 2"):
         checked(torch.zeros(2, 1, 8, 7))
@@ -207,5 +207,5 @@ def test_images_that_the_vae_does_not_take_are_found_before_the_first_step(vae: 
 
 
 def test_a_frozen_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"objective.vae.kind = hf makes no latents of images. Use objective.vae"):
+    with pytest.raises(RecipeError, match=r"objective.vae.kind = hf is not a VAE. Use objective.vae"):
         decode(Objective, {"kind": "ddpm", "vae": {"path": "x"}}, where="objective")

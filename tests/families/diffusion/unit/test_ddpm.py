@@ -12,9 +12,9 @@ from scipy import stats
 from fullshard.config.part import decode
 from fullshard.contracts.objective import Objective
 from fullshard.errors import RecipeError
-from fullshard.families.diffusion.denoiser.batch_inputs import alphas_cumprod, min_snr_weights, noised, velocity
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
 from fullshard.families.diffusion.objectives.ddpm import DDPM
+from fullshard.families.diffusion.objectives.noise_schedule import alphas_cumprod, min_snr_weights, noised, velocity
 from tests.families.diffusion.unit.test_flow_matching import SHAPE, Dit, assert_same, batch, gradients, run
 
 THEIRS = {"linear": "linear", "cosine": "squaredcos_cap_v2"}

@@ -256,7 +256,7 @@ def test_a_model_that_cannot_denoise_is_refused(objective: Any) -> None:
         objective.extend(nn.Linear(1, 1))
     objective.extend(Plain())
     objective.extend(Dit())
-    with pytest.raises(RecipeError, match="label_drop = 0.2, and Plain has no label that means none: only 0"):
+    with pytest.raises(RecipeError, match='label_drop = 0.2, and Plain has no label for "no class": only 0'):
         objective.model_copy(update={"label_drop": 0.2}).extend(Plain())
     objective.model_copy(update={"label_drop": 0.0}).extend(Plain())
 
@@ -268,8 +268,8 @@ def test_a_model_that_cannot_denoise_is_refused(objective: Any) -> None:
         ({"loss": "l2_loss"}, "did you mean 'l1_loss'"),
         ({"time": "normal"}, "objective.time = 'normal': it must be one of uniform, logit_normal"),
         ({"logit_mean": 1.0}, "Set time: logit_normal"),
-        ({"label_drop": 1.5}, "objective.label_drop = 1.5 is no share. Give at least 0 and less than 1"),
-        ({"label_drop": -0.1}, "objective.label_drop = -0.1 is no share"),
+        ({"label_drop": 1.5}, "objective.label_drop = 1.5 is not a share. Give at least 0 and less than 1"),
+        ({"label_drop": -0.1}, "objective.label_drop = -0.1 is not a share"),
         ({"label_drop": 1.0}, "objective.label_drop = 1 drops every label and text, so the model would learn none"),
         ({"integer_time": True, "timestep_scale": 1}, "whole number of at least 2"),
         ({"integer_time": True, "timestep_scale": 99.5}, "whole number of at least 2"),
@@ -294,14 +294,16 @@ def test_settings_come_back_from_a_resolved_recipe() -> None:
 def test_a_model_that_tells_all_timesteps_apart_passes(objective: Objective) -> None:
     for model in (Dit(), Plain()):
         lines = objective.check(model, batch(2), packed=False, compute=torch.float32)
-        assert lines == ["neighbouring timesteps reach the model apart (float32)"]
+        assert lines == ["the model can tell neighbouring timesteps apart (float32)"]
         assert not any(part._forward_hooks for part in model.modules())
 
 
 @BOTH
 def test_times_in_half_precision_are_found_before_the_first_step(objective: Objective) -> None:
     """At the model's door, or, as FSDP casts a block's inputs, at a block's alone."""
-    with pytest.raises(SetupError, match="Computing in bfloat16, embed is given some of the timesteps 99.* as one"):
+    with pytest.raises(
+        SetupError, match="Computing in bfloat16, embed gets the same value for some of the timesteps 99"
+    ):
         objective.check(Plain(lambda t: t.to(torch.bfloat16)), batch(2), packed=False, compute=torch.bfloat16)
 
     model = Dit()
@@ -310,7 +312,7 @@ def test_times_in_half_precision_are_found_before_the_first_step(objective: Obje
         return args, {**kwargs, "timestep": kwargs["timestep"].to(torch.bfloat16)}
 
     model.dit.transformer_blocks[1].register_forward_pre_hook(cast, with_kwargs=True)
-    with pytest.raises(SetupError, match=r"dit\.transformer_blocks\.1\S* is given some"):
+    with pytest.raises(SetupError, match=r"dit\.transformer_blocks\.1\S* gets the same value"):
         objective.check(model, batch(2), packed=False, compute=torch.bfloat16)
 
 

@@ -109,7 +109,7 @@ def test_a_folder_of_the_former_class_is_read(tmp_path: Path, name: str, norm: s
     for key, value in module.named_parameters():
         assert torch.equal(weights.read(key, 0, len(value)), value.half()), key
     file.write_text(json.dumps(config))
-    with pytest.raises(RecipeError, match=r"double_self_attention is no setting of .* was saved by 0\."):
+    with pytest.raises(RecipeError, match=r"double_self_attention is not a setting of .* was saved by 0\."):
         stored(tmp_path).build(processor=None)
     file.write_text(json.dumps({**config, "_class_name": "Transformer2DModel", "norm_type": "layer_norm"}))
     with pytest.raises(RecipeError, match=r"config\.json: _class_name = 'Transformer2DModel' is a class of diffusers"):

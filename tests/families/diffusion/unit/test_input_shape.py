@@ -67,7 +67,7 @@ def test_what_a_class_cannot_do_is_told_by_its_reason() -> None:
     require_shape(wide, (CHANNELS, 8, 4), what="images", scale=1)
     assert "write model.overrides.sample_size: [4, 8]" in refused(wide, (CHANNELS, 4, 8))
     unknown = family("unet", overrides={"in_channels": CHANNELS}).build(processor=None)
-    assert "does not say which size it has. To train" in refused(unknown, (CHANNELS, 8, 8))
+    assert "has no configured size. To train" in refused(unknown, (CHANNELS, 8, 8))
 
 
 def prepared(folder: Path, **sections: Any) -> RunInputs:

@@ -155,5 +155,5 @@ def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the export is incomplete, 8 adapter tensors were not given"):
         chosen.export(module, iter([]), tmp_path / "none", processor=None)
     ordered = sorted(module.named_parameters(), key=lambda pair: not is_adapter(pair[0]))
-    with pytest.raises(CheckpointError, match="the export is incomplete, 1 of .* parameters were not given"):
+    with pytest.raises(CheckpointError, match="the export is incomplete, 1 of .* parameters are missing"):
         chosen.export(module, iter(ordered[:-1]), tmp_path / "half", processor=None, merged=True)

@@ -11,9 +11,9 @@ import torch
 from fullshard.config.part import decode
 from fullshard.contracts.objective import Objective
 from fullshard.data.order import FIXED, draws
-from fullshard.families.diffusion.denoiser.batch_inputs import alphas_cumprod
 from fullshard.families.diffusion.denoiser.bind import bind
 from fullshard.families.diffusion.keyed_noise import NOISE, normal
+from fullshard.families.diffusion.objectives.noise_schedule import alphas_cumprod
 from fullshard.families.diffusion.sampling.sampler import sample
 from tests.near import assert_near
 
