@@ -175,8 +175,8 @@ def test_text_encoders_in_every_step_are_the_cache_of_their_states(ranks: RankPo
     with Image.open(grid) as image:
         assert abs(np.asarray(image).astype(int) - first).max() > 1, "the texts decide"
     for more, says in (
-        ([], "its model is conditioned on texts, and none is given"),
-        (["--classes", "1"], "has a model that is conditioned on texts. Ask by --texts."),
+        ([], "its model is text-conditioned, and no text is given"),
+        (["--classes", "1"], "has a text-conditioned model. Use --texts."),
     ):
         done = CliRunner().invoke(app, [*words, *more])
         assert done.exit_code == 2
@@ -227,8 +227,8 @@ def test_latents_without_a_vae_are_kept_and_shown_by_channel(ranks: RankPool, fo
     assert abs(shown[:4, :8] - np.concatenate(list(first), axis=1)).max() <= 1
     words = ["sample", str(run), "--per-class", "2", "--steps", "2", "--grid", str(tmp_path / "g.png")]
     said = invoked([*words, "--images", str(tmp_path / "each")])
-    assert f"Wrote {tmp_path / 'g.npy'} (the latents themselves" in said.replace("\n", " ")
-    assert "20 latents: each a row of its channels in grey" in said.replace("\n", " ")
+    assert f"Wrote {tmp_path / 'g.npy'} (the latents;" in said.replace("\n", " ")
+    assert "20 latents: each a row of grey channels" in said.replace("\n", " ")
     again = np.load(tmp_path / "g.npy")
     np.testing.assert_allclose(again, made, rtol=0, atol=1e-5)
     assert np.array_equal(np.load(tmp_path / "each" / "3" / "1.npy"), again[7])
@@ -247,5 +247,5 @@ def test_what_looks_at_images_refuses_latents(folder: Path) -> None:
     (folder / "latents.jsonl").write_text(f"{row}\n" * 20)
     data = {"holdout": 0.2, "train": str(folder / "latents.jsonl")}
     chosen = read(settings(folder, "none", objective={"kind": "ddpm"}, data=data, evaluate={"parts": [fid]})).recipe
-    with pytest.raises(RecipeError, match=r"latents are no images. Name the VAE .*data.encode.vae or objective.vae"):
+    with pytest.raises(RecipeError, match=r"these are latents. Name the VAE .*data.encode.vae or objective.vae"):
         prepare_inputs(chosen, world_size=1, console=Console(silent=True))

@@ -21,7 +21,7 @@ from fullshard.cli import app
 from fullshard.contracts.launcher import Launcher, Ranks
 from fullshard.data.order import FIXED, draws
 from fullshard.families.diffusion.keyed_noise import NOISE, normal
-from fullshard.families.diffusion.sampling.image_batches import Way
+from fullshard.families.diffusion.sampling.image_batches import SamplerSettings
 from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import train
@@ -104,11 +104,11 @@ def made(run: str, batch_size: int) -> torch.Tensor | None:
     from fullshard.families.diffusion.sampling import from_run
     from fullshard.log.console import Console
 
-    wish = from_run.Wish(WANTED, 3, Way(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
+    options = from_run.SampleOptions(WANTED, 3, SamplerSettings(STEPS, "euler", GUIDANCE, SEED), batch_size, None)
     chosen = choose(run, None, here=on_this_machine(devices="auto", nodes=1))
-    loaded = from_run.load(chosen, wish, Console(silent=True))
+    loaded = from_run.load(chosen, options, Console(silent=True))
     world = join(device="cpu", backend="gloo", timeout_s=60)
-    return from_run.make(loaded, chosen, wish, world, from_run.no_bar)
+    return from_run.make(loaded, chosen, options, world, from_run.no_bar)
 
 
 def invoked(words: list[str]) -> tuple[int, str]:
@@ -188,11 +188,11 @@ def test_other_weights_make_other_images(run: Path, tmp_path: Path) -> None:
     [
         (["nowhere"], "RUN = nowhere is no run: there is no such folder"),
         (["EMPTY"], "is no run: it has no recipe.resolved.yaml and no checkpoint"),
-        (["RUN", "--classes", "0,10"], "10 is no class of the model, it has the classes 0 to 9"),
-        (["RUN", "--classes", "cat"], "--classes cat is no list of classes"),
+        (["RUN", "--classes", "0,10"], "10 is not a class of the model, it has the classes 0 to 9"),
+        (["RUN", "--classes", "cat"], "--classes cat is not a list of classes"),
         (["RUN", "--texts", "a zero"], "has a model that takes no texts"),
-        (["RUN", "--texts", "nowhere.txt"], "--texts nowhere.txt cannot be read as a file of texts"),
-        (["RUN", "--texts", " "], "there is no text, or a blank one"),
+        (["RUN", "--texts", "nowhere.txt"], "--texts nowhere.txt cannot be read"),
+        (["RUN", "--texts", " "], "a text is missing or blank"),
         (["RUN", "--steps", "0"], "greater than or equal to 1"),
         (["RUN", "--method", "huen"], "--method huen: allowed are heun, euler (did you mean 'heun'?)"),
         (["RUN", "--weights", "ema"], "holds no averaged weights"),
@@ -200,10 +200,10 @@ def test_other_weights_make_other_images(run: Path, tmp_path: Path) -> None:
         (["RUN", "--checkpoint", "best"], "no best one was chosen"),
         (["RUN/last", "--checkpoint", "3"], "is a checkpoint already"),
         (["BARE"], "RUN = BARE has no checkpoint and no model/"),
-        (["TEXT"], "is no diffusion run: its objective is causal_lm"),
+        (["TEXT"], "is not a diffusion run: its objective is causal_lm"),
         (["RUN", "--grid", "out.jpg"], "in a local file whose name ends in .png"),
         (["RUN", "--grid", "RUN/log.txt/out.png"], "cannot be written"),
-        (["RUN", "--images", "RUN"], "exists and is no empty folder"),
+        (["RUN", "--images", "RUN"], "exists and is not an empty folder"),
         (["RUN", "--devices", "0"], "must be at least 1"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

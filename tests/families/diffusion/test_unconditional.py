@@ -53,7 +53,7 @@ def test_a_run_without_labels_is_sampled_without_guidance(ranks: RankPool, tmp_p
     for asked in ("2", "0"):
         done = CliRunner().invoke(app, [*words, "--guidance", asked])
         assert done.exit_code == 2
-        assert f"--guidance = {asked}: guidance is how much a label or a text counts" in done.output
+        assert f"--guidance = {asked}: guidance is the weight of a label or a text" in done.output
         assert "Traceback" not in done.output
     assert CliRunner().invoke(app, [*words, "--guidance", "1"]).exit_code == 0
 

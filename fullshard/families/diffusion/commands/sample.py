@@ -24,48 +24,59 @@ if TYPE_CHECKING:
     from fullshard.families.diffusion.sampling.from_run import Loaded, SampleOptions
     from fullshard.log.console import Console
 
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")]
+Classes = Annotated[
+    str | None, typer.Option(metavar="0,1,2", help="Classes, one row each. Default: the first ten classes.")
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT|FILE.txt", help="A text, or a file with one text per line; one row each. Repeatable."),
+]
+PerClass = Annotated[int, typer.Option(min=1, metavar="N", help="Images per row.")]
+Guidance = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="X", help="Weight of the class or text; 1 is what the model learned. Default: 2."),
+]
+Steps = Annotated[int, typer.Option(min=1, metavar="N", help="Sampling steps from noise to image.")]
+SamplingMethod = Annotated[
+    str, typer.Option(metavar="heun|euler", help="heun runs the model twice per step, and needs fewer steps.")
+]
+Seed = Annotated[int, typer.Option(metavar="N", help="Seed of the noise.")]
+Grid = Annotated[
+    str | None,
+    typer.Option(metavar="FILE.png", help="Where to write the grid. Default: RUN/pictures/sample-STEP.png."),
+]
+Images = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="Also write each image to its own file, one folder per row.")
+]
+Checkpoint = Annotated[
+    str | None,
+    typer.Option(metavar="STEP|best|latest", help="Which checkpoint. Default: the latest, or RUN/model if none."),
+]
+Devices = Annotated[str, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto for every GPU.")]
+BatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="Images that each rank makes at once.")]
+
 
 def sample(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder, or one of its checkpoints.")],
-    classes: Annotated[
-        str | None, typer.Option(metavar="0,1,2", help="A row for each; without it the first ten classes.")
-    ] = None,
-    texts: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT|FILE.txt", help="A row for each text, or for each line of a file; may be repeated."),
-    ] = None,
-    per_class: Annotated[int, typer.Option(min=1, metavar="N", help="Images in a row.")] = 8,
-    guidance: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="X", help="How much a class or a text counts; 1 is what the model learned; else 2."
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps from noise to an image.")] = 32,
-    method: Annotated[
-        str, typer.Option(metavar="heun|euler", help="heun asks the model twice a step, and needs fewer steps.")
-    ] = "heun",
-    seed: Annotated[int, typer.Option(metavar="N", help="Decides the noise.")] = 0,
-    grid: Annotated[
-        str | None, typer.Option(metavar="FILE.png", help="Where the grid goes; else RUN/pictures/sample-STEP.png.")
-    ] = None,
-    images: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Also write every image by itself, in a folder for each row.")
-    ] = None,
-    checkpoint: Annotated[
-        str | None,
-        typer.Option(metavar="STEP|best|latest", help="Which weights; else the latest, or without any RUN/model."),
-    ] = None,
+    run: Run,
+    classes: Classes = None,
+    texts: Texts = None,
+    per_class: PerClass = 8,
+    guidance: Guidance = None,
+    steps: Steps = 32,
+    method: SamplingMethod = "heun",
+    seed: Seed = 0,
+    grid: Grid = None,
+    images: Images = None,
+    checkpoint: Checkpoint = None,
     weights: WhichWeights = None,
-    devices: Annotated[
-        str, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto for every GPU.")
-    ] = "auto",
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Images that each rank makes at once.")] = 64,
+    devices: Devices = "auto",
+    batch_size: BatchSize = 64,
 ) -> None:
     """Make images with the model of RUN.
 
-    The recipe of the run says how, and how its data was scaled. The same seed gives the same images, on any number of
-    ranks. A grid that exists is replaced.
+    The run's recipe says how images are sampled and how its data was scaled. The same seed gives the same images, on
+    any number of ranks. An existing grid is replaced.
 
     Exit codes: 0 done; 2 a mistake in the options or the run; 3 the images hold NaN or Inf.
     """
@@ -73,7 +84,7 @@ def sample(
     from fullshard.dist import env
     from fullshard.setup.on_ranks import start_own
 
-    # Before anything is loaded: what can be refused by the words alone.
+    # First, before anything is loaded: mistakes in the options alone.
     wanted, written = _classes(classes), _texts(texts)
     one_of("--method", method, ("heun", "euler"))
     check_weights(weights)
@@ -90,10 +101,10 @@ def sample(
     if (code := start_own(words, chosen.reading.recipe.topology)) is not None:
         raise typer.Exit(code)
     from fullshard.families.diffusion.sampling.from_run import SampleOptions
-    from fullshard.families.diffusion.sampling.image_batches import Way
+    from fullshard.families.diffusion.sampling.image_batches import SamplerSettings
 
-    way = Way(steps, "heun" if method == "heun" else "euler", guidance, seed)
-    _as_rank(chosen, SampleOptions(wanted, per_class, way, batch_size, weights, written), target)
+    sampler = SamplerSettings(steps, "heun" if method == "heun" else "euler", guidance, seed)
+    _on_rank(chosen, SampleOptions(wanted, per_class, sampler, batch_size, weights, written), target)
 
 
 class _Target:
@@ -103,7 +114,7 @@ class _Target:
         self.grid, self.folder = grid, folder
 
     def probe(self) -> None:
-        """Sees before any work is done that both can be written."""
+        """Checks that both can be written, before any work is done."""
         with _writing("--grid", self.grid):
             self.grid.parent.mkdir(parents=True, exist_ok=True)
             hidden = self._hidden()
@@ -116,7 +127,7 @@ class _Target:
                 (self.folder / ".fullshard").unlink()
 
     def write(self, images: torch.Tensor, rows: Sequence[int] | None, *, per_class: int, latents: bool = False) -> None:
-        """`latents` are kept as they are, too, in a .npy file beside the grid, and instead of each picture."""
+        """`latents`: also written as .npy, beside the grid and in place of each image file."""
         from fullshard.log.image_grids import as_strips, save_grid, save_latents
 
         hidden = self._hidden()
@@ -139,7 +150,7 @@ class _Target:
 
     @property
     def latents(self) -> Path:
-        """All of them in one array."""
+        """The .npy file with all latents."""
         return self.grid.with_suffix(".npy")
 
     def _hidden(self) -> Path:
@@ -147,12 +158,12 @@ class _Target:
 
 
 def _save(image: torch.Tensor, path: Path) -> None:
-    """One image as it is, unlike in a grid, which shows small ones larger."""
+    """One image at its own size; a grid enlarges small ones."""
     from PIL import Image
 
-    from fullshard.families.diffusion.sampling.image_callbacks import as_given
+    from fullshard.families.diffusion.evaluations.image_callbacks import as_pixels
 
-    values = as_given(image[None], as_bytes=True)[0].numpy()
+    values = as_pixels(image[None], as_bytes=True)[0].numpy()
     Image.fromarray(values[0] if len(values) == 1 else values.transpose(1, 2, 0)).save(path)
 
 
@@ -161,7 +172,7 @@ def _classes(text: str | None) -> tuple[int, ...] | None:
         return None
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
-        raise SetupError(f"--classes {text} is no list of classes. Write their numbers, with commas between: 0,1,2.")
+        raise SetupError(f"--classes {text} is not a list of classes. Write their numbers, separated by commas: 0,1,2.")
     return tuple(int(part) for part in parts)
 
 
@@ -174,18 +185,16 @@ def _texts(given: list[str] | None) -> tuple[str, ...]:
         try:
             lines = Path(text).expanduser().read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise SetupError(f"--texts {text} cannot be read as a file of texts ({error}). Check its name.") from error
+            raise SetupError(f"--texts {text} cannot be read ({error}). Check its name.") from error
         found += [line for line in lines if line.strip()]
     if given is not None and not all(text.strip() for text in found or [""]):
-        raise SetupError(f"--texts {' '.join(given)}: there is no text, or a blank one. Give one or several.")
+        raise SetupError(f"--texts {' '.join(given)}: a text is missing or blank. Give at least one.")
     return tuple(found)
 
 
 def _grid(path: Path) -> Path:
     if "://" in str(path) or path.suffix.lower() != ".png" or path.is_dir():
-        raise SetupError(
-            f"--grid {path}: the grid is one picture, in a local file whose name ends in .png. Give such a one."
-        )
+        raise SetupError(f"--grid {path}: the grid must be a local file whose name ends in .png. Give another name.")
     return path
 
 
@@ -194,7 +203,7 @@ def _folder(text: str | None) -> Path | None:
         return None
     folder = Path(text).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise SetupError(f"--images {text} exists and is no empty folder. Choose another name, or empty it first.")
+        raise SetupError(f"--images {text} exists and is not an empty folder. Choose another name, or empty it first.")
     return folder
 
 
@@ -205,13 +214,13 @@ def _writing(option: str, path: Path) -> Iterator[None]:
     except OSError as error:
         raise SetupError(
             f"{option} {path} cannot be written ({error.strerror or error}). Check disk space and permissions, or "
-            "choose another place."
+            "choose another path."
         ) from error
 
 
-def _as_rank(chosen: Chosen, options: SampleOptions, target: _Target) -> None:
-    """This rank's part, from loading to the last line."""
-    from fullshard.families.diffusion.sampling import from_run as making
+def _on_rank(chosen: Chosen, options: SampleOptions, target: _Target) -> None:
+    """Everything that happens on a rank, from loading to the last line."""
+    from fullshard.families.diffusion.sampling import from_run
     from fullshard.log.bar import Pace
     from fullshard.log.console import Bar
     from fullshard.setup.on_ranks import as_rank
@@ -221,12 +230,12 @@ def _as_rank(chosen: Chosen, options: SampleOptions, target: _Target) -> None:
         def watch(steps: int) -> Bar:
             return Bar(console, "Sampling", "", Pace(steps, clock=console.clock))
 
-        loaded = making.load(chosen, options, console)
+        loaded = from_run.load(chosen, options, console)
         world = meet()
         _announce(console, chosen, options, loaded, world, target)
-        found = making.make(loaded, chosen, options, world, watch)
+        found = from_run.make(loaded, chosen, options, world, watch)
         if found is not None:
-            rows = range(len(options.texts)) if options.texts else making.classes_of(loaded.module, options)
+            rows = range(len(options.texts)) if options.texts else from_run.classes_of(loaded.module, options)
             target.write(found, rows, per_class=options.per_class, latents=loaded.is_latent)
             _say_done(console, target, len(found), latents=loaded.is_latent)
 
@@ -234,20 +243,20 @@ def _as_rank(chosen: Chosen, options: SampleOptions, target: _Target) -> None:
 def _announce(
     console: Console, chosen: Chosen, options: SampleOptions, loaded: Loaded, world: World, target: _Target
 ) -> None:
+    from fullshard.families.diffusion.sampling.conditioning import is_conditioned
     from fullshard.families.diffusion.sampling.from_run import classes_of
-    from fullshard.families.diffusion.sampling.image_callbacks import is_conditioned
     from fullshard.formatting.plural import counted
 
-    rows, way = classes_of(loaded.module, options), loaded.way
+    rows, sampler = classes_of(loaded.module, options), loaded.sampler
     each = counted(options.per_class, "image")
     what = f"{each} of each class: {', '.join(map(str, rows))}" if rows else each
     if options.texts:
         what = f"{each} of each text: {'; '.join(options.texts[:3])}{'; ...' if len(options.texts) > 3 else ''}"
-    guided = f", guidance {way.guidance:g}" if is_conditioned(loaded.module) else ", without labels or texts"
+    guided = f", guidance {sampler.guidance:g}" if is_conditioned(loaded.module) else ", without labels or texts"
     lines = [
         ("weights", f"{chosen.weights}{f', --weights {options.weights}' if options.weights else ''}"),
         ("images", what),
-        ("way", f"{counted(way.steps, 'step')} of {way.method}{guided}, seed {way.seed}"),
+        ("sampler", f"{counted(sampler.steps, 'step')} of {sampler.method}{guided}, seed {sampler.seed}"),
         ("world", world.describe()),
         ("grid", str(target.grid)),
     ]
@@ -260,8 +269,8 @@ def _say_done(console: Console, target: _Target, count: int, *, latents: bool) -
     from fullshard.formatting.plural import counted
 
     if latents:
-        console.say(f"Wrote {target.grid} ({counted(count, 'latent')}: each a row of its channels in grey)")
-        console.say(f"Wrote {target.latents} (the latents themselves; no VAE in the recipe makes images of them)")
+        console.say(f"Wrote {target.grid} ({counted(count, 'latent')}: each a row of grey channels)")
+        console.say(f"Wrote {target.latents} (the latents; the recipe has no VAE to decode them)")
     else:
         console.say(f"Wrote {target.grid} ({counted(count, 'image')})")
     if target.folder is not None:

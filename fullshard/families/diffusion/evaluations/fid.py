@@ -1,7 +1,7 @@
-"""The Fréchet distance between held-out images and images that the model makes, by features of the user's extractor.
+"""FID: the Fréchet distance between held-out images and images of the model, in features of the user's extractor.
 
-torchmetrics computes it. Every rank looks at its own share of both; sums over all ranks decide, so each image counts
-once. Must not know FSDP or how the model was trained.
+torchmetrics computes it from sums over all ranks, to which each rank adds its share of the images. Must not know FSDP
+or how the model was trained.
 """
 
 from __future__ import annotations
@@ -15,60 +15,51 @@ from pydantic import Field, PrivateAttr
 from torch import nn
 
 from fullshard.config.user_code import load_callable
-from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
+from fullshard.contracts.evaluation import EvaluationInputs, Findings
 from fullshard.contracts.objective import Batch, Numbers, Objective
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError, missing_package
 from fullshard.families.diffusion.denoiser.batch_inputs import texts_of
-from fullshard.families.diffusion.sampling.image_batches import FILLER, Shape, Way, make_batch, make_images
-from fullshard.families.diffusion.sampling.image_callbacks import (
-    as_given,
-    guidance_of,
-    kept_open,
+from fullshard.families.diffusion.evaluations.base import MakesImages
+from fullshard.families.diffusion.evaluations.image_callbacks import (
+    as_pixels,
     require_denoiser,
     require_images,
-    shape_of,
-    takes_texts,
     trial,
 )
-from fullshard.families.diffusion.sampling.sampler import Method
+from fullshard.families.diffusion.sampling.conditioning import kept_open, shape_of, takes_texts
+from fullshard.families.diffusion.sampling.image_batches import FILLER, Shape, make_batch, make_images
 
 WHERE = "evaluate.parts: fid.extractor"
 
 
-class Fid(Evaluation):
-    """How far the model's images are from held-out ones: `fid`, lower is nearer."""
+class Fid(MakesImages):
+    """How far the model's images are from held-out ones: `fid`, lower is better."""
 
     numbers: ClassVar[Numbers | None] = {"fid": "min"}
     needs_held_out: ClassVar[bool] = True
 
     extractor: str
-    """What turns images (B, C, H, W) into features (B, N): path.py:Name or my_package.my_module.Name of a torch module,
-    of a class that makes one without arguments, or of a function."""
+    """Turns images (B, C, H, W) into features (B, N): path.py:Name or my_package.my_module.Name of a torch module, of a
+    class that makes one without arguments, or of a function."""
     pixels: Literal["float", "uint8"] = "float"
-    """What the extractor takes: numbers from 0 to 1, or bytes."""
+    """What the extractor takes: floats from 0 to 1, or uint8."""
     images: int = Field(1000, ge=2)
-    """How many are made; classes come as often as in the validation data, and texts one after the other."""
+    """How many images are made, with the classes or texts of the validation data."""
     batch_size: int = Field(64, ge=1)
     """Images that each rank makes at once."""
-    steps: int = Field(32, ge=1)
-    """From noise to an image."""
-    method: Method = "heun"
-    """euler asks the model once a step, heun twice, and needs fewer steps for the same."""
-    guidance: float = Field(1.0, ge=0)
-    """How much a label or a text counts: 1 is what the model learned."""
-    seed: int = 0
-    """Decides the noise and the order of classes."""
+    guidance: float = Field(1.0, ge=0)  # type: ignore[assignment]
+    """The weight of a label or text: 1 is what the model learned."""
 
     _encoder: Any = PrivateAttr()
-    """What takes the data's scaling off images."""
+    """Undoes the scaling of the data."""
     _extractor: _Extractor | None = PrivateAttr(None)
     _real: _Real | None = PrivateAttr(None)
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         _metric_class()
         require_denoiser("fid", objective, model)
-        guidance_of(model, objective, self.guidance, usual=1.0, where="evaluate.parts: fid.guidance")
+        self.sampler(objective, model)
         if held_out is None or len(held_out.chosen) < 2:
             raise RecipeError(
                 "evaluate.parts: kind fid compares with held-out images, at least 2. Give data.validation, or "
@@ -106,18 +97,14 @@ class Fid(Evaluation):
         # In the order of the data, which does not depend on the ranks.
         return _Real(inputs.batches, _sums(metric, "real", inputs), everyone[everyone[:, 0].argsort(), 1])
 
-    @property
-    def _way(self) -> Way:
-        return Way(self.steps, self.method, self.guidance, self.seed)
-
     def _look_at_made(self, metric: Any, inputs: EvaluationInputs) -> None:
-        """Images by their class, shared out over the ranks."""
+        """Images for classes, shared out over the ranks."""
         model: Any = inputs.model
         made = make_images(
             inputs.objective,
             model,
             self._labels(model.null_label),
-            self._way,
+            self.sampler(inputs.objective, model),
             batch=self.batch_size,
             place=reduce.place(),
             device=inputs.device,
@@ -129,7 +116,7 @@ class Fid(Evaluation):
                 bar.advance()
 
     def _look_at_texts(self, metric: Any, inputs: EvaluationInputs) -> None:
-        """Images by the held-out texts, each rank by its own; all of them again and again, until there are enough."""
+        """Images for the held-out texts, each rank for its own, in rounds until there are enough."""
         from fullshard.step import to_device
 
         assert self._real is not None
@@ -140,29 +127,29 @@ class Fid(Evaluation):
                 for batch in inputs.batches():
                     ids = batch["sample_ids"]
                     numbers = torch.where((ids >= 0) & (ids + start < self.images), ids + start, FILLER)
-                    # In the last round there may be nothing left to make, which all ranks must know.
+                    # In the last round nothing may be left to make; all ranks must agree on that.
                     if reduce.any_rank(bool((numbers != FILLER).any()), inputs.device):
                         self._look_at_batch(metric, inputs, to_device(batch, inputs.device), numbers)
                     bar.advance()
 
     def _look_at_batch(self, metric: Any, inputs: EvaluationInputs, batch: Batch, numbers: torch.Tensor) -> None:
-        (text, none), labels = texts_of(inputs.model, batch, inputs.aux), batch["label"]
+        (text, empty), labels = texts_of(inputs.model, batch, inputs.aux), batch["label"]
         for rows in torch.arange(len(numbers)).split(self.batch_size):
             images = make_batch(
                 inputs.objective,
                 inputs.model,
                 labels[rows],
                 numbers[rows].to(inputs.device),
-                self._way,
+                self.sampler(inputs.objective, inputs.model),
                 text={name: part[rows] for name, part in text.items()},
-                none=none,
+                empty=empty,
                 shape=shape_of(batch["images"], inputs.objective),
                 vae=inputs.aux.get("vae"),
             )
             metric.update(self._given(images[(numbers[rows] != FILLER).to(images.device)]), real=False)
 
     def _labels(self, null_label: int | None) -> torch.Tensor:
-        """One for each image: those of the data, shuffled once and taken over and over."""
+        """One label per image: those of the data, shuffled once and repeated."""
         assert self._real is not None
         data = self._real.labels
         order = torch.from_numpy(np.random.default_rng(self.seed).permutation(len(data)))
@@ -170,32 +157,32 @@ class Fid(Evaluation):
         return labels if null_label is None else torch.where(labels < 0, null_label, labels)
 
     def _given(self, images: torch.Tensor) -> torch.Tensor:
-        """What the extractor is shown; a rank may have no image, of which a VAE would make nothing."""
-        return as_given(self._encoder.shown(images), as_bytes=self.pixels == "uint8") if len(images) else images
+        """Images as the extractor takes them. A rank may have none, which a VAE cannot decode."""
+        return as_pixels(self._encoder.shown(images), as_bytes=self.pixels == "uint8") if len(images) else images
 
     def _shape(self, inputs: EvaluationInputs) -> Shape:
-        """Of the images that the extractor will see, by the held-out ones."""
+        """The shape of the images that the extractor gets, by the held-out ones."""
         batch = next(iter(inputs.batches()))
         channels, height, width = self._encoder.shown(batch["images"][:1].to(inputs.device)).shape[1:]
         return channels, height, width
 
     def _open(self, shape: Shape) -> _Extractor:
-        """The extractor, which shows here what it gives."""
-        judge = load_callable(self.extractor, where=WHERE)
-        found = trial(judge, shape, WHERE, as_bytes=self.pixels == "uint8")
+        """Loads the extractor, and tries it."""
+        callback = load_callable(self.extractor, where=WHERE)
+        found = trial(callback, shape, WHERE, as_bytes=self.pixels == "uint8")
         if not isinstance(found, torch.Tensor) or found.dim() < 2 or len(found) != 2:
             said = f"a tensor of {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
             raise RecipeError(
-                f"{WHERE} = {self.extractor!r} gave {said} for 2 images of {list(shape)}. It must give a tensor with "
-                "a row of features for each."
+                f"{WHERE} = {self.extractor!r} returned {said} for 2 images of {list(shape)}. It must return a tensor "
+                "with a row of features for each."
             )
-        self._extractor = _Extractor(judge, found.flatten(1).shape[1])
+        self._extractor = _Extractor(callback, found.flatten(1).shape[1])
         return self._extractor
 
 
 @dataclass(frozen=True)
 class _Real:
-    """What there is to know of the held-out images."""
+    """What is kept of the held-out images."""
 
     batches: Any
     """Where they were read from."""
@@ -204,17 +191,17 @@ class _Real:
 
 
 class _Extractor(nn.Module):
-    """The user's, in the form that torchmetrics asks for; no images have no features."""
+    """The user's extractor as torchmetrics takes it; it also takes zero images."""
 
-    def __init__(self, judge: Any, num_features: int) -> None:
+    def __init__(self, callback: Any, num_features: int) -> None:
         super().__init__()
-        self.judge, self.num_features = judge, num_features
+        self.callback, self.num_features = callback, num_features
         self.eval()
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if not len(images):
             return torch.zeros((0, self.num_features), device=images.device)
-        found: torch.Tensor = self.judge(images)
+        found: torch.Tensor = self.callback(images)
         return found.flatten(1).float()
 
 
@@ -227,7 +214,7 @@ def _metric_class() -> Any:
 
 
 def _sums(metric: Any, which: str, inputs: EvaluationInputs) -> dict[str, torch.Tensor]:
-    """What torchmetrics has added up of the images of one kind, over all ranks."""
+    """torchmetrics' sums for the real or the fake images, over all ranks."""
     names = [f"{which}_features_{state}" for state in ("sum", "cov_sum", "num_samples")]
     return {name: inputs.sum_over_ranks(getattr(metric, name).clone()) for name in names}
 

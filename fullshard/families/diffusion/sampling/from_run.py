@@ -1,6 +1,6 @@
-"""Images from a trained model, on all ranks together: loads what a run has left, and walks from noise to images.
+"""Images of a finished run, on all ranks together: loads its model and samples.
 
-Must not know options, files of images, or how a run is found.
+Must not know the command line, image files, or how a run is found.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fullshard.dist.world import World
 from fullshard.errors import CheckpointError, DataError, NumericalError, SetupError
 from fullshard.export.source import Values, open_trained
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, texts_of
-from fullshard.families.diffusion.sampling.image_batches import Way, collected, make_images
-from fullshard.families.diffusion.sampling.image_callbacks import guidance_of, kept_open, takes_texts
+from fullshard.families.diffusion.sampling.conditioning import guidance_of, kept_open, takes_texts
+from fullshard.families.diffusion.sampling.image_batches import SamplerSettings, collected, make_images
 from fullshard.log.console import Console
 from fullshard.setup.auxiliary_models import open_frozen
 from fullshard.setup.run_inputs import RunInputs, cache_folder, encoder_of
 from fullshard.setup.shard_plan import shard_plan
 
 MOST_ROWS = 10
-"""So many classes are shown where none are named."""
+"""Classes that are shown if none are named."""
 _TEXTS_AT_ONCE = 8
 _NO_TOKENIZER = cast(RunInputs, SimpleNamespace(processor=None))
-"""Of the inputs frozen models look at the tokenizer alone."""
+"""Frozen models use nothing of the run's inputs but the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -46,59 +46,59 @@ class SampleOptions:
 
     classes: tuple[int, ...] | None
     per_class: int
-    way: Way
+    sampler: SamplerSettings
     batch_size: int
     weights: str | None
-    """`ema` or `model`; None: averaged weights where there are any."""
+    """`ema` or `model`; None: averaged weights if there are any."""
     texts: tuple[str, ...] = ()
-    """A row for each, where the model takes texts."""
+    """A row for each, if the model takes texts."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model with its edits, still on meta, where its values come from, and how its data was scaled."""
+    """The model on meta, where its values come from, and how its data was scaled."""
 
     module: nn.Module
     family: Family
     weights: Weights
     encoder: Any
-    """How its data was made and scaled."""
+    """How its data was encoded and scaled."""
     shape: tuple[int, ...] | None
-    """Of what the model makes; None: its configuration says it."""
+    """The shape of the model's output; None: as in its config."""
     is_latent: bool
-    """Whether what it makes stays latents, for want of a VAE."""
-    way: Way
-    """How images are made, with the guidance in force."""
+    """Whether the output stays latent because there is no VAE."""
+    sampler: SamplerSettings
+    """With the guidance in force."""
 
 
 def load(chosen: Chosen, options: SampleOptions, console: Console) -> Loaded:
-    """Everything that can be found out before the ranks meet."""
+    """Everything that can be done before the ranks meet."""
     recipe = chosen.reading.recipe
     if not hasattr(recipe.objective, "slope"):
         raise SetupError(
-            f"RUN = {chosen.run} is no diffusion run: its objective is {recipe.objective.kind()}. fullshard sample "
-            "makes images, with runs of flow_matching or ddpm."
+            f"RUN = {chosen.run} is not a diffusion run: its objective is {recipe.objective.kind()}. fullshard sample "
+            "works with runs of flow_matching or ddpm."
         )
     module, family, weights = _trained(chosen, options) if chosen.checkpoint else _exported(chosen, options)
     recipe.objective.extend(module)
     encoder = encoder_of(recipe)
     assert encoder is not None, "an objective that makes images names its encoder"
     _check(module, encoder, options, chosen)
-    # An exported model lies in a folder, whatever it was trained from.
+    # An exported model has a path even if it was trained from scratch.
     cast(Any, module).is_fresh = getattr(recipe.model, "path", None) is None
-    way = replace(
-        options.way, guidance=guidance_of(module, recipe.objective, options.way.guidance, usual=2.0, where="--guidance")
-    )
+    asked = options.sampler.guidance
+    guidance = guidance_of(module, recipe.objective, asked, usual=2.0, where="--guidance")
+    sampler = replace(options.sampler, guidance=guidance)
     shape = _shape(module, recipe.objective, encoder)
     if getattr(encoder, "is_measured", False) or shape == ():
         _measure(chosen, encoder, console)
         shape = shape or _shape(module, recipe.objective, encoder)
-    return Loaded(module, family, weights, encoder, shape, _is_latent(module, recipe, encoder), way)
+    return Loaded(module, family, weights, encoder, shape, _is_latent(module, recipe, encoder), sampler)
 
 
 def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
-    """Of what the model makes; None where its configuration says it, and () where only the data does. Models that are
-    conditioned on texts take many sizes: theirs is that of the data, where it has one."""
+    """The shape of the model's output; None if its config says it, and () if only the data does. Text-conditioned
+    models take many sizes: theirs is that of the data."""
     if not takes_texts(module):
         return None
     found = encoder.shape
@@ -115,7 +115,7 @@ def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
 
 
 def _is_latent(module: Any, recipe: Any, encoder: Any) -> bool:
-    """By the model's channels; by the first record where these could be an image's, and the data is still there."""
+    """By the model's channels; if an image could have as many, by the first record, if the data is still there."""
     if "vae" in recipe.objective.frozen() or getattr(encoder, "vae", None) is not None:
         return False
     if module.image_channels not in (1, 3) or not hasattr(encoder, "gives_latent"):
@@ -127,7 +127,7 @@ def _is_latent(module: Any, recipe: Any, encoder: Any) -> bool:
 
 
 def _vae(objective: Any, encoder: Any) -> Any:
-    """The settings of the VAE, in every step or before; None without one."""
+    """The settings of the VAE, live or at encoding; None without one."""
     live = objective.frozen().get("vae")
     if live is not None:
         from fullshard.families.diffusion.vae.autoencoder_kl import read_settings
@@ -156,37 +156,37 @@ def _exported(chosen: Chosen, options: SampleOptions) -> tuple[nn.Module, Family
 
 
 def _check(module: Any, encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
-    """What the model can be asked for."""
+    """Raises SetupError for classes or texts that the model does not take."""
     if takes_texts(module):
         _check_texts(encoder, options, chosen)
     elif options.texts:
-        raise SetupError(f"--texts: RUN = {chosen.run} has a model that takes no texts. Ask by --classes, or for none.")
+        raise SetupError(f"--texts: RUN = {chosen.run} has a model that takes no texts. Use --classes, or neither.")
     for label in options.classes or ():
         if not 0 <= label < (module.num_classes or 0):
             allowed = f"it has the classes 0 to {module.num_classes - 1}" if module.num_classes else "it has no classes"
             raise SetupError(
-                f"--classes {','.join(map(str, options.classes or ()))}: {label} is no class of the model, {allowed}. "
-                f"{'Choose from these' if module.num_classes else 'Leave --classes out'}."
+                f"--classes {','.join(map(str, options.classes or ()))}: {label} is not a class of the model, "
+                f"{allowed}. {'Choose from these' if module.num_classes else 'Leave --classes out'}."
             )
 
 
 def _check_texts(encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
     if getattr(encoder, "stack", None) is None:
         raise SetupError(
-            f"RUN = {chosen.run}: its model is conditioned on texts, and the recipe names no text encoder "
+            f"RUN = {chosen.run}: its model is text-conditioned, and the recipe names no text encoder "
             "(data.encode.text). Use the exported model with a pipeline of diffusers."
         )
     if options.classes is not None:
-        raise SetupError(f"--classes: RUN = {chosen.run} has a model that is conditioned on texts. Ask by --texts.")
+        raise SetupError(f"--classes: RUN = {chosen.run} has a text-conditioned model. Use --texts.")
     if not options.texts:
         raise SetupError(
-            f"RUN = {chosen.run}: its model is conditioned on texts, and none is given. Give one or several: --texts "
-            "'a small house' --texts 'a tree', or a file with one in each line: --texts FILE.txt."
+            f"RUN = {chosen.run}: its model is text-conditioned, and no text is given. Give at least one: --texts "
+            "'a small house' --texts 'a tree', or a file with one text per line: --texts FILE.txt."
         )
 
 
 def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> None:
-    """Measures again what scaled the data: the encoded data is in the cache, unless it was cleared."""
+    """Measures the scaling of the data again; the encoded data is usually still in the cache."""
     recipe = chosen.reading.recipe
     try:
         prepare(
@@ -207,7 +207,7 @@ def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> None:
 
 
 def classes_of(module: Any, options: SampleOptions) -> tuple[int, ...] | None:
-    """A row for each; None where the model has no classes."""
+    """The classes to show; None if the model has none."""
     if module.num_classes is None:
         return None
     return options.classes if options.classes is not None else tuple(range(min(module.num_classes, MOST_ROWS)))
@@ -216,29 +216,29 @@ def classes_of(module: Any, options: SampleOptions) -> tuple[int, ...] | None:
 def make(
     loaded: Loaded, chosen: Chosen, options: SampleOptions, world: World, watch: Callable[[int], Any]
 ) -> torch.Tensor | None:
-    """(rows x per_class, C, H, W) with values from -1 to 1, or latents, on rank 0; None elsewhere. `watch` opens a bar
-    over so many steps."""
+    """(rows x per_class, C, H, W) with values from -1 to 1, or latents, on rank 0; None elsewhere. `watch` opens a
+    progress bar over a number of steps."""
     recipe = chosen.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
-    # Before the model is there: the text encoders are freed again.
-    text, none = _texts(loaded, chosen, options, world, precision) if options.texts else (None, None)
-    module, aux = _spread(loaded, chosen, world), {}
+    # Before the model is loaded, so that the text encoders are freed again.
+    text, empty = _texts(loaded, chosen, options, world, precision) if options.texts else (None, None)
+    module, aux = _sharded(loaded, chosen, world), {}
     if families := recipe.objective.frozen():
         aux = open_frozen(families, recipe, _NO_TOKENIZER, world, precision)
     rows = tuple(range(len(options.texts))) or classes_of(module, options) or (0,)
     labels = torch.tensor(rows).repeat_interleave(options.per_class)
     each = -(-len(labels) // world.size)
-    with kept_open(loaded.encoder), watch(-(-each // options.batch_size) * options.way.steps) as bar:
+    with kept_open(loaded.encoder), watch(-(-each // options.batch_size) * options.sampler.steps) as bar:
         made = make_images(
             recipe.objective,
             module,
             labels,
-            loaded.way,
+            loaded.sampler,
             batch=options.batch_size,
             place=(world.size, world.rank),
             device=world.device,
             text=text,
-            none=none,
+            empty=empty,
             shape=loaded.shape,
             vae=aux.get("vae"),
             tick=bar.advance,
@@ -255,7 +255,7 @@ def make(
 def _texts(
     loaded: Loaded, chosen: Chosen, options: SampleOptions, world: World, precision: ResolvedPrecision
 ) -> tuple[Text, Text]:
-    """What the run's text encoders, spread over the ranks, make of the texts, and what means none to the run."""
+    """The texts and the empty text, encoded by the run's text encoders, which are sharded over the ranks."""
     stack = loaded.encoder.stack
     encoders = open_frozen(stack.families(), chosen.reading.recipe, _NO_TOKENIZER, world, precision)
     tokens, empty = torch.from_numpy(stack.tokens(options.texts).ids).to(world.device), stack.empty_tokens()
@@ -264,8 +264,8 @@ def _texts(
     return {name: torch.cat([text[name] for text, _ in parts]) for name in parts[0][0]}, parts[0][1]
 
 
-def _spread(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:
-    """The model on the ranks, with its values."""
+def _sharded(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:
+    """The model on the ranks, with its weights."""
     recipe, module = chosen.reading.recipe, loaded.module
     precision = resolve_precision(recipe.precision, world.device)
     recipe = recipe.model_copy(update={"model": loaded.family})
@@ -287,7 +287,7 @@ def _finite(images: torch.Tensor, chosen: Chosen) -> torch.Tensor:
 
 @contextmanager
 def no_bar(steps: int) -> Iterator[Any]:
-    """For whoever does not watch."""
+    """A progress bar that shows nothing."""
     yield SimpleNamespace(advance=lambda: None)
 
 

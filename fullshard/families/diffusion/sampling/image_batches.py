@@ -1,6 +1,6 @@
 """Many images at once: shared out over the ranks, made in batches, every forward pass on all ranks together.
 
-Who the ranks are and how they exchange rows is told. Must not know files, recipes, FSDP or what images are for.
+The caller says which rank this is and how ranks exchange rows. Must not know files, recipes or FSDP.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ Shape = tuple[int, int, int]
 """Channels, height and width."""
 FILLER = -1
 """The number of an image that only keeps a rank in step."""
-_AT_ONCE = 8
-"""So many latents become images together."""
+_DECODED_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Way:
+class SamplerSettings:
     """How images are made from noise."""
 
     steps: int
     method: Method
     guidance: float | None
-    """How much a label or a text counts; None: not settled yet."""
+    """The weight of a label or text; None: not resolved yet."""
     seed: int
 
 
 def image_shape(model: Any) -> Shape:
-    """Channels, height and width of what the model makes."""
+    """The shape of what the model makes, by its config."""
     size = model.config.sample_size
     height, width = (size, size) if isinstance(size, int) else tuple(size)
     return int(model.image_channels), int(height), int(width)
 
 
 def shares(count: int, *, batch: int, ranks: int, rank: int) -> list[torch.Tensor]:
-    """The numbers from 0 to `count` - 1 that are this rank's, batch by batch. Every rank has equally many batches and
-    numbers; where there are too few, the last are FILLER."""
+    """This rank's numbers from 0 to `count` - 1, in batches. Every rank has the same number of batches and numbers;
+    FILLER makes up the difference."""
     each = -(-count // ranks)
     numbers = torch.arange(rank, rank + ranks * each, ranks)
     return list(torch.where(numbers < count, numbers, FILLER).split(batch))
@@ -52,39 +51,21 @@ def make_images(
     objective: Any,
     model: Any,
     rows: torch.Tensor,
-    way: Way,
+    sampler: SamplerSettings,
     *,
     batch: int,
     place: tuple[int, int],
     device: torch.device,
     text: Text | None = None,
-    none: Text | None = None,
-    shape: Sequence[int] | None = None,
-    vae: Any = None,
-    tick: Callable[[], None] = lambda: None,
+    **more: Any,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's share of the images, one for each of `rows`, which are labels, or with `text` the numbers of texts
-    (`none` is the one that means none): the images' numbers (FILLER for one to be left out), and the images, scaled as
-    the data that the model, or the VAE before it, was given. `place` is how many ranks there are, and which this is."""
+    """This rank's share of one image per entry of `rows`: numbers (or FILLER) and images, batch by batch. `rows` are
+    labels, or indices into `text`; `place` is (number of ranks, this rank); `more` goes to `make_batch`."""
     ranks, rank = place
     for numbers in shares(len(rows), batch=batch, ranks=ranks, rank=rank):
         chosen = rows[torch.where(numbers == FILLER, len(rows) - 1, numbers)].to(device)
-        given = None if text is None else {name: part[chosen] for name, part in text.items()}
-        yield (
-            numbers,
-            make_batch(
-                objective,
-                model,
-                chosen,
-                numbers.to(device),
-                way,
-                text=given,
-                none=none,
-                shape=shape,
-                vae=vae,
-                tick=tick,
-            ),
-        )
+        some = None if text is None else {name: part[chosen] for name, part in text.items()}
+        yield numbers, make_batch(objective, model, chosen, numbers.to(device), sampler, text=some, **more)
 
 
 def make_batch(
@@ -92,18 +73,19 @@ def make_batch(
     model: Any,
     labels: torch.Tensor,
     numbers: torch.Tensor,
-    way: Way,
+    sampler: SamplerSettings,
     *,
     text: Text | None = None,
-    none: Text | None = None,
+    empty: Text | None = None,
     shape: Sequence[int] | None = None,
     vae: Any = None,
     tick: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    """An image for each number, by its label, or by its text where there is one; all ranks come here equally often.
-    `shape` is that of what the model makes, where its configuration does not say."""
+    """One image per number, scaled like the training data (of the VAE, if there is one); every rank must call this
+    equally often. Conditioned on `text`, with `empty` as the empty text, else on `labels`. `shape`: of the model's
+    output, if its config does not say."""
     is_labelled = text is None and model.num_classes is not None
-    # A compiled block would be compiled anew for this batch.
+    # A compiled block would be recompiled for this batch size.
     with torch.compiler.set_stance("force_eager"):
         images = sample(
             _Watched(objective, tick),
@@ -111,20 +93,19 @@ def make_batch(
             labels if is_labelled else None,
             numbers.clamp(min=0),
             shape=image_shape(model) if shape is None else tuple(shape),
-            seed=way.seed,
-            steps=way.steps,
-            guidance=1.0 if way.guidance is None else way.guidance,
-            method=way.method,
+            seed=sampler.seed,
+            steps=sampler.steps,
+            guidance=1.0 if sampler.guidance is None else sampler.guidance,
+            method=sampler.method,
             text=text,
-            none=none,
+            empty=empty,
         )
         return _decoded(images, vae)
 
 
 @torch.no_grad()
 def _decoded(images: torch.Tensor, vae: Any) -> torch.Tensor:
-    """What a VAE that is spread over the ranks makes of latents."""
-    return images if vae is None else torch.cat([vae.decode_latents(some) for some in images.split(_AT_ONCE)])
+    return images if vae is None else torch.cat([vae.decode_latents(some) for some in images.split(_DECODED_AT_ONCE)])
 
 
 def collected(
@@ -134,8 +115,8 @@ def collected(
     keep: bool,
     shown: Callable[[torch.Tensor], torch.Tensor] = lambda images: images,
 ) -> torch.Tensor | None:
-    """What all ranks have made, in order; None where it is not to be kept. `gather` puts the rows of all ranks
-    together, and `shown` is applied to them."""
+    """The images of all ranks, in order, with `shown` applied; None unless `keep`. `gather` concatenates the rows of
+    all ranks."""
     found: dict[int, torch.Tensor] = {}
     for numbers, images in made:
         all_numbers, everyone = gather(numbers.to(images.device)), gather(images)
@@ -145,13 +126,8 @@ def collected(
     return torch.stack([found[number] for number in sorted(found)]) if keep else None
 
 
-def pixels(images: torch.Tensor) -> torch.Tensor:
-    """Images with values from -1 to 1, as what looks at images takes them: fp32 from 0 to 1."""
-    return (images.float().clamp(-1, 1) + 1) / 2
-
-
 class _Watched:
-    """An objective that says when a sampler comes to its next level."""
+    """An objective that calls `tick` when the sampler reaches its next level."""
 
     def __init__(self, objective: Any, tick: Callable[[], None]) -> None:
         self._objective, self._tick = objective, tick
@@ -168,14 +144,4 @@ class _Watched:
         return found
 
 
-__all__ = [
-    "FILLER",
-    "Shape",
-    "Way",
-    "collected",
-    "image_shape",
-    "make_batch",
-    "make_images",
-    "pixels",
-    "shares",
-]
+__all__ = ["FILLER", "SamplerSettings", "Shape", "collected", "image_shape", "make_batch", "make_images", "shares"]

@@ -1,7 +1,7 @@
-"""Images from noise: walks the way that an objective describes, step by step, with Euler's or Heun's method.
+"""The sampler: solves the ODE from noise to images with Euler's or Heun's method.
 
-The objective says where the way begins, which coordinate it runs along and how steep it is. Noise follows from a seed
-and an image's number, so the same image comes out whatever is drawn beside it. Must not know models' classes or ranks.
+The objective gives the first state, the coordinate of the ODE and its slope. Noise follows from a seed and an image's
+number, so an image does not depend on what else is in its batch. Must not know model classes or ranks.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def sample(
     guidance: float,
     method: Method,
     text: Text | None = None,
-    none: Text | None = None,
+    empty: Text | None = None,
 ) -> torch.Tensor:
-    """(images, *shape) fp32, one for each number. `guidance` 1 asks the model once; more, what the label and the text
-    change counts so many times. `none` is the text that means none, with one row."""
+    """(images, *shape) fp32, one per number. `guidance`: classifier-free guidance scale; 1 runs the model once. `empty`
+    is the empty text, with one row."""
     keys = torch.from_numpy(draws(numbers.cpu().numpy(), seed=seed, stream=FIXED)).to(numbers.device)
     state: torch.Tensor = objective.start(normal(keys, shape, NOISE))
     levels = objective.levels(steps)
-    given = labels, text, none
+    given = labels, text, empty
     for level, following in zip(levels, levels[1:], strict=False):
         width = objective.coordinate(following) - objective.coordinate(level)
         slope = _slope(objective, model, state, level, given, guidance)
         ahead = state + width * slope
-        if method == "heun" and following != levels[-1]:  # at the end of the way the model has nothing to say
+        if method == "heun" and following != levels[-1]:  # the model has no prediction at the last level
             slope = (slope + _slope(objective, model, ahead, following, given, guidance)) / 2
             ahead = state + width * slope
         state = ahead
@@ -57,20 +57,20 @@ def _slope(
     given: tuple[torch.Tensor | None, Text | None, Text | None],
     guidance: float,
 ) -> torch.Tensor:
-    labels, text, none = given
+    labels, text, empty = given
     if guidance == 1 or (labels is None and text is None):
-        return _asked(objective, model, state, level, labels, text)
+        return _of_model(objective, model, state, level, labels, text)
     if labels is not None:
         labels = torch.cat([labels, torch.full_like(labels, model.null_label)])
     if text is not None:
-        assert none is not None, "guidance compares with the text that means none"
-        text = {name: torch.cat([part, none[name].expand_as(part)]) for name, part in text.items()}
-    both = _asked(objective, model, torch.cat([state, state]), level, labels, text)
+        assert empty is not None, "guidance compares with the empty text"
+        text = {name: torch.cat([part, empty[name].expand_as(part)]) for name, part in text.items()}
+    both = _of_model(objective, model, torch.cat([state, state]), level, labels, text)
     conditioned, free = torch.chunk(both, 2)
     return free + guidance * (conditioned - free)
 
 
-def _asked(
+def _of_model(
     objective: Any, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, text: Text | None
 ) -> torch.Tensor:
     found: torch.Tensor = objective.slope(model, state, level, labels, **({} if text is None else {"text": text}))

@@ -121,14 +121,14 @@ def test_the_loss_of_a_sample_does_not_depend_on_others() -> None:
     ("takes", "changes", "says"),
     [
         ((None, None), {}, "data.encode.text gives texts, and Reader takes none"),
-        ((WIDTH, None), {"text_states": None}, "Reader is conditioned on texts (states of 6), and the data has none"),
-        ((WIDTH + 1, None), {}, "gives states of 6, and Reader takes 7"),
+        ((WIDTH, None), {"text_states": None}, "is conditioned on texts (states of width 6), and the data has none"),
+        ((WIDTH + 1, None), {}, "gives states of width 6, and Reader takes 7"),
         (
             (WIDTH, POOLED),
             {"text_pooled": None},
-            "takes a vector of 5 for a whole text, and data.encode.text gives none",
+            "takes a pooled vector of width 5 for a whole text, and data.encode.text gives none",
         ),
-        ((WIDTH, POOLED + 1), {}, "takes a vector of 6 for a whole text, and data.encode.text gives 5"),
+        ((WIDTH, POOLED + 1), {}, "takes a pooled vector of width 6 for a whole text, and data.encode.text gives 5"),
         (
             (WIDTH, POOLED),
             {"images": torch.zeros(6, 3, 8, 8)},

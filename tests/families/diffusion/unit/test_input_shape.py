@@ -124,7 +124,7 @@ def test_latents_are_compared_wherever_they_are_made(tmp_path: Path) -> None:
 def test_a_model_that_is_conditioned_on_texts_needs_some(tmp_path: Path) -> None:
     sizes = {"in_channels": 1, "sample_size": 8}
     with pytest.raises(
-        RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of 32\), and the"
+        RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of width 32\), and the"
     ):
         prepared(tmp_path, model={"architecture": "pixart", "classes": None, "overrides": sizes})
 

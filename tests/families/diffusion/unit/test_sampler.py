@@ -131,7 +131,7 @@ def test_guidance_counts_what_the_text_changes(method: str) -> None:
     start = normal(torch.from_numpy(draws(np.arange(2), seed=0, stream=FIXED)), SHAPE, NOISE)
     told = torch.stack([states[0, :2].sum() / 2, states[1].sum() / 4]) + pooled.sum(1)
     for guidance in (0.0, 1.0, 3.0):
-        found = made(chosen, model, None, torch.arange(2), text=text, none=none, guidance=guidance, method=method)
+        found = made(chosen, model, None, torch.arange(2), text=text, empty=none, guidance=guidance, method=method)
         # What means no text: four tokens of 0.5 in three dimensions, and five ones.
         expected = start - (6.5 + guidance * (told - 6.5) + 0.25)[:, None, None, None]
         assert_near(found, expected, within=1e-4)

@@ -235,13 +235,13 @@ def checked(evaluation: Any, model: Any) -> None:
 @pytest.mark.parametrize(
     ("part", "model", "says"),
     [
-        ({"classifier": "CODE:one_for_all"}, Model(), "gave float32 of shape .* It must give a whole number for each"),
+        ({"classifier": "CODE:one_for_all"}, Model(), "returned float32 of shape .* It must return an integer or"),
         ({"classifier": "CODE:three"}, Model(), r"failed on images of shape \[2, 1, 8, 8\], float32 from 0 to 1"),
         ({"classifier": "CODE:three", "classes": [3]}, Model(), "asks for the class 3, and the model has 3 classes"),
-        ({"classifier": "CODE:three"}, Model(channels=4), "latents are no images"),
-        ({"classifier": "CODE:three"}, Model(text_width=4), "asks for images by their class, and the model is condit"),
-        ({"classifier": "CODE:three"}, nn.Linear(1, 1), "needs an objective that images are made by"),
-        ({"extractor": "CODE:one_for_all"}, Model(), r"gave a tensor of \[\] for 2 images of \[1, 8, 8\]"),
+        ({"classifier": "CODE:three"}, Model(channels=4), "the model has 4: these are latents"),
+        ({"classifier": "CODE:three"}, Model(text_width=4), "makes images for classes, and the model is condit"),
+        ({"classifier": "CODE:three"}, nn.Linear(1, 1), "needs an objective that makes images"),
+        ({"extractor": "CODE:one_for_all"}, Model(), r"returned a tensor of \[\] for 2 images of \[1, 8, 8\]"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(code: Path, part: dict[str, Any], model: Any, says: str) -> None:

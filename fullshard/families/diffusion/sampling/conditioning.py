@@ -1,0 +1,56 @@
+"""What a model can be conditioned on when images are sampled, and the guidance that follows. Must not know ranks."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fullshard.errors import RecipeError
+
+
+def takes_texts(model: Any) -> bool:
+    return getattr(model, "text_width", None) is not None
+
+
+def is_conditioned(model: Any) -> bool:
+    return takes_texts(model) or getattr(model, "num_classes", None) is not None
+
+
+def guidance_of(model: Any, objective: Any, asked: float | None, *, usual: float, where: str) -> float:
+    """The guidance in force: as asked, or `usual`; 1 if the model has nothing to compare with. Raises RecipeError for a
+    value that could have no effect, or a wrong one."""
+    if not is_conditioned(model):
+        if asked in (None, 1):
+            return 1.0
+        raise RecipeError(
+            f"{where} = {asked:g}: guidance is the weight of a label or a text, and the model takes neither. Leave it "
+            "out, or train with labels (model.classes) or texts (data.encode.text)."
+        )
+    if getattr(model, "is_fresh", False) and getattr(objective, "label_drop", None) == 0:
+        if asked in (None, 1):
+            return 1.0
+        raise RecipeError(
+            f"{where} = {asked:g} compares with the model's answer without label and text, which it has never "
+            "learned: objective.label_drop = 0. Set it to 1, or train with objective.label_drop above 0, such as 0.1."
+        )
+    if asked is not None:
+        return asked
+    # A guidance-distilled model is guided already: its pipeline adds none by default.
+    return 1.0 if getattr(model, "is_told_guidance", False) else usual
+
+
+def shape_of(images: torch.Tensor, objective: Any) -> tuple[int, ...]:
+    """The shape of what the model makes, by the images of a batch."""
+    shape, vae = tuple(images.shape[1:]), objective.frozen().get("vae")
+    return shape if vae is None else tuple(vae.latent_shape(shape))
+
+
+def kept_open(encoder: Any) -> AbstractContextManager[None]:
+    """Keeps the VAE that `encoder.shown` decodes with open."""
+    vae = getattr(encoder, "vae", None)
+    return nullcontext() if vae is None else vae.kept()  # type: ignore[no-any-return]
+
+
+__all__ = ["guidance_of", "is_conditioned", "kept_open", "shape_of", "takes_texts"]
