@@ -126,9 +126,9 @@ def test_the_loss_of_a_sample_does_not_depend_on_others() -> None:
         (
             (WIDTH, POOLED),
             {"text_pooled": None},
-            "takes a pooled vector of width 5 for a whole text, and data.encode.text gives none",
+            "takes a pooled vector of width 5, and data.encode.text gives none",
         ),
-        ((WIDTH, POOLED + 1), {}, "takes a pooled vector of width 6 for a whole text, and data.encode.text gives 5"),
+        ((WIDTH, POOLED + 1), {}, "takes a pooled vector of width 6, and data.encode.text gives 5"),
         (
             (WIDTH, POOLED),
             {"images": torch.zeros(6, 3, 8, 8)},
