@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,17 +30,26 @@ class AdamW8bit(AdamW):
         return AdamW(**{name: getattr(self, name) for name in AdamW.model_fields})
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        try:
-            from torchao.optim import AdamW8bit as TorchaoAdamW8bit
-        except ImportError as error:
-            raise missing_package("torchao", extra="optim", needed_by="optimizer.kind = adamw_8bit") from error
-        # torch keys this cache by the shape of the whole parameter: a rank with fewer rows would be given the compiled
-        # update of another rank, and fail.
-        functorch_config.enable_autograd_cache = False
         logger.warning("8-bit AdamW compiles its update in the first step; on a CPU that takes up to a minute")
         groups = self.groups(named_parameters)
-        optimizer: torch.optim.Optimizer = TorchaoAdamW8bit(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+        optimizer: torch.optim.Optimizer = _optimizer_class()(groups, lr=self.lr, betas=self.betas, eps=self.eps)
         return optimizer
+
+
+def _optimizer_class() -> Any:
+    """torchao's, without torch's autograd cache in its step: the cache key is the shape of the whole parameter, so a
+    rank with fewer rows would get the compiled update of another rank, and fail."""
+    try:
+        from torchao.optim import AdamW8bit as TorchaoAdamW8bit
+    except ImportError as error:
+        raise missing_package("torchao", extra="optim", needed_by="optimizer.kind = adamw_8bit") from error
+
+    class Uncached(TorchaoAdamW8bit):  # type: ignore[misc, unused-ignore]
+        def step(self, closure: Any = None) -> Any:
+            with functorch_config.patch(enable_autograd_cache=False):
+                return super().step(closure)
+
+    return Uncached
 
 
 __all__ = ["AdamW8bit"]

@@ -205,7 +205,7 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "a search by single vectors after tokens": (
         RecipeError,
         {"file": "without", "objective": {"loss": "late_interaction"}, "evaluate": {"parts": ["retrieval"]}},
-        ["compares one vector for each text", "objective.loss = late_interaction", "parts: [loss]"],
+        ["compares one vector per text", "objective.loss = late_interaction", "parts: [loss]"],
     ),
     "spearman without labels": (
         DataError,

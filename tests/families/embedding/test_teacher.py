@@ -48,10 +48,10 @@ def test_gradients_of_distillation_equal_those_of_one_plain_process(ranks: Any, 
 
 
 def test_a_teacher_goes_with_distillation_alone(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="objective.teacher goes with objective.loss: distillation"):
+    with pytest.raises(RecipeError, match="objective.teacher and objective.loss: distillation need each other"):
         decode(Objective, settings(None), where="objective")
     wrong = settings(tmp_path) | {"loss": "infonce"}
-    with pytest.raises(RecipeError, match="objective.teacher goes with objective.loss: distillation"):
+    with pytest.raises(RecipeError, match="objective.teacher and objective.loss: distillation need each other"):
         decode(Objective, wrong, where="objective")
 
 

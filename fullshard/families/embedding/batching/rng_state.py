@@ -1,4 +1,4 @@
-"""Runs something a second time with the same random numbers. Must not know what is run."""
+"""Saves and restores the generators that dropout draws from, to run a forward pass again with the same numbers."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 
 
 @dataclass(frozen=True)
-class Randomness:
-    """The state of the generators that dropout draws from, at one moment."""
+class RngState:
+    """The generators' states at one moment."""
 
     host: torch.Tensor
     device: torch.Tensor | None
 
     @staticmethod
-    def now(device: torch.device) -> Randomness:
-        """Takes no time on the device: its generator's state lies on the host."""
+    def now(device: torch.device) -> RngState:
+        """Does not wait for the device: its generator's state is on the host."""
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return Randomness(torch.get_rng_state(), cuda)
+        return RngState(torch.get_rng_state(), cuda)
 
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.host)

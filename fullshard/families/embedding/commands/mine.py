@@ -25,61 +25,70 @@ if TYPE_CHECKING:
     from fullshard.families.embedding.mining.search import Embedder
     from fullshard.log.console import Bar, Console
 
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A run folder, a model folder, a hub name, or package:NAME/FOLDER."),
+]
+Data = Annotated[
+    str, typer.Argument(metavar="DATA", help="Pairs, as in data.train: a file, a folder, docstrings, {kind: ...}.")
+]
+Out = Annotated[str, typer.Argument(metavar="OUT", help="The .jsonl file to write, ready for data.train.")]
+Negatives = Annotated[int, typer.Option(min=1, metavar="N", help="Negatives to mine for each pair.")]
+HitRanks = Annotated[
+    str, typer.Option(metavar="A:B", help="Choose among hits A to B of a query, both included; 1 is the best hit.")
+]
+Margin = Annotated[
+    float | None, typer.Option(metavar="X", help="Keep negatives that score at least this far below the positive.")
+]
+MaxScore = Annotated[float | None, typer.Option(metavar="X", help="Maximum score of a negative.")]
+MinScore = Annotated[float | None, typer.Option(metavar="X", help="Minimum score of a negative.")]
+Corpus = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="More documents to search: records with a text, a document or a positive."),
+]
+Column = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="OURS=THEIRS", help="Column of the query, positive, negatives or label; document for --corpus."
+    ),
+]
+Prompt = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SIDE=TEXT", help="Prefix of every query or document, instead of the model's own prompt."),
+]
+Replace = Annotated[bool, typer.Option("--replace", help="Drop the negatives that DATA has.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+BatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="Texts to embed at once.")]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1. Default: a GPU if there is one.")]
+
 
 def mine(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A run folder, the folder of a model, a hub name, or package:NAME/FOLDER."
-        ),
-    ],
-    data: Annotated[
-        str,
-        typer.Argument(
-            metavar="DATA", help="Pairs, as data.train takes them: a file, a folder, docstrings, {kind: ...}."
-        ),
-    ],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="A .jsonl file that data.train reads as it is.")],
-    negatives: Annotated[int, typer.Option(min=1, metavar="N", help="How many to mine for each pair.")] = 5,
-    ranks: Annotated[
-        str, typer.Option(metavar="A:B", help="Take them from these hits of a query, both included; the first is 1.")
-    ] = "10:100",
-    margin: Annotated[
-        float | None, typer.Option(metavar="X", help="Keep negatives that score at least this far below the positive.")
-    ] = None,
-    max_score: Annotated[float | None, typer.Option(metavar="X", help="Maximum score of a negative.")] = None,
-    min_score: Annotated[float | None, typer.Option(metavar="X", help="Minimum score of a negative.")] = None,
-    corpus: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="More documents to search: records with a text, a document or a positive."),
-    ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="OURS=THEIRS",
-            help="The column that holds the query, positive, negatives or label; document for --corpus.",
-        ),
-    ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIDE=TEXT", help="Put before every query or document, instead of the model's own."),
-    ] = None,
-    replace: Annotated[bool, typer.Option("--replace", help="Leave out the negatives that DATA has.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write OUT although it exists.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Texts that are embedded at once.")] = 32,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="cpu, cuda, cuda:1; else a GPU if there is one.")
-    ] = None,
+    model: Model,
+    data: Data,
+    out: Out,
+    negatives: Negatives = 5,
+    ranks: HitRanks = "10:100",
+    margin: Margin = None,
+    max_score: MaxScore = None,
+    min_score: MinScore = None,
+    corpus: Corpus = None,
+    column: Column = None,
+    prompt: Prompt = None,
+    replace: Replace = False,
+    overwrite: Overwrite = False,
+    batch_size: BatchSize = 32,
+    device: Device = None,
 ) -> None:
     """Mine hard negatives for the pairs of DATA with MODEL, and write them to OUT.
 
-    Every query is searched for in the corpus: all positives of DATA, and the documents of --corpus. Its hits are ranked
-    without its own positives, those of equal queries, and a document equal to the query; these are never negatives.
-    The hardest hits between the two ranks that satisfy --margin and the scores are added to the negatives that the
-    pair has. The first ranks are often right answers that nobody has marked; the default leaves nine of them out.
+    Every query searches the corpus: all positives of DATA, and the documents of --corpus. Its hits are ranked without
+    its own positives, those of equal queries, and a document equal to the query; these are never negatives. The hardest
+    hits between the two ranks that satisfy --margin and the scores are added to the negatives of the pair. The first
+    hits are often unmarked correct answers; the default skips nine of them.
 
-    OUT holds query, positive, negatives and label; other columns are not kept. It appears when it is whole.
+    OUT has the columns query, positive, negatives and label; others are not kept. It appears only when complete.
     """
+    from fullshard.families.embedding.mining import search
     from fullshard.families.embedding.mining.negatives import Rules
     from fullshard.log import libraries
     from fullshard.log.console import Console
@@ -88,8 +97,6 @@ def mine(
     encoders = _encoders(column or [], prompt or [], replace=replace)
     console = Console()
     with libraries.route(console), _beside(out, overwrite=overwrite) as file:
-        from fullshard.families.embedding.mining import search
-
         console.say("Loading sentence-transformers")
         search.get_ready(device)
         place = search.locate(model)
@@ -108,13 +115,13 @@ def _window(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise SetupError(
-            f"--ranks {text} is no window of ranks. Write FIRST:LAST, both included, with 1 for the best hit: 10:100."
+            f"--ranks {text} is not a range of hits. Write FIRST:LAST, both included; 1 is the best hit: 10:100."
         )
     return int(found[1]), int(found[2])
 
 
 def _checked(rules: Rules) -> Rules:
-    """The rules, unless they leave nothing to choose from."""
+    """The rules, checked to leave something to choose from."""
     room = rules.last - rules.first + 1
     if rules.number > room:
         raise SetupError(
@@ -127,17 +134,17 @@ def _checked(rules: Rules) -> Rules:
         ("--min-score", rules.min_score),
     ):
         if value is not None and not math.isfinite(value):
-            raise SetupError(f"{option} {value} is not a number to compare with. Give a finite one, or leave it out.")
+            raise SetupError(f"{option} {value} is not a finite number. Give a finite one, or leave it out.")
     if rules.max_score is not None and rules.min_score is not None and rules.min_score > rules.max_score:
         raise SetupError(
-            f"--min-score {rules.min_score:g} lies above --max-score {rules.max_score:g}: nothing is between them. "
-            "Exchange them."
+            f"--min-score {rules.min_score:g} is above --max-score {rules.max_score:g}, so no score is allowed. "
+            "Swap them."
         )
     return rules
 
 
 def _encoders(column: Sequence[str], prompt: Sequence[str], *, replace: bool) -> tuple[Pairs, Pairs]:
-    """What reads DATA, and what reads --corpus, where a document is what a pair has as its positive."""
+    """The encoders of DATA and of --corpus, where a document is in the place of a positive."""
     from fullshard.families.embedding.encoders.pairs import ALIASES, Pairs, Prompts
 
     mapping = _assignments("--column", column, (*ALIASES, "document"))
@@ -162,36 +169,36 @@ def _assignments(option: str, words: Sequence[str], known: Sequence[str]) -> dic
 
 
 def _read(data: str, corpus: str | None, encoders: tuple[Pairs, Pairs], console: Console) -> Task:
-    """The pairs and the corpus; says which columns were taken, and what was left out."""
-    from fullshard.families.embedding.mining import corpus
+    """The pairs and the corpus; prints which columns were read, and what was left out."""
+    from fullshard.families.embedding.mining.corpus import lay_out, open_source, read_documents, read_pairs
 
     console.say(f"Reading {data}{f' and {corpus}' if corpus else ''}")
-    records = corpus.open_source(data, where="DATA")
-    pairs = corpus.read_pairs(records, encoders[0], console)
+    records = open_source(data, where="DATA")
+    pairs = read_pairs(records, encoders[0], console)
     for note in [*getattr(records, "notes", []), *encoders[0].reads(records[0])]:
         console.note(note)
     if corpus is None:
-        return corpus.lay_out(pairs, [])
-    more = corpus.open_source(corpus, where="--corpus")
+        return lay_out(pairs, [])
+    more = open_source(corpus, where="--corpus")
     for note in getattr(more, "notes", []):
         console.note(note)
-    return corpus.lay_out(pairs, corpus.read_documents(more, encoders[1], console))
+    return lay_out(pairs, read_documents(more, encoders[1], console))
 
 
 def _check_reach(rules: Rules, task: Task) -> None:
-    """Refuses a window that begins beyond the last hit of every query, before anything is embedded."""
+    """Raises DataError if no query has as many hits as --ranks starts at, before anything is embedded."""
     reach = len(task.documents.texts) - min(len(own) for own in task.own)
     if rules.first > reach:
         fix = f"Set --ranks 1:{reach}, or give" if reach else "Give"
         raise DataError(
-            f"--ranks {rules.first}:{rules.last} lies beyond the corpus: it has {len(task.documents.texts):,} "
-            f"different documents, of which at most {reach:,} are not a query's own. {fix} more documents with "
+            f"--ranks {rules.first}:{rules.last} is beyond the corpus: it has {len(task.documents.texts):,} "
+            f"different documents, of which at most {reach:,} are hits of a query. {fix} more documents with "
             "--corpus."
         )
 
 
 def _mine(embedder: Embedder, task: Task, rules: Rules, console: Console) -> tuple[list[list[int]], Tally]:
-    """The numbers of the documents that become negatives of each pair."""
+    """The document numbers of each pair's negatives."""
     from fullshard.families.embedding.mining import negatives
     from fullshard.families.embedding.mining.search import QUERIES
 
@@ -215,7 +222,7 @@ def _mine(embedder: Embedder, task: Task, rules: Rules, console: Console) -> tup
             for pair in pairs_of[query]:
                 mined[pair] = negatives.choose(found, task.kept(pair), positives[pair], rules, tally)
     if not tally.num_negatives:
-        raise DataError(f"no negative was found for any pair: {tally.why()}. Widen these, or give a --corpus.")
+        raise DataError(f"No negative was found for any pair: {tally.why()}. Relax these, or give a --corpus.")
     return mined, tally
 
 
@@ -236,7 +243,7 @@ def _record(pair: Pair, mined: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _beside(text: str, *, overwrite: bool) -> Iterator[Path]:
-    """A file beside OUT that takes its name at the end; it is there before any work is done for it."""
+    """A file beside OUT, created before any work is done, and renamed to OUT at the end."""
     out = Path(text).expanduser()
     if "://" in text or out.suffix != ".jsonl":
         raise SetupError(f"OUT = {text} must be a local file whose name ends in .jsonl. Change the name.")
@@ -262,7 +269,7 @@ def _writing(out: Path) -> Iterator[None]:
     except OSError as error:
         raise SetupError(
             f"OUT = {out} cannot be written ({error.strerror or error}). Check disk space and permissions; nothing was "
-            "left."
+            "written."
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""How well queries find what belongs to them among everything held out: recall, MRR and nDCG, exactly.
+"""How well held-out queries find their positives among all held-out documents: exact recall, MRR and nDCG.
 
-The corpus is every positive and negative of the validation data, each text once. Ranks embed their own share, and each
-scores its own share of the queries. Must not know the loss or how the model was trained.
+The corpus is every positive and negative of the validation data, each text once. Each rank embeds its share of the
+data and scores its share of the queries. Must not know the loss or how the model was trained.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fullshard.errors import RecipeError
 from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
 
 BLOCK = 2**24
-"""Scores that are compared at once."""
+"""Scores in memory at once."""
 
 
 class Retrieval(Evaluation):
     """Searches the held-out texts with the held-out queries."""
 
     at: list[int] = Field([1, 10], min_length=1)
-    """How far down the list is looked, for recall; MRR and nDCG look as far as the largest."""
+    """Depths k of recall@k; MRR and nDCG use the largest."""
     dims: list[int] | None = None
-    """How many numbers of each embedding are taken; null: all, and those of objective.matryoshka."""
+    """Prefixes of the embeddings to evaluate; null: the full width, and the dims of objective.matryoshka."""
 
     needs_held_out: ClassVar[bool] = True
 
     def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
         width = getattr(model, "embedding_width", None)
-        if width is None:  # what `check` refuses
+        if width is None:  # `check` raises
             return None
         suffixes = [self._suffix(dim, width) for dim in self._dims(objective, width)]
         return {name: "max" for suffix in suffixes for name in self._names(suffix)}
@@ -70,14 +70,14 @@ class Retrieval(Evaluation):
         dims = self.dims or [dim for dim, _ in (matryoshka.of(width) if matryoshka else [])]
         if wrong := [dim for dim in dims if not 1 <= dim <= width]:
             raise RecipeError(
-                f"evaluate: retrieval.dims has {wrong[0]}, and the model's embeddings have {width} numbers. Each must "
-                f"be from 1 to {width}."
+                f"evaluate: retrieval.dims has {wrong[0]}, and the model's embeddings have {width} dimensions. Each "
+                f"must be from 1 to {width}."
             )
         return sorted({*dims, width}, reverse=True)
 
     @torch.no_grad()
-    def _score(self, held: Held, dim: int, inputs: EvaluationInputs) -> list[float]:
-        """The averages over all queries, of which each rank scores some."""
+    def _score(self, held: Searched, dim: int, inputs: EvaluationInputs) -> list[float]:
+        """Averages over all queries; each rank scores some of them."""
         ranks, rank = reduce.place()
         queries = F.normalize(held.queries[rank::ranks, :dim], dim=-1)
         documents = F.normalize(held.documents[:, :dim], dim=-1)
@@ -90,8 +90,8 @@ class Retrieval(Evaluation):
         return [number / max(count, 1.0) for number in found]
 
     def _of_some(self, scores: torch.Tensor, relevant: list[np.ndarray]) -> torch.Tensor:
-        """Sums over some queries: recall at each depth, reciprocal rank, nDCG, and their number. Equal scores stand in
-        the order of the corpus."""
+        """Sums over some queries: recall at each depth, reciprocal rank, nDCG, and the number of queries. Equal scores
+        rank in the order of the corpus."""
         device = scores.device
         counts = torch.tensor([len(each) for each in relevant], device=device)
         query = torch.arange(len(relevant), device=device).repeat_interleave(counts)
@@ -103,7 +103,7 @@ class Retrieval(Evaluation):
 
 
 def require_embeddings(evaluation: Evaluation, objective: Objective) -> None:
-    """An error where the objective trains something else than one vector for each text."""
+    """Raises RecipeError unless the objective trains one vector per text."""
     if not hasattr(objective, "embeddings"):
         raise RecipeError(
             f"evaluate: {evaluation.kind()} needs an objective that gives embeddings, not objective.kind = "
@@ -112,24 +112,25 @@ def require_embeddings(evaluation: Evaluation, objective: Objective) -> None:
     loss: Any = getattr(objective, "similarity", None)
     if getattr(loss, "tokens", False):
         raise RecipeError(
-            f"evaluate: {evaluation.kind()} compares one vector for each text, and objective.loss = {loss.kind()} "
-            "trains one for each token. Leave it out, and evaluate the loss: evaluate.parts: [loss]."
+            f"evaluate: {evaluation.kind()} compares one vector per text, and objective.loss = {loss.kind()} "
+            "trains one per token. Leave it out, and evaluate the loss: evaluate.parts: [loss]."
         )
 
 
 @dataclass(frozen=True)
-class Held:
-    """What is searched, the same on every rank: each query and each document once."""
+class Searched:
+    """Queries and documents without duplicates, the same on every rank."""
 
     queries: torch.Tensor
     documents: torch.Tensor
     relevant: list[np.ndarray]
-    """The documents that belong to each query."""
+    """The relevant documents of each query."""
 
 
-def collect(inputs: EvaluationInputs) -> Held:
-    """Embeds this rank's share of the validation data and puts all shares together."""
-    vectors, keys, kinds, owners = embed_all(inputs)
+def collect(inputs: EvaluationInputs) -> Searched:
+    """Embeds this rank's share of the validation data and gathers all shares."""
+    held = embed_all(inputs)
+    vectors, keys, kinds, owners = held.vectors, held.keys, held.kinds, held.owners
     first = {int(key): index for index, key in reversed(list(enumerate(keys[kinds > 0].tolist())))}
     names = sorted(first)
     place = {key: index for index, key in enumerate(names)}
@@ -141,17 +142,31 @@ def collect(inputs: EvaluationInputs) -> Held:
         wanted.setdefault(int(keys[index]), []).append(own[int(owners[index])])
         where.setdefault(int(keys[index]), int(index))
     order = sorted(wanted)
-    return Held(vectors[[where[key] for key in order]], documents, [np.unique(wanted[key]) for key in order])
+    return Searched(vectors[[where[key] for key in order]], documents, [np.unique(wanted[key]) for key in order])
 
 
-def embed_all(inputs: EvaluationInputs) -> tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray]:
-    """Of every text of the validation data, over all ranks: embedding, key, kind (0 query, 1 positive, 2 negative), and
-    the sample it belongs to."""
+@dataclass(frozen=True)
+class HeldOut:
+    """Every text of the validation data, over all ranks; one entry per text."""
+
+    vectors: torch.Tensor
+    keys: np.ndarray
+    kinds: np.ndarray
+    """0 query, 1 positive, 2 negative."""
+    owners: np.ndarray
+    """The sample that the text belongs to."""
+    labels: np.ndarray
+    """The label of that sample."""
+
+
+def embed_all(inputs: EvaluationInputs) -> HeldOut:
+    """One pass over the validation data, on all ranks together."""
     from fullshard.step import to_device
 
     objective: Any = inputs.objective
     found: list[torch.Tensor] = []
     facts: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
     with inputs.bar(inputs.num_batches) as bar:
         for batch in inputs.batches():
             texts, vectors = objective.embeddings(inputs.model, to_device(batch, inputs.device))
@@ -160,10 +175,13 @@ def embed_all(inputs: EvaluationInputs) -> tuple[torch.Tensor, np.ndarray, np.nd
             kept = np.flatnonzero(owner >= 0)
             found.append(vectors[torch.from_numpy(kept).to(vectors.device)])
             facts.append(np.stack([texts.keys.cpu().numpy(), np.minimum(number, 2), owner])[:, kept])
+            labels.append(np.repeat(texts.labels.double().cpu().numpy(), texts.per_sample)[kept])
             bar.advance()
     mine = torch.from_numpy(np.concatenate(facts, axis=1).T.copy()).to(inputs.device)
     keys, kinds, owners = reduce.gather_uneven(mine).cpu().numpy().T
-    return reduce.gather_uneven(torch.cat(found)), keys, kinds, owners
+    own_labels = torch.from_numpy(np.concatenate(labels)).to(inputs.device)
+    all_labels = reduce.gather_uneven(own_labels).cpu().numpy()
+    return HeldOut(reduce.gather_uneven(torch.cat(found)), keys, kinds, owners, all_labels)
 
 
 __all__ = ["Retrieval"]

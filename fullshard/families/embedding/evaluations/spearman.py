@@ -1,4 +1,4 @@
-"""How well similarities follow the labels of held-out pairs: Spearman's rank correlation.
+"""Spearman's rank correlation of similarities with the labels of held-out pairs.
 
 Must not know the loss or how the model was trained.
 """
@@ -15,9 +15,8 @@ from torch import nn
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.contracts.objective import Numbers, Objective
-from fullshard.dist import reduce
 from fullshard.errors import DataError, missing_package
-from fullshard.families.embedding.evaluations.retrieval import embed_all, require_embeddings
+from fullshard.families.embedding.evaluations.retrieval import HeldOut, embed_all, require_embeddings
 
 
 class Spearman(Evaluation):
@@ -46,28 +45,20 @@ class Spearman(Evaluation):
 
         if inputs.num_batches == 0:
             return Findings()
-        vectors, keys, kinds, owners = embed_all(inputs)
-        labels = self._labels(inputs)
-        first = _first_of_equals(keys, owners)
+        held = embed_all(inputs)
+        first = _first_of_equals(held.keys, held.owners)
+        places = [_places(held, kind) for kind in (0, 1)]
         queries, positives = (
-            F.normalize(vectors[torch.from_numpy(first[_places(kinds, owners, kind)]).to(vectors.device)], dim=-1)
-            for kind in (0, 1)
+            F.normalize(held.vectors[torch.from_numpy(first[some]).to(held.vectors.device)], dim=-1) for some in places
         )
+        labels = held.labels[places[0]]
         cosines = (queries * positives).sum(-1).cpu().numpy()
         return Findings({"spearman": float(spearmanr(cosines, labels).statistic)})
 
-    def _labels(self, inputs: EvaluationInputs) -> np.ndarray:
-        """In the order of the samples."""
-        batches = [(batch["sample_ids"], batch["label"]) for batch in inputs.batches()]
-        ids, values = (torch.cat(each).double() for each in zip(*batches, strict=True))
-        mine = torch.stack([ids, values], dim=1)[ids >= 0].to(inputs.device)
-        table = reduce.gather_uneven(mine).cpu().numpy()
-        return np.asarray(table[np.argsort(table[:, 0]), 1])
-
 
 def _first_of_equals(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """For each text, where the first of its equals stands. Equal texts in batches of other lengths differ by rounding,
-    which would break the tie of equal pairs at random."""
+    """For each text, the index of the first equal text. Embeddings of equal texts from batches of other lengths differ by
+    rounding, which would break ties of equal pairs at random."""
     order = np.argsort(owners, kind="stable")
     _, first, which = np.unique(keys[order], return_index=True, return_inverse=True)
     places = np.empty_like(order)
@@ -75,9 +66,10 @@ def _first_of_equals(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
     return places
 
 
-def _places(kinds: np.ndarray, owners: np.ndarray, kind: int) -> np.ndarray:
-    found = np.flatnonzero(kinds == kind)
-    return np.asarray(found[np.argsort(owners[found], kind="stable")])
+def _places(held: HeldOut, kind: int) -> np.ndarray:
+    """Texts of a kind, in the order of their samples."""
+    found = np.flatnonzero(held.kinds == kind)
+    return np.asarray(found[np.argsort(held.owners[found], kind="stable")])
 
 
 __all__ = ["Spearman"]

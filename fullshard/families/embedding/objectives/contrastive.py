@@ -1,8 +1,8 @@
-"""Embeddings that lie near what they belong to: queries, positives and negatives of a whole step, over all ranks.
+"""Contrastive training: queries, positives and negatives of a whole step, over all ranks.
 
-Negatives are shared by all samples of a step, so the loss couples micro-batches. More than one of them, or a cache, is
-run twice: first without gradients for all embeddings, then chunk by chunk with the gradient that each embedding has in
-the loss. Must not know data sources, optimizers or how a loss compares embeddings.
+Negatives are shared by all samples of a step, so the loss couples micro-batches. With several chunks the model runs
+twice, as in GradCache: first without gradients for all embeddings, then chunk by chunk with the gradient of the loss
+with respect to each embedding. Must not know data sources, optimizers or how a loss compares embeddings.
 """
 
 from __future__ import annotations
@@ -24,46 +24,31 @@ from fullshard.dist import reduce
 from fullshard.dist.gradient_sync import one_by_one
 from fullshard.dist.scalars import NAME as SCALARS
 from fullshard.dist.scalars import Scalars
-from fullshard.dist.upload import upload
 from fullshard.errors import DataError, RecipeError
-from fullshard.families.embedding.batching.chunks import (
-    Chunk,
-    Images,
-    Texts,
-    crowded,
-    cut,
-    fill_up,
-    have_images,
-    inputs,
-    see,
-    spread,
-    there,
-)
-from fullshard.families.embedding.batching.rng_state import Randomness
-from fullshard.families.embedding.batching.row_layout import lay_out
+from fullshard.families.embedding.batching.chunks import Chunk, Images, Texts, crowded, inputs, spread, there
+from fullshard.families.embedding.batching.rng_state import RngState
+from fullshard.families.embedding.batching.step_plan import StepPlan
 from fullshard.families.embedding.objectives.matryoshka import Matryoshka
 from fullshard.similarity.base import Embedded, SimilarityLoss
 
 FEW = 64
-"""Texts that are looked at before the first step."""
+"""Texts that are tried before step 1."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""How far a vector of length 1 may move when its text shares a row with others."""
-
-
+"""How far a unit vector may move when its text shares a row with others."""
 KEPT = 8
-"""Up to so many chunks the activations of one stay through the loss, which saves one of as many forward passes. With
-more the gain is small, and the memory of the loss, which grows with the batch, would come on top."""
+"""With at most this many chunks, the last chunk's activations are kept during the loss, which saves one forward pass.
+With more chunks the gain is small, and the memory of the loss, which grows with the batch, would come on top."""
 
 
 class Cache(Section):
-    """Chunks of the two passes."""
+    """How a step is cut into chunks."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("chunk", "tokens"),)
 
     chunk: int | None = Field(None, ge=1)
-    """Texts that go through the model together; their activations are what memory is needed for."""
+    """Texts that go through the model together; their activations decide the memory."""
     tokens: int | None = Field(None, ge=1)
-    """The same as a number of tokens, whatever the lengths."""
+    """The same as a number of tokens, for texts of any length."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -87,9 +72,9 @@ class Contrastive(Objective):
     )
     """How embeddings are compared."""
     matryoshka: Matryoshka | None = None
-    """Train the first numbers of each embedding as embeddings: true, a list of dimensions, or settings."""
+    """Train prefixes of each embedding as embeddings too: true, a list of dimensions, or settings."""
     cache: Cache | None = None
-    """Two passes in chunks, so that memory does not grow with the batch: so many texts, {chunk: 64} or {tokens: N}."""
+    """Two passes in chunks, so that memory does not grow with the batch: a number of texts, {chunk: 64}, {tokens: N}."""
     teacher: Family | None = None
     """The frozen model that objective.loss: distillation learns from; it must have the same tokenizer."""
     across_ranks: bool = True
@@ -98,7 +83,7 @@ class Contrastive(Objective):
     @model_validator(mode="after")
     def _teacher(self) -> Contrastive:
         if self.similarity.needs_teacher != (self.teacher is not None):
-            raise ValueError("objective.teacher goes with objective.loss: distillation, and it needs one")
+            raise ValueError("objective.teacher and objective.loss: distillation need each other")
         return self
 
     def gives(self) -> Numbers:
@@ -111,15 +96,15 @@ class Contrastive(Objective):
         model: Any = module
         if not hasattr(model, "embed"):
             raise RecipeError(
-                f"objective.kind = contrastive needs a model that gives embeddings, and {type(module).__name__} is "
-                "none. Use model.kind: sentence_transformer."
+                f"objective.kind = contrastive needs an embedding model, and {type(module).__name__} is not one. "
+                "Use model.kind: sentence_transformer."
             )
         width = model.embedding_width
         for dim, _ in self.matryoshka.of(width) if self.matryoshka else ():
             if dim > width:
                 raise RecipeError(
-                    f"objective.matryoshka.dims has {dim}, and the model's embeddings have {width} numbers. Each must "
-                    f"be at most {width}."
+                    f"objective.matryoshka.dims has {dim}, and the model's embeddings have {width} dimensions. Each "
+                    f"must be at most {width}."
                 )
         if learned := self.similarity.learned():
             setattr(model, SCALARS, Scalars(learned))
@@ -128,7 +113,7 @@ class Contrastive(Objective):
         return int((batch["sample_ids"] >= 0).sum())
 
     def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
-        """Every record has what the loss compares, and a step has samples to compare."""
+        """Every record has what the loss compares, and a step has enough samples."""
         texts = stored.store.sizes("lengths")[stored.chosen]
         if self.similarity.requires_negatives() and (without := stored.chosen[texts < 3]).size:
             raise DataError(
@@ -139,8 +124,8 @@ class Contrastive(Objective):
         labels = stored.store.flat("label")[stored.chosen]
         if getattr(self.similarity, "mask_labels", False) and len(labels) > 1 and (labels == labels[0]).all():
             raise DataError(
-                f"data: every record has the label {labels[0]:g}, so no other sample is a negative and nothing is "
-                "learned. Map another column (data.encode.column_mapping), or set objective.loss.mask_labels: false."
+                f"data: every record has the label {labels[0]:g}, so no sample is a negative and nothing is learned. "
+                "Map another column (data.encode.column_mapping), or set objective.loss.mask_labels: false."
             )
         missing = stored.chosen[np.isnan(labels)]
         if self.similarity.needs_labels and missing.size:
@@ -150,12 +135,12 @@ class Contrastive(Objective):
             )
         if samples_per_step < 2 and self.similarity.in_batch and int(texts.max()) < 3:
             raise RecipeError(
-                "batch: a step has one sample, and without negatives of its own there is nothing to tell its positive "
-                "from. Raise batch.per_device or batch.global to at least 2."
+                "batch: a step has one sample, and records have no negatives, so there is nothing to compare its "
+                "positive with. Raise batch.per_device or batch.global to at least 2."
             )
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
-        """Texts that share a row keep their embeddings; where they do not, rows are not shared."""
+        """Texts that share a row keep their embeddings; if they do not, texts are padded instead."""
         bound: Any = model
         bound.packs = False
         if not packed:
@@ -171,9 +156,9 @@ class Contrastive(Objective):
                 apart = float((alone - shared).norm(dim=-1).max() / alone.norm(dim=-1).max().clamp(min=1e-6))
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # a model that takes no mask of more than one axis a row
+            except Exception as error:  # a model that takes no 4-d attention mask
                 why = f", {type(error).__name__}"
-        # Asked of all ranks, whatever happened on this one.
+        # A collective: every rank gets here, whatever happened above.
         if reduce.any_rank(not apart <= TOLERANCE[compute], texts.device):
             return [f"texts are padded: in this model they cannot share a row ({apart:.1e} apart{why})"]
         bound.packs = True
@@ -197,7 +182,7 @@ class Contrastive(Objective):
         taught = self._taught(plan, aux)
         if len(plan.chunks) == 1:
             vectors, scalars = self._embed(model, plan.texts, plan.chunks[0], longest=plan.longest)
-            vectors = vectors[_inverse(plan.chunks, plan.texts)]
+            vectors = vectors[plan.inverse()]
             loss = self._reduced(self._embedded(vectors, scalars, plan, taught))
             scale(loss / total).backward()
         else:
@@ -206,25 +191,16 @@ class Contrastive(Objective):
             loss = self._reduced(self._embedded(leaves[0], leaves[1] if len(leaves) > 1 else None, plan, taught))
             scale(loss / total).backward()
             self._second_pass(model, plan, first, *(leaf.grad for leaf in leaves))
-        return [Terms(loss.detach(), {"padding": _padding(plan, packed=_packs(model))})]
+        return [Terms(loss.detach(), {"padding": plan.padding(packed=_packs(model))})]
 
     def embeddings(self, model: nn.Module, batch: Batch) -> tuple[Texts, torch.Tensor]:
-        """The texts of a batch and an embedding of each, without gradients; every rank must ask in step."""
+        """The texts of a batch and an embedding of each, without gradients; every rank must call this in step."""
         plan = self._plan([batch])
         return plan.texts, self._first_pass(model, plan).vectors
 
-    def _plan(self, batches: Sequence[Batch]) -> _Plan:
-        """What all ranks must do alike: as many chunks, and room for as many negatives and tokens."""
-        texts = Texts.of(batches)
+    def _plan(self, batches: Sequence[Batch]) -> StepPlan:
         cache = self.cache
-        chunks = cut(texts, size=cache.chunk if cache else None, tokens=cache.tokens if cache else None)
-        mine = [len(chunks), int(texts.per_sample.max()) - 2, int(texts.lengths.max())]
-        count, negatives, longest = reduce.max_over_ranks(mine, texts.device)
-        chunks = fill_up(chunks, count)
-        if texts.images is not None:
-            seen = reduce.max_over_ranks([int(has) for has in have_images(texts, chunks)], texts.device)
-            chunks = see(chunks, [bool(has) for has in seen])
-        return _Plan(texts, chunks, negatives, longest)
+        return StepPlan.of(batches, size=cache.chunk if cache else None, tokens=cache.tokens if cache else None)
 
     def _embed(
         self, model: Any, texts: Texts, chunk: Chunk, *, longest: int = 0, packed: bool | None = None
@@ -234,33 +210,33 @@ class Contrastive(Objective):
         given = inputs(texts, chunk, packed=packed, pad=_pad(model), images=_images(model))
         vectors, scalars = model.embed(**given, tokens=tokens)
         vectors = spread(vectors, given["lengths"], longest) if tokens and longest else vectors
-        # What comes after the texts is a blank image, run to keep step with ranks that have one.
+        # After the texts comes a blank image, which keeps this rank in step with ranks that have one.
         return vectors if tokens and not longest else vectors[: len(chunk.texts)], scalars
 
     @torch.no_grad()
-    def _first_pass(self, model: nn.Module, plan: _Plan, *, keep: bool = False) -> _First:
-        """All embeddings. With `keep` the activations of the last chunk stay: it need not run again."""
-        states: list[Randomness] = []
+    def _first_pass(self, model: nn.Module, plan: StepPlan, *, keep: bool = False) -> _First:
+        """All embeddings. `keep`: the activations of the last chunk are kept, so that it need not run again."""
+        states: list[RngState] = []
         found: list[torch.Tensor] = []
         scalars = None
         for number, chunk in enumerate(plan.chunks, start=1):
-            states.append(Randomness.now(plan.texts.device))
+            states.append(RngState.now(plan.texts.device))
             with torch.set_grad_enabled(keep and number == len(plan.chunks)):
                 vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
             found.append(vectors)
         kept = (found[-1], scalars) if keep else None
         joined = torch.cat([vectors for vectors, chunk in zip(found, plan.chunks, strict=True) if not chunk.filler])
-        return _First(joined[_inverse(plan.chunks, plan.texts)], scalars, states, kept)
+        return _First(joined[plan.inverse()], scalars, states, kept)
 
     def _second_pass(
         self,
         model: nn.Module,
-        plan: _Plan,
+        plan: StepPlan,
         first: _First,
         gradient: torch.Tensor | None,
         of_scalars: torch.Tensor | None = None,
     ) -> None:
-        """The same forward passes again, from last to first, each followed by its share of the backward pass."""
+        """The same forward passes again, from last to first, each followed by its backward pass."""
         assert gradient is not None
         device = plan.texts.device
         kept, first.kept = first.kept, None
@@ -276,20 +252,20 @@ class Contrastive(Objective):
             if scalars is not None and of_scalars is not None:
                 surrogate = surrogate + (scalars * (of_scalars if chunk is plan.chunks[0] else 0.0)).sum()
             surrogate.backward()
-            del vectors, surrogate  # with them go the activations, before the next chunk makes its own
+            del vectors, surrogate  # frees the activations before the next chunk makes its own
 
-    def _taught(self, plan: _Plan, aux: dict[str, nn.Module]) -> torch.Tensor | None:
-        """What the teacher makes of the same texts."""
+    def _taught(self, plan: StepPlan, aux: dict[str, nn.Module]) -> torch.Tensor | None:
+        """The teacher's embeddings of the same texts."""
         if self.teacher is None:
             return None
         with torch.no_grad():
-            before = Randomness.now(plan.texts.device)
+            before = RngState.now(plan.texts.device)
             vectors = self._first_pass(aux["teacher"], plan).vectors
             before.restore(plan.texts.device)
         return vectors
 
     def _embedded(
-        self, vectors: torch.Tensor, scalars: torch.Tensor | None, plan: _Plan, taught: torch.Tensor | None
+        self, vectors: torch.Tensor, scalars: torch.Tensor | None, plan: StepPlan, taught: torch.Tensor | None
     ) -> Embedded:
         """Queries, positives and negatives of all ranks."""
         texts, device = plan.texts, plan.texts.device
@@ -341,35 +317,17 @@ class Contrastive(Objective):
         return torch.stack([weight * self.similarity.loss(embedded.narrowed(dim)) for dim, weight in dims]).sum()
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The work of one step."""
-
-    texts: Texts
-    chunks: list[Chunk]
-    negatives: int
-    """Of the sample that has most, over all ranks."""
-    longest: int
-    """Tokens of the longest text, over all ranks."""
-
-
 @dataclass
 class _First:
-    """What the first of two passes leaves."""
+    """The result of the first of two passes."""
 
     vectors: torch.Tensor
     """In the order of the texts."""
     scalars: torch.Tensor | None
-    states: list[Randomness]
-    """The randomness of each chunk."""
+    states: list[RngState]
+    """The RNG state of each chunk."""
     kept: tuple[torch.Tensor, torch.Tensor | None] | None
-    """The last chunk's embeddings and scalars, with all that its backward pass needs."""
-
-
-def _inverse(chunks: Sequence[Chunk], texts: Texts) -> torch.Tensor:
-    """Where each text's embedding lies among those of the chunks one after the other."""
-    order = np.concatenate([chunk.texts for chunk in chunks if not chunk.filler])
-    return there(np.argsort(order), texts.device)
+    """The last chunk's embeddings and scalars, with their graph."""
 
 
 def _packs(model: Any) -> bool:
@@ -382,20 +340,12 @@ def _images(model: Any) -> Images | None:
 
 
 def _pad(model: Any) -> int:
-    """A token for places that no text has; what it is does not matter, as nothing sees it."""
+    """A token for padding; no text sees it, so any token will do."""
     return int(getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0)
 
 
-def _padding(plan: _Plan, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places without a token, and all places that were computed."""
-    layouts = [lay_out(plan.texts.lengths[c.texts], packed=packed and not c.sees) for c in plan.chunks]
-    numbers = [sum(layout.padding for layout in layouts), sum(layout.source.size for layout in layouts)]
-    padding, places = upload(torch.tensor(numbers, dtype=torch.float64), plan.texts.device)
-    return padding, places
-
-
 def _accuracy(embedded: Embedded) -> tuple[torch.Tensor, torch.Tensor]:
-    """Own queries that lie nearest to their own positive, and own queries."""
+    """How many of this rank's queries are closest to their own positive, and how many queries there are."""
     queries, positives = (F.normalize(each, dim=-1) for each in (embedded.queries, embedded.positives))
     scores = queries[embedded.own] @ positives.T
     keys = embedded.positive_keys
