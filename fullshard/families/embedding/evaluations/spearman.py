@@ -57,7 +57,7 @@ class Spearman(Evaluation):
 
 
 def _first_of_equals(keys: np.ndarray, owners: np.ndarray) -> np.ndarray:
-    """For each text, the index of the first equal text. Embeddings of equal texts from batches of other lengths differ by
+    """For each text, the index of the first equal text. Embeddings of equal texts from other batches differ by
     rounding, which would break ties of equal pairs at random."""
     order = np.argsort(owners, kind="stable")
     _, first, which = np.unique(keys[order], return_index=True, return_inverse=True)

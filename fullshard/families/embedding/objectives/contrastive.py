@@ -74,7 +74,7 @@ class Contrastive(Objective):
     matryoshka: Matryoshka | None = None
     """Train prefixes of each embedding as embeddings too: true, a list of dimensions, or settings."""
     cache: Cache | None = None
-    """Two passes in chunks, so that memory does not grow with the batch: a number of texts, {chunk: 64}, {tokens: N}."""
+    """Two passes in chunks, so that memory does not grow with the batch: texts, {chunk: 64}, {tokens: N}."""
     teacher: Family | None = None
     """The frozen model that objective.loss: distillation learns from; it must have the same tokenizer."""
     across_ranks: bool = True
