@@ -7,11 +7,9 @@ and must not know how anything is done.
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -19,14 +17,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperGroup
+from typer.main import get_command
 
 from fullshard.commands import recipes
 from fullshard.commands.explain import explain
 from fullshard.commands.options import json_alone
 from fullshard.commands.other_tools import refuse_foreign
+from fullshard.commands.recipe_arguments import (
+    AsJson,
+    Devices,
+    Gpus,
+    Master,
+    NodeRank,
+    Nodes,
+    Output,
+    Preset,
+    RecipeArguments,
+    RecipeName,
+    ResumeAnyway,
+    Settings,
+)
 from fullshard.commands.verify import verify
 from fullshard.config import families
-from fullshard.errors import FullshardError, RecipeError, SetupError
+from fullshard.errors import FullshardError, SetupError
 from fullshard.evaluate.command import evaluate
 from fullshard.explain import crash
 from fullshard.explain.error_file import hand_over
@@ -35,38 +48,54 @@ from fullshard.generate.command import generate
 
 if TYPE_CHECKING:
     from fullshard.contracts.launcher import Ranks
-    from fullshard.dist.env import Launch
-    from fullshard.recipe import Topology
-    from fullshard.recipes.read import Reading
 
 
 class Commands(TyperGroup):
-    """The commands; a FullshardError of any of them prints without a traceback. So does the end of a rank that
-    only lost another: its launcher says what happened to that one, and the traceback is in the crash folder."""
+    """The commands, those of families included; these are imported only where one of them is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._add_those_of_families()
+        return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """An argument's name says what it takes; typer would add `<str>` and `<list[str]>` to the help."""
+        if cmd_name not in self.commands:
+            self._add_those_of_families()
         command = super().get_command(ctx, cmd_name)
         for parameter in getattr(command, "params", ()):
+            # An argument's name says what it takes; typer would add `<str>` and `<list[str]>` to the help.
             if isinstance(parameter, TyperArgument):
                 setattr(parameter, "display_type_rich", lambda ctx: None)  # noqa: B010
         return command
 
+    def _add_those_of_families(self) -> None:
+        """`commands/sample.py` of a family has a function `sample`."""
+        for name, module in families.commands().items():
+            if name not in self.commands:
+                self.add_command(_command(getattr(importlib.import_module(module), name)), name)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        refuse_foreign(args, self.commands)
+        refuse_foreign(args, self.list_commands(ctx) if args and args[0] not in self.commands else self.commands)
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: Any) -> Any:
+    def main(self, *args: Any, **more: Any) -> Any:
+        """Prints a FullshardError without a traceback. The same for a rank that only lost another one: its launcher
+        says what happened to that one, and the traceback is in the crash folder."""
         try:
-            return super().invoke(ctx)
+            return super().main(*args, **more)
         except Exception as error:
             if isinstance(error, FullshardError) and not crash.lost_a_rank(error):
                 tell(error)
-                raise typer.Exit(error.exit_code) from None
+                sys.exit(error.exit_code)
             if not crash.is_told_elsewhere(error):
                 raise
             typer.echo(f"Rank {os.environ.get('RANK', '0')} lost another rank.", err=True)
-            raise typer.Exit(1) from None
+            sys.exit(1)
+
+
+def _command(function: Callable[..., Any]) -> Any:
+    single = typer.Typer(rich_markup_mode=None, add_completion=False)
+    single.command(context_settings={"help_option_names": ["--help", "-h"]})(function)
+    return get_command(single)
 
 
 app = typer.Typer(
@@ -78,13 +107,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
     help="Train models with PyTorch FSDP: one recipe, one command, from a laptop to many nodes.",
 )
-
-_SHARED = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--output")
-OPTIONS = {
-    "train": (*_SHARED, "--resume", "--resume-anyway", "--dry-run"),
-    "check": (*_SHARED, "--resume", "--resume-anyway", "--quick", "--units", "--json"),
-    "prove": ("--devices", "--gpus", "--preset", "--output", "--cases", "--keep", "--json"),
-}
 
 
 def main() -> None:
@@ -135,43 +157,6 @@ def _whole(
     pass
 
 
-RecipeName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=recipes.complete_recipe
-    ),
-]
-Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe.")]
-Devices = Annotated[
-    str | None,
-    typer.Option(
-        "--devices",
-        "--num-processes",
-        metavar="N|0,1|auto",
-        help="Ranks on this node: a number, GPU ids, or auto for every GPU.",
-    ),
-]
-Gpus = Annotated[str | None, typer.Option(metavar="0,1", help="The GPUs to use, by id: 0,1, or just 2.")]
-Nodes = Annotated[
-    int | None, typer.Option("--nodes", "--num-nodes", min=1, metavar="N", help="How many machines take part.")
-]
-NodeRank = Annotated[int | None, typer.Option(metavar="N", help="The number of this machine, from 0.")]
-Master = Annotated[
-    str | None,
-    typer.Option(metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
-]
-Preset = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Settings under those of the recipe.", autocompletion=recipes.complete_preset),
-]
-Output = Annotated[
-    str | None, typer.Option(metavar="DIR", help="The folder that holds run folders; a URL for a remote store.")
-]
-ResumeAnyway = Annotated[
-    bool, typer.Option("--resume-anyway", help="Go on although the recipe has changed in a way that matters.")
-]
-
-
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     recipe: RecipeName,
@@ -205,14 +190,13 @@ def train(
     Exit codes: 0 done; 2 a mistake in the recipe, the data or the set-up; 3 stopped by a numerical guard; 75 preempted
     after a save, run the same command again to go on.
     """
-    given = {"--devices": devices, "--gpus": gpus, "--nodes": nodes, "--output": output, "--preset": preset}
-    reading = _read("train", recipe, settings, given | {"--node-rank": node_rank, "--master": master})
-    launch = _launch(node_rank=node_rank, master=master)
+    asked = RecipeArguments("train", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master)
+    reading, launch = asked.read(), asked.launch()
     from fullshard import run
 
     if launch.launcher != "none" and not dry_run:
         raise typer.Exit(run.join(reading, resume=resume, anyway=resume_anyway))
-    ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank, master=master)
+    ranks = asked.ranks(reading.recipe.topology, launch)
     if not dry_run:
         raise typer.Exit(run.train(reading, resume=resume, ranks=ranks, anyway=resume_anyway))
     if launch.rank == 0:
@@ -239,7 +223,7 @@ def check(
         bool, typer.Option("--quick", help="Look only: start no ranks, and skip the trial of the model.")
     ] = False,
     units: Annotated[bool, typer.Option("--units", help="Print every FSDP unit with its dtypes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+    as_json: AsJson = False,
     trial_in: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check everything that RECIPE needs before it costs GPU time.
@@ -252,27 +236,26 @@ def check(
     """
     from fullshard.check import command
 
-    options = command.CheckOptions(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
-    given = {"--devices": devices, "--gpus": gpus, "--nodes": nodes, "--output": output, "--preset": preset}
-    given |= {"--node-rank": node_rank, "--master": master, "--resume": resume}
+    asked = RecipeArguments("check", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master, resume)
+    how = command.CheckOptions(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
     try:
-        with json_alone(options.as_json):
-            reading = _read("check", recipe, settings, given)
+        with json_alone(how.as_json):
+            reading = asked.read()
             again = reading.typed.again() if reading.typed else ""
-            options = replace(options, command=f"{again} --resume-anyway" if resume_anyway else again)
-        launch = _launch(node_rank=node_rank, master=master)
+            how = replace(how, command=f"{again} --resume-anyway" if resume_anyway else again)
+        launch = asked.launch()
         if trial_in is not None:
             raise typer.Exit(command.trial_rank(reading, trial_in))
     except FullshardError as mistake:
-        raise typer.Exit(command.refused(mistake, options)) from None
+        raise typer.Exit(command.refused(mistake, how)) from None
     ranks: Ranks | SetupError
     try:
-        ranks = _ranks(reading.recipe.topology, launch, node_rank=node_rank, master=master)
+        ranks = asked.ranks(reading.recipe.topology, launch)
     except SetupError as mistake:
         ranks = mistake
     if launch.launcher != "none" and not isinstance(ranks, SetupError):
-        raise typer.Exit(command.check_as_rank(reading, ranks, options, rank=launch.rank))
-    raise typer.Exit(command.check(reading, ranks, options))
+        raise typer.Exit(command.check_as_rank(reading, ranks, how, rank=launch.rank))
+    raise typer.Exit(command.check(reading, ranks, how))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
@@ -287,7 +270,7 @@ def prove(
         str | None, typer.Option(metavar="LIST", help="Some of resume,world,split,strategy instead of all.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs, and say where they are.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
+    as_json: AsJson = False,
     as_rank: Annotated[bool, typer.Option("--as-rank", hidden=True)] = False,
 ) -> None:
     """Prove that RECIPE resumes exactly, in a few short runs of it.
@@ -305,106 +288,16 @@ def prove(
         from fullshard.prove.rank import run_one
 
         raise typer.Exit(run_one(Path(recipe)))
+    asked = RecipeArguments("prove", recipe, settings, devices, gpus, output=output, preset=preset)
     with json_alone(as_json):
-        given = {"--devices": devices, "--gpus": gpus, "--output": output, "--preset": preset}
-        reading = _read("prove", recipe, settings, given)
-    command.refuse_launcher(_launch(node_rank=None, master=None).launcher)
-    options = command.ProveOptions(cases, keep, as_json)
-    raise typer.Exit(command.prove(reading, command.own_ranks(reading.recipe.topology), options))
-
-
-def _read(command: str, recipe: str, words: list[str] | None, options: dict[str, Any]) -> Reading:
-    """The recipe with the settings in `words` and the options that were given."""
-    from fullshard.config.arguments import Typed, to_overrides
-    from fullshard.recipe import Recipe
-    from fullshard.recipes.read import read
-
-    if recipe.startswith("-"):
-        raise RecipeError(
-            f"{recipe} stands where the recipe is expected. Write: fullshard {command} RECIPE {recipe} ..."
-        )
-    given = {option: str(value) for option, value in options.items() if value is not None}
-    settings = to_overrides(words or [], sections=list(Recipe.model_fields), options=OPTIONS[command])
-    own = [word for option, value in given.items() for word in (option, value)]
-    typed = Typed((*_starter(), "train", recipe, *own), tuple(settings))
-    return read(recipe, *_overrides(settings, given), preset=given.get("--preset"), typed=typed)
-
-
-def _starter() -> tuple[str, ...]:
-    """What starts as many ranks as there are now. The nodes of a launcher are its own matter."""
-    from fullshard.dist.env import detect
-
-    launch = detect(os.environ)
-    if launch.launcher == "none":
-        return ("fullshard",)
-    if launch.launcher == "slurm" or launch.num_nodes > 1:
-        return ("srun", "fullshard") if launch.launcher == "slurm" else ("torchrun", "...", "-m", "fullshard")
-    return ("torchrun", "--standalone", "--nproc-per-node", str(launch.local_world), "-m", "fullshard")
-
-
-_KEYS = {
-    "--devices": "topology.devices",
-    "--gpus": "topology.devices",
-    "--nodes": "topology.nodes",
-    "--output": "output",
-}
-
-
-def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:
-    """The options and the settings of the command line as one list; the same key twice is an error."""
-    from fullshard.config.arguments import key_of
-
-    given = {option: (_KEYS[option], value) for option, value in options.items() if option in _KEYS}
-    if "--gpus" in given:
-        given["--gpus"] = (_KEYS["--gpus"], f"[{options['--gpus'].strip('[]')}]")
-    said: dict[str, str] = {}
-    for key, text in [(k, f"{option} {v}") for option, (k, v) in given.items()] + [(key_of(s), s) for s in settings]:
-        if said.setdefault(key, text) != text:
-            raise RecipeError(f"{said[key]} and {text} on the command line both set {key}. Give one of them.")
-    # Quoted, so that a folder called 1e3 stays a name; the recipe decides what devices mean.
-    own = [f"{key}={json.dumps(value) if key == 'output' else value}" for key, value in given.values()]
-    return [*own, *settings]
-
-
-def _launch(*, node_rank: int | None, master: str | None) -> Launch:
-    """Who started this process. Node options and a launcher exclude each other."""
-    from fullshard.dist.env import Launch, detect
-
-    launch = detect(os.environ)
-    if launch.launcher == "none" or (node_rank is None and master is None):
-        return launch
-    if launch.launcher == "slurm" or "LOCAL_RANK" in os.environ:
-        raise SetupError(
-            f"--node-rank and --master are for runs that fullshard starts itself; this process was started by "
-            f"{launch.launcher} as rank {launch.rank} of {launch.world}. Leave these options out."
-        )
-    # A cluster's RANK and WORLD_SIZE that count nodes: the options say what is meant.
-    for name in ("RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
-    return Launch("none")
-
-
-def _ranks(topology: Topology, launch: Launch, *, node_rank: int | None, master: str | None) -> Ranks:
-    from fullshard.contracts.launcher import Ranks
-
-    if launch.launcher != "none":
-        return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
-    from fullshard.setup.on_ranks import ranks_of
-
-    return ranks_of(topology, node_rank=node_rank, master=master)
-
-
-def _of_families() -> Iterator[Callable[..., Any]]:
-    """The commands that families bring: `commands/sample.py` has a function `sample`."""
-    for package in families.folders("commands"):
-        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-            yield getattr(importlib.import_module(f"{package}.{module.name}"), module.name)
+        reading = asked.read()
+    command.refuse_launcher(asked.launch().launcher)
+    how = command.ProveOptions(cases, keep, as_json)
+    raise typer.Exit(command.prove(reading, command.own_ranks(reading.recipe.topology), how))
 
 
 for _plain in (verify, export, generate):
     app.command()(_plain)
-for _of_family in _of_families():
-    app.command()(_of_family)
 for _free in (explain, evaluate):
     app.command(context_settings={"ignore_unknown_options": True})(_free)
 app.add_typer(recipes.recipes, name="recipes")

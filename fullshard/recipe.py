@@ -6,6 +6,7 @@ Must not know YAML, torch, ranks or any concrete part.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.checkpoint import folder
 from fullshard.checkpoint.settings import Checkpoint, remote_output
+from fullshard.config.foreign_keys import NO_EFFECT, NoEffect
 from fullshard.config.part import Section, decode
 from fullshard.contracts.data import Encoder, Source
 from fullshard.contracts.ema import Ema
@@ -118,6 +120,8 @@ class Wrap(Section):
 class Sharding(Section):
     """How the model is spread over the ranks."""
 
+    no_effect: ClassVar[Mapping[str, NoEffect]] = NO_EFFECT["sharding"]
+
     strategy: Literal["auto", "full", "grad_op", "hybrid", "none"] = "auto"
     """full: parameters, gradients and optimizer state; grad_op: parameters stay gathered from forward to backward;
     hybrid: sharded within a node, replicated across nodes; none: replicated."""
@@ -133,30 +137,10 @@ class Sharding(Section):
     """Compile each block; null: on CUDA yes, on a CPU no."""
     sync_batchnorm: bool = False
     """Share batch-norm statistics over ranks."""
-    use_orig_params: bool | None = None
-    """Accepted without effect: FSDP2 always keeps the original parameters."""
-    limit_all_gathers: bool | None = None
-    """Accepted without effect: FSDP2 needs no limit."""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "NONE"] | None = None
-    """Accepted without effect: FSDP2 always gathers the next block early, as BACKWARD_PRE did."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
         return {"strategy": value} if isinstance(value, str) else value
-
-    def notes(self) -> list[str]:
-        """What happens instead, for each key that FSDP2 made meaningless."""
-        notes = []
-        if self.use_orig_params is not None:
-            notes.append("sharding.use_orig_params has no effect: FSDP2 always keeps the original parameters.")
-        if self.limit_all_gathers is not None:
-            notes.append("sharding.limit_all_gathers has no effect: FSDP2 bounds the gathered memory by itself.")
-        if self.backward_prefetch not in (None, "BACKWARD_PRE"):
-            notes.append(
-                f"sharding.backward_prefetch = {self.backward_prefetch} is not available: "
-                "FSDP2 always gathers the next block's parameters early, as BACKWARD_PRE did."
-            )
-        return notes
 
 
 class Topology(Section):

@@ -22,6 +22,7 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.folder import write_json
 from fullshard.checkpoint.paths import reaching
 from fullshard.config.part import plain
+from fullshard.config.section import without_effect
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose, resume_point
@@ -294,5 +295,5 @@ def describe(reading: Reading, *, ranks: Ranks) -> str:
     recipe, console = reading.recipe, Console(silent=True)
     with libraries.route(console):
         inputs = prepare_inputs(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
-    lines = [*reading.overridden, *recipe.sharding.notes(), *inputs.data.report, *inputs.plan.describe()]
+    lines = [*reading.overridden, *without_effect(recipe), *inputs.data.report, *inputs.plan.describe()]
     return render(plain(recipe)) + "\n" + "\n".join(f"# {line}" for line in lines) + "\n"

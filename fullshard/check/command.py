@@ -25,6 +25,7 @@ from fullshard.check.report import Report
 from fullshard.commands.options import json_alone
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import EXIT_DONE, EXIT_USER, DataError, FullshardError, SetupError
+from fullshard.explain import crash
 from fullshard.explain.match import explain_exception
 from fullshard.recipes.read import Reading, hand_on
 
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
     from fullshard.log.console import Console
     from fullshard.recipe import Recipe, Topology
     from fullshard.setup.run_inputs import RunInputs
-
-
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""What gloo and NCCL say in a rank whose peer has ended."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +239,7 @@ def _merged(told: dict[int, list[dict[str, Any]]], code: int, *, said: str = "")
         )
         failures.insert(0, error("trial", " ".join(said.split()), advice))
     # A rank that lost the others says so too; what became of them says more.
-    causes = [failure for failure in failures if not any(words in failure.text for words in _LOST)]
+    causes = [failure for failure in failures if not crash.is_victim(failure.text)]
     agreed += causes or failures
     if code and not any(finding.level == "error" for finding in agreed):
         text = f"The trial ended with exit code {code} before the ranks could say why."
@@ -269,7 +266,7 @@ def _met(mistake: Exception) -> Finding:
     """What stopped the trial; what is no mistake of the user's in our words keeps its traceback."""
     if isinstance(mistake, FullshardError):
         return of("trial", mistake)
-    if any(words in str(mistake) for words in _LOST):
+    if crash.lost_a_rank(mistake):
         return error("trial", f"lost another rank ({mistake}).", "See what became of that one.")
     traceback.print_exception(mistake)
     known = [f"{m.entry.title}: `fullshard explain {m.entry.name}`." for m in explain_exception(mistake)[:1]]

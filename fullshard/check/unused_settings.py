@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fullshard.check.findings import Finding, warning
+from fullshard.config.section import without_effect
 from fullshard.contracts.launcher import Ranks
 from fullshard.formatting.plural import counted
 
@@ -22,7 +23,7 @@ LEAVE_OUT = "Leave it out."
 def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None) -> Iterator[Finding]:
     """Keys of the sharding section that cannot act on these ranks; `shards` is None where it is not known yet."""
     sharding = recipe.sharding
-    for line in sharding.notes():
+    for line in without_effect(recipe):
         yield warning("no effect", line, LEAVE_OUT)
     if sharding.cpu_offload and device == "cpu":
         yield warning(

@@ -1,4 +1,4 @@
-"""What is built in: recipes and presets, by name, each with the sentence its file opens with.
+"""Built-in recipes and presets, by name, each with the sentence that its file opens with.
 
 Must not import anything heavy: the command line lists and completes these names.
 """
@@ -8,13 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from fullshard.config import families
+from fullshard.errors import SetupError
 
 _PACKAGE = Path(__file__).parents[1]
 
 
 def recipes() -> dict[str, Path]:
     """The recipes of every family, by name."""
-    found = {name: path for folder in families.paths("recipes") for name, path in _yaml_files(folder).items()}
+    found: dict[str, Path] = {}
+    for folder in families.paths("recipes"):
+        for name, path in _yaml_files(folder).items():
+            if name in found:
+                raise SetupError(f"Two families bring a recipe called {name!r}: {found[name]} and {path}. Rename one.")
+            found[name] = path
     return dict(sorted(found.items()))
 
 

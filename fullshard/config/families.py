@@ -1,19 +1,20 @@
-"""Where families live: each folder of `fullshard/families`, and each package that an installed distribution names.
+"""Where families are: each folder of `fullshard/families`, and each package that an installed distribution names.
 
     [project.entry-points."fullshard.families"]
     speech = "my_package.speech"
 
 A family's folder `objectives/` holds its objectives, `models/` its models, and so on: the folders that contracts name.
-Its `recipes/` are built in, and each file of its `commands/` is a command. Must not import a family's parts.
+Its `recipes/` are built in, and each file of its `commands/` is a command: a function called like the file.
+Must not import a family's parts.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import pkgutil
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from fullshard.errors import SetupError
@@ -24,25 +25,35 @@ GROUP = "fullshard.families"
 
 @functools.cache
 def families() -> dict[str, str]:
-    """Each family's name and package."""
-    found = {
-        module.name: f"{GROUP}.{module.name}"
-        for module in pkgutil.iter_modules(importlib.import_module(GROUP).__path__)
-        if module.ispkg
-    }
-    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
+    """Each family's name and package; all of them can be imported."""
+    modules = pkgutil.iter_modules(importlib.import_module(GROUP).__path__)
+    found = {module.name: f"{GROUP}.{module.name}" for module in modules if module.ispkg}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         if found.setdefault(entry.name, entry.value) != entry.value:
             raise SetupError(
-                f"Two packages bring a family called {entry.name!r}: {found[entry.name]} and {entry.value}. "
-                "Uninstall one of them, or rename its entry point."
+                f"Two packages bring a family called {entry.name!r}: {found[entry.name]} and {entry.value}. Uninstall "
+                f"{_distribution(entry)}, or rename its entry point."
             )
+        try:
+            importlib.import_module(entry.value)
+        except Exception as error:  # whatever another package raises
+            raise SetupError(
+                f"The family {entry.name!r} of the installed package {_distribution(entry)} cannot be used: its module "
+                f"{entry.value} failed to import ({type(error).__name__}: {error}). Reinstall or uninstall "
+                f"{_distribution(entry)}."
+            ) from error
     return found
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else entry.value.partition(".")[0]
 
 
 @functools.cache
 def folders(name: str) -> tuple[str, ...]:
     """The packages of this name inside the families."""
-    return tuple(package for family in families().values() if exists(package := f"{family}.{name}"))
+    packages = (f"{family}.{name}" for family in families().values())
+    return tuple(package for package in packages if importlib.util.find_spec(package) is not None)
 
 
 def paths(name: str) -> list[Path]:
@@ -51,12 +62,15 @@ def paths(name: str) -> list[Path]:
     return [root / name for root in roots if (root / name).is_dir()]
 
 
-def exists(package: str) -> bool:
-    """Whether a package can be imported; its parents are imported to find out."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
+def commands() -> dict[str, str]:
+    """The commands that families bring, each with its module."""
+    found: dict[str, str] = {}
+    for package in folders("commands"):
+        for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if module.name in found:
+                raise SetupError(f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} bring it.")
+            found[module.name] = f"{package}.{module.name}"
+    return found
 
 
-__all__ = ["GROUP", "exists", "families", "folders", "paths"]
+__all__ = ["GROUP", "commands", "families", "folders", "paths"]

@@ -1,20 +1,22 @@
-"""What other trainers call a setting, and how a recipe writes it: HF Trainer, accelerate, DeepSpeed, axolotl,
+"""Keys and values of other trainers, and what a recipe writes instead: HF Trainer, accelerate, DeepSpeed, axolotl,
 torchtune, torchtitan, Lightning, LLaMA-Factory.
 
-One table of keys and one of values; an error names the key and the value to write. Nothing is translated silently.
-Must not know the recipe: a test holds every target to a key that exists.
+Four tables: KEYS and VALUES that have another name here, keys WITHOUT a counterpart, and keys that are accepted with
+NO_EFFECT. For the first three the error names the key and the value to write; for the last the run says what happens
+instead. Nothing is translated silently. Must not know the recipe: a test checks that every target is a key that exists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fullshard.formatting.yaml_text import shown
 
 KEYS: dict[str, str] = {
-    # Our key, which takes their value; `key=word`, written when their switch is on; `key=...$...`, with their value in
-    # the place of the $. Behind it their spellings; of two that fit, the one with more of the path counts.
+    # Left: our key, which takes their value; `key=word`, written when their switch is on; `key=...$...`, with their
+    # value in place of the $. Right: their spellings. Of two that match, the one with the longer path wins.
     "optimizer.lr": "learning_rate lr max_lr peak_lr",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.betas=[$, 0.95]": "adam_beta1 beta1",
@@ -122,7 +124,7 @@ KEYS: dict[str, str] = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    # Our key: our value, and what others write for it, in small letters.
+    # Our key: our value, and what others write for it, in lower case.
     "sharding.strategy": {
         "full": (
             "full_shard, full_shard auto_wrap, full_shard offload, fsdp, fsdp2, fsdp_full_shard, zero3, zero_3, "
@@ -169,11 +171,11 @@ VALUES: dict[str, dict[str, str]] = {
 }
 
 WITHOUT: dict[str, str] = {
-    # What has no counterpart, and what to do instead.
-    "resume_from_checkpoint": "Resuming is no setting: run the same command again, or name a folder: --resume PATH.",
+    # Keys without a counterpart, and what to do instead.
+    "resume_from_checkpoint": "Resuming is not a setting: run the same command again, or name a folder: --resume PATH.",
     "load_in_4bit": "Quantised weights are not trained: use model.lora=true, which keeps frozen weights as stored.",
     "load_in_8bit": "Quantised weights are not trained: use model.lora=true, which keeps frozen weights as stored.",
-    "push_to_hub": "Nothing is uploaded: the finished folder RUN/model can be, with `hf upload`.",
+    "push_to_hub": "fullshard uploads nothing: upload the finished folder RUN/model with `hf upload`.",
     "ddp_find_unused_parameters": "It is not needed: parameters without a gradient are found and named. Leave it out.",
     "find_unused_parameters": "It is not needed: parameters without a gradient are found and named. Leave it out.",
     "remove_unused_columns": "It is not needed: data.encode reads the columns that it knows. Leave it out.",
@@ -184,6 +186,45 @@ WITHOUT: dict[str, str] = {
     "evaluation_strategy": "Name the interval itself: evaluate.every_steps or evaluate.every_epochs.",
 }
 
+
+@dataclass(frozen=True)
+class NoEffect:
+    """A key that is accepted and does nothing."""
+
+    allowed: tuple[str | bool, ...]
+    help: str
+    """The key's description for editors."""
+    note: str
+    """What happens instead; {value} is the value given."""
+    as_always: tuple[str | bool, ...] = ()
+    """Values that ask for what happens anyway: nothing to say."""
+
+    def note_for(self, value: str | bool) -> str | None:
+        return None if value in self.as_always else self.note.format(value=shown(value))
+
+
+NO_EFFECT: dict[str, dict[str, NoEffect]] = {
+    # By section. FSDP1 had these switches; FSDP2 decides by itself.
+    "sharding": {
+        "use_orig_params": NoEffect(
+            (True, False),
+            "Accepted without effect: FSDP2 always keeps the original parameters.",
+            "sharding.use_orig_params has no effect: FSDP2 always keeps the original parameters.",
+        ),
+        "limit_all_gathers": NoEffect(
+            (True, False),
+            "Accepted without effect: FSDP2 needs no limit.",
+            "sharding.limit_all_gathers has no effect: FSDP2 bounds the gathered memory by itself.",
+        ),
+        "backward_prefetch": NoEffect(
+            ("BACKWARD_PRE", "BACKWARD_POST", "NONE"),
+            "Accepted without effect: FSDP2 always gathers the next block early, as BACKWARD_PRE did.",
+            "sharding.backward_prefetch = {value} is not available: "
+            "FSDP2 always gathers the next block's parameters early, as BACKWARD_PRE did.",
+            as_always=("BACKWARD_PRE",),
+        ),
+    },
+}
 
 _OURS = {spelling: ours for ours, spellings in KEYS.items() for spelling in spellings.split()}
 
@@ -243,4 +284,4 @@ def _quoted(setting: str) -> str:
     return f"'{setting}'" if any(character in setting for character in " {}[]*") else setting
 
 
-__all__ = ["KEYS", "VALUES", "WITHOUT", "inside", "of_key", "of_value"]
+__all__ = ["KEYS", "NO_EFFECT", "VALUES", "WITHOUT", "NoEffect", "inside", "of_key", "of_value"]

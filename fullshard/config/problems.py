@@ -90,11 +90,18 @@ def _noun(entry: Any, path: str) -> str | None:
         return _PATTERNS.get(str(context["pattern"]), "text in the form that this key needs")
     if kind != "literal_error":
         return _NEEDED.get(kind)
-    allowed = str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", ")
-    one_of = "one of " if len(allowed) > 1 else ""
-    ours = foreign_keys.of_value(path, entry["input"])
-    hint = f" (here {shown(entry['input'])} is {ours})" if ours else did_you_mean(str(entry["input"]), allowed)
-    return f"{one_of}{', '.join(map(_allowed, allowed))}{hint}"
+    return _one_of(path, entry["input"], str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", "))
+
+
+def not_one_of(path: str, value: Any, allowed: Sequence[str]) -> str:
+    """What to say of a value that is not one of a few words."""
+    return f"{path} = {found(value)}: it must be {_one_of(path, value, allowed)}."
+
+
+def _one_of(path: str, value: Any, allowed: Sequence[str]) -> str:
+    ours = foreign_keys.of_value(path, value)
+    hint = f" (here {shown(value)} is {ours})" if ours else did_you_mean(str(value), allowed)
+    return f"{'one of ' if len(allowed) > 1 else ''}{', '.join(map(_allowed, allowed))}{hint}"
 
 
 def _allowed(word: str) -> str:
@@ -153,4 +160,4 @@ def unknown_key(where: str, key: str, value: Any, known: Sequence[str]) -> list[
     return [f"{path} is not a known key{near}. Known here: {', '.join(known) or 'no key'}."]
 
 
-__all__ = ["did_you_mean", "explain", "found", "join", "sort_of", "unknown_key"]
+__all__ = ["did_you_mean", "explain", "found", "join", "not_one_of", "sort_of", "unknown_key"]

@@ -7,11 +7,10 @@ from the sections, so there is nothing to keep in sync. Must not know what any s
 from __future__ import annotations
 
 import inspect
-import typing
 from typing import Any
 
-from fullshard.config.merge import members
 from fullshard.config.part import Part, Section, kinds, part_class
+from fullshard.config.section import keys_of, options
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -32,13 +31,14 @@ def _object(
     own = cls.model_json_schema(by_alias=True, ref_template="#/$defs/{model}")
     properties: dict[str, Any] = {} if kind is None else {"kind": {"const": kind, "description": _first_line(cls)}}
     required = ["kind"] if kind is not None and named else []
-    for name, spec in cls.model_fields.items():
-        key = spec.alias or name
+    for key, spec in keys_of(cls).items():
         properties[key] = _section_property(spec.annotation, definitions) or dict(own["properties"][key])
         if spec.description:
             properties[key]["description"] = inspect.cleandoc(spec.description)
         if spec.is_required():
             required.append(key)
+    for key, ignored in cls.no_effect.items():
+        properties[key] = {"enum": [*ignored.allowed, None], "description": ignored.help}
     result = {
         "type": "object",
         "description": _first_line(cls),
@@ -50,18 +50,20 @@ def _object(
 
 def _section_property(annotation: Any, definitions: dict[str, Any]) -> dict[str, Any] | None:
     """The schema of a field that holds sections, or None for a plain value, which pydantic describes."""
-    options: list[dict[str, Any]] = []
-    for member in members(annotation):
-        item = next(iter(typing.get_args(member)), None) if typing.get_origin(member) in (list, tuple) else None
-        if inspect.isclass(member) and issubclass(member, Section):
-            options.append(_reference(member, definitions))
-        elif inspect.isclass(item) and issubclass(item, Section):
-            options.append({"type": "array", "items": _reference(item, definitions)})
-        elif member is type(None):
-            options += [{"type": "null"}, {"const": False}]
-    if not any("$ref" in option or option.get("type") == "array" for option in options):
+    alternatives: list[dict[str, Any]] = []
+    found = list(options(annotation))
+    for option in found:
+        if option.section and option.form == "value":
+            alternatives.append(_reference(option.section, definitions))
+        elif option.section and option.form == "list":
+            alternatives.append({"type": "array", "items": _reference(option.section, definitions)})
+        elif option.section:
+            alternatives.append({"type": "object", "additionalProperties": _reference(option.section, definitions)})
+        elif option.type is type(None):
+            alternatives += [{"type": "null"}, {"const": False}]
+    if not any(option.section for option in found):
         return None
-    return dict(options[0]) if len(options) == 1 else {"anyOf": options}
+    return dict(alternatives[0]) if len(alternatives) == 1 else {"anyOf": alternatives}
 
 
 def _reference(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:

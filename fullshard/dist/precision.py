@@ -6,7 +6,7 @@ Must not know models or FSDP. torch is imported only when a word is resolved aga
 from __future__ import annotations
 
 import os
-import warnings
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,8 +99,7 @@ def resolve_for(word: str, *, capability: tuple[int, int] | None, name: str = "t
     if word.startswith("bf16") and not has_bf16:
         raise SetupError(
             f"precision = {word}: {name} has compute capability {'.'.join(map(str, capability or ()))}, and bf16 needs "
-            "8.0. "
-            "Use precision: fp16 or auto."
+            "8.0. Use precision: fp16 or auto."
         )
     if word == "auto":
         chosen = "bf16" if has_bf16 else "fp16"
@@ -113,23 +112,12 @@ def resolve_for(word: str, *, capability: tuple[int, int] | None, name: str = "t
     return ResolvedPrecision(chosen, storage, compute, reason, scaler=chosen == "fp16")
 
 
-def avoid_broken_amx() -> None:
-    """Some virtual machines announce AMX and then end the process that uses it: try it in a child, and do without.
+def avoid_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
+    """Has oneDNN do without AMX on a virtual machine, unless ONEDNN_MAX_CPU_ISA says what to use.
 
-    To be called before the first matrix product of the process: oneDNN decides once which instructions it uses."""
-    announced = Path("/proc/cpuinfo")
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or not announced.exists() or "amx_bf16" not in announced.read_text():
-        return
-    with warnings.catch_warnings():
-        # Python warns of a fork beside threads; this child touches nothing that they could hold.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        import torch
-
-        torch.set_num_threads(1)
-        square = torch.ones(64, 64, dtype=torch.bfloat16)
-        os._exit(int(float((square @ square)[0, 0]) != 64.0))
-    _, status = os.waitpid(child, 0)
-    if status != 0:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+    Some hypervisors announce AMX but hide its tiles (CPUID leaf 0x1D is empty). oneDNN does not look there, and the
+    first bf16 product ends the process with SIGILL (github.com/uxlfoundation/oneDNN/issues/5689). To be called before
+    that product: oneDNN decides once which instructions it uses."""
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    if flags and {"amx_bf16", "hypervisor"} <= set(flags[1].split()):
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

@@ -19,12 +19,11 @@ import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError, NumericalError
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER, hand_over
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER, Words, hand_over, handed_over
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
 
@@ -37,14 +36,6 @@ _SHOWN = (
     *("TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "HF_HOME", "HF_HUB_", "TOKENIZERS_"),
 )
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|JWT|AUTH|CREDENTIAL|COOKIE)S?(?:_|$)")
-
-
-@dataclass(frozen=True)
-class Words:
-    """What one rank said before it ended."""
-
-    text: str = ""
-    folder: Path | None = None
 
 
 def report(error: BaseException, *, folder: Path, rank: int, world: int, step: int | None = None) -> None:
@@ -235,17 +226,6 @@ def _closing(matches: Sequence[Match], crash: Path | None) -> str:
 
 def _place(crash: Path | None) -> str:
     return f"Crash folder: {crash}" if crash else "A crash folder could not be written."
-
-
-def handed_over(data: Any) -> Words:
-    """What a rank left for the launcher: the content of its error file."""
-    try:
-        told = data["message"]
-        more = told["extraInfo"]
-        crash = more.get("crash")
-        return Words(more["py_callstack"] or told["message"], Path(crash) if crash else None)
-    except (KeyError, TypeError, AttributeError):
-        return Words()
 
 
 def left_behind(crash: Path) -> dict[int, Words]:

@@ -1,6 +1,6 @@
-"""What a rank leaves for the process that started it, in the form that torchrun's agent reads.
+"""The error file of a rank: its last words for the process that started it, in the format of torchrun's agent.
 
-Must not import torch, and must not know what the words mean.
+The only writer and the only reader. Must not import torch, and must not know what the words mean.
 """
 
 from __future__ import annotations
@@ -8,11 +8,24 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TOLD_BY_LAUNCHER = "FULLSHARD_TOLD_BY_LAUNCHER"
-"""Set by a launcher that says the last words of the run itself, so that not every rank says them."""
+"""Set by a launcher that prints the last words of the run itself, so that not every rank does."""
 _FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+@dataclass(frozen=True)
+class Words:
+    """What one rank said before it ended."""
+
+    text: str = ""
+    """Its traceback, or its message where there is none."""
+    folder: Path | None = None
+    """The crash folder that it wrote to."""
+    message: str = ""
 
 
 def hand_over(message: str, *, traceback: str = "", **more: str | None) -> bool:
@@ -25,4 +38,14 @@ def hand_over(message: str, *, traceback: str = "", **more: str | None) -> bool:
     return True
 
 
-__all__ = ["TOLD_BY_LAUNCHER", "hand_over"]
+def handed_over(data: Any) -> Words:
+    """The words in the content of an error file; none where another program wrote it."""
+    try:
+        message, more = data["message"]["message"], data["message"]["extraInfo"]
+        folder = Path(more["crash"]) if more.get("crash") else None
+        return Words(more["py_callstack"] or message, folder, message)
+    except (KeyError, TypeError, AttributeError):
+        return Words()
+
+
+__all__ = ["TOLD_BY_LAUNCHER", "Words", "hand_over", "handed_over"]

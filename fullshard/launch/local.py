@@ -162,13 +162,13 @@ def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: 
     said = {number: crash.handed_over(each.error_file_data) for number, each in failures.items()}
     victims = {number for number, words in said.items() if crash.is_victim(words.text)}
     rank, failure = _first(failures, victims)
-    code, message = failure.exitcode, _message(failure)
+    code, message = failure.exitcode, said[rank].message
     if code == EXIT_PREEMPTED:
         if message:
             _say(message)
         return code
     if code in (EXIT_USER, EXIT_NUMERICAL):
-        if rank != 0 and message and message != _message(failures.get(0)):
+        if rank != 0 and message and message != said.get(0, crash.Words()).message:
             _say(f"Error: rank {rank}: {message}")
         return code
     ended_by_it = received.at_once or rank in victims or -code in (received.first, signal.SIGTERM)
@@ -192,12 +192,6 @@ def _stopped(number: int, *, at_once: bool) -> int:
         return 128 + number
     _say(f"{signals.AT_ONCE}." if at_once else signals.unsaved(number))
     return EXIT_PREEMPTED
-
-
-def _message(failure: ProcessFailure | None) -> str | None:
-    """What a rank handed over before it ended; rank 0 has printed its own."""
-    note = failure.error_file_data.get("message") if failure is not None else None
-    return note.get("message") if isinstance(note, dict) else None
 
 
 def _first(failures: Mapping[int, ProcessFailure], victims: Collection[int] = ()) -> tuple[int, ProcessFailure]:

@@ -21,7 +21,6 @@ from fullshard.config import builtin
 from fullshard.config.arguments import Typed
 from fullshard.config.merge import Settings, parse_override
 from fullshard.config.part import decode, did_you_mean, plain
-from fullshard.config.schema import schema
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import Document, parse, render
 from fullshard.recipe import Recipe
@@ -211,4 +210,4 @@ def _git_commit() -> str | None:
     return f"{done[0]} with uncommitted changes" if done[1] else done[0]
 
 
-__all__ = ["Reading", "hand_on", "load", "read", "run_facts", "save_resolved", "schema"]
+__all__ = ["Reading", "hand_on", "load", "read", "run_facts", "save_resolved"]

@@ -153,11 +153,11 @@ def test_the_ranks_of_a_run_know_what_was_typed(say: Say, tmp_path: Path) -> Non
 def test_a_launcher_of_one_node_is_named_with_its_ranks(
     say: Say, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], starter: str
 ) -> None:
-    from fullshard.cli import _read
+    from fullshard.commands.recipe_arguments import RecipeArguments
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert rerun.command(_read("train", NAME, ["seed=1"], {"--devices": None})) == f"{starter} 'my recipe.yaml' seed=1"
+    assert rerun.command(RecipeArguments("train", NAME, ["seed=1"]).read()) == f"{starter} 'my recipe.yaml' seed=1"
 
 
 @pytest.mark.parametrize(

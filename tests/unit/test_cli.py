@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import fullshard.run
-from fullshard.cli import OPTIONS, app, main
+from fullshard.cli import app, main
 from fullshard.commands.other_tools import ELSEWHERE
+from fullshard.commands.recipe_arguments import OPTIONS
 from fullshard.config import builtin
 from fullshard.config.arguments import to_overrides
 from fullshard.contracts.launcher import Ranks

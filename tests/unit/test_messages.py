@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ import pytest
 
 from fullshard.config import foreign_keys
 from fullshard.config.arguments import to_overrides
-from fullshard.config.merge import members
 from fullshard.config.part import Part, Section, kinds, part_class
+from fullshard.config.section import keys_of, options
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError, RecipeError
 from fullshard.formatting.plural import counted
@@ -160,11 +158,12 @@ def test_short_forms() -> None:
 
 def keys(cls: type[Section], where: str = "", depth: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every key path, with the kinds that must be chosen for it."""
-    for name, spec in cls.model_fields.items():
-        path = f"{where}.{spec.alias or name}" if where else spec.alias or name
+    for key, spec in keys_of(cls).items():
+        path = f"{where}.{key}" if where else key
         yield path, {}
-        for member in members(spec.annotation):
-            if not (inspect.isclass(member) and issubclass(member, Section)) or typing.get_origin(member) or depth > 2:
+        for option in options(spec.annotation):
+            member = option.section
+            if member is None or option.form != "value" or depth > 2:
                 continue
             if issubclass(member, Part):
                 yield f"{path}.kind", {}

@@ -10,7 +10,9 @@ import yaml
 
 import fullshard
 from fullshard.config import builtin
+from fullshard.config.foreign_keys import NO_EFFECT
 from fullshard.config.part import plain
+from fullshard.config.section import without_effect
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse, parse_value, render
 from fullshard.recipes.read import hand_on, load, read, run_facts, save_resolved
@@ -418,6 +420,43 @@ def test_every_preset_decodes_and_says_what_it_is_for(name: str) -> None:
 def test_every_built_in_recipe_decodes_and_says_what_it_is_for(name: str) -> None:
     assert read(name).source == f"built-in recipe {name}"
     assert len(builtin.sentence(builtin.recipes()[name])) > 40
+
+
+# Keys that are accepted without effect
+
+
+def test_keys_that_fsdp2_made_meaningless_are_accepted_and_noted(tmp_path: Path) -> None:
+    given = {"use_orig_params": True, "limit-all-gathers": False, "backward_prefetch": "BACKWARD_POST"}
+    reading = read({**MINIMAL, "sharding": given}, "sharding.strategy=full")
+    notes = without_effect(reading.recipe)
+    assert [note.split()[0] for note in notes] == [
+        "sharding.use_orig_params",
+        "sharding.limit_all_gathers",
+        "sharding.backward_prefetch",
+    ]
+    assert notes[2].startswith("sharding.backward_prefetch = BACKWARD_POST is not available: FSDP2 always gathers")
+    hand_on(reading, tmp_path / "handed.yaml")
+    assert read(tmp_path / "handed.yaml") == reading
+    assert without_effect(load(tmp_path / "handed.yaml")) == notes
+
+
+def test_keys_without_effect_on_the_command_line() -> None:
+    reading = read(MINIMAL, "sharding.use-orig-params=true", "sharding.backward_prefetch=BACKWARD_PRE")
+    assert reading.overridden[0] == "sharding.use_orig_params: true (command line) over null (default)"
+    assert len(without_effect(reading.recipe)) == 1, "BACKWARD_PRE is what FSDP2 does"
+    message = error_of(MINIMAL, "sharding.backward_prefetch=BACKWARD_PRO")
+    assert message.startswith(
+        "command line: sharding.backward_prefetch = 'BACKWARD_PRO': it must be one of BACKWARD_PRE"
+    )
+    assert "did you mean 'BACKWARD_PRE'" in message
+
+
+def test_an_old_resolved_recipe_with_these_keys_as_null_still_loads() -> None:
+    keys = dict.fromkeys(NO_EFFECT["sharding"])
+    old = load({**MINIMAL, "sharding": {"strategy": "full", **keys}})
+    assert old == load({**MINIMAL, "sharding": "full"})
+    assert not without_effect(old)
+    assert not keys.keys() & plain(old)["sharding"].keys()
 
 
 # What a newcomer runs into

@@ -7,15 +7,17 @@ import pytest
 
 from fullshard.config import builtin
 from fullshard.config.part import plain
+from fullshard.config.schema import schema
 from fullshard.formatting.yaml_text import parse
-from fullshard.recipes.read import load, schema
+from fullshard.recipe import Recipe
+from fullshard.recipes.read import load
 
 VALIDATOR = jsonschema.Draft202012Validator
 
 
 @pytest.fixture(scope="module")
 def validator() -> Any:
-    found = schema()
+    found = schema(Recipe)
     VALIDATOR.check_schema(found)
     return VALIDATOR(found)
 
@@ -69,7 +71,7 @@ def test_what_does_not_decode_does_not_fit(validator: Any, changes: dict[str, An
 
 
 def test_descriptions_are_the_docstrings_of_the_fields() -> None:
-    found = schema()
+    found = schema(Recipe)
     assert found["properties"]["seed"]["description"] == "Decides the data order, fresh weights and dropout."
     adamw = next(kind for kind in found["$defs"]["Optimizer"]["anyOf"] if "lr" in kind["properties"])
     assert adamw["properties"]["lr"]["description"] == "The base learning rate; the schedule multiplies it."

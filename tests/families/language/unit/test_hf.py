@@ -57,6 +57,7 @@ def test_contradictions_are_refused(value: dict[str, Any], message: str) -> None
 def test_a_start_lies_beside_what_a_lower_layer_says() -> None:
     from fullshard.config.merge import Settings
     from fullshard.config.schema import schema
+    from fullshard.recipe import Recipe
 
     settings = Settings(Family)
     settings.lay({"architecture": "llama", "size": "tiny"}, "preset")
@@ -67,7 +68,7 @@ def test_a_start_lies_beside_what_a_lower_layer_says() -> None:
     found = section(settings.values)
     assert plain(found)["from"] == "state.pt"
     assert section(plain(found)) == found
-    keys = next(kind for kind in schema()["$defs"]["Family"]["anyOf"] if "tokenizer" in kind["properties"])
+    keys = next(kind for kind in schema(Recipe)["$defs"]["Family"]["anyOf"] if "tokenizer" in kind["properties"])
     assert "start" not in keys["properties"]
     assert "a fullshard checkpoint" in keys["properties"]["from"]["description"]
 

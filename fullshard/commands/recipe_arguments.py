@@ -1,0 +1,169 @@
+"""The arguments of `train`, `check` and `prove`: their options, and the recipe and ranks that they name.
+
+Must not know what is done with them, nor import torch before ranks are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fullshard.commands.recipes import complete_preset, complete_recipe
+from fullshard.errors import RecipeError, SetupError
+
+if TYPE_CHECKING:
+    from fullshard.contracts.launcher import Ranks
+    from fullshard.dist.env import Launch
+    from fullshard.recipe import Topology
+    from fullshard.recipes.read import Reading
+
+_SHARED = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--output")
+OPTIONS = {
+    "train": (*_SHARED, "--resume", "--resume-anyway", "--dry-run"),
+    "check": (*_SHARED, "--resume", "--resume-anyway", "--quick", "--units", "--json"),
+    "prove": ("--devices", "--gpus", "--preset", "--output", "--cases", "--keep", "--json"),
+}
+_KEYS = {
+    "--devices": "topology.devices",
+    "--gpus": "topology.devices",
+    "--nodes": "topology.nodes",
+    "--output": "output",
+}
+
+
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=complete_recipe
+    ),
+]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe.")]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        "--num-processes",
+        metavar="N|0,1|auto",
+        help="Ranks on this node: a number, GPU ids, or auto for every GPU.",
+    ),
+]
+Gpus = Annotated[str | None, typer.Option("--gpus", metavar="0,1", help="The GPUs to use, by id: 0,1, or just 2.")]
+Nodes = Annotated[
+    int | None, typer.Option("--nodes", "--num-nodes", min=1, metavar="N", help="How many machines take part.")
+]
+NodeRank = Annotated[int | None, typer.Option("--node-rank", metavar="N", help="The number of this machine, from 0.")]
+Master = Annotated[
+    str | None,
+    typer.Option("--master", metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", metavar="NAME", help="Settings under those of the recipe.", autocompletion=complete_preset
+    ),
+]
+Output = Annotated[
+    str | None,
+    typer.Option("--output", metavar="DIR", help="The folder that holds run folders; a URL for a remote store."),
+]
+ResumeAnyway = Annotated[
+    bool, typer.Option("--resume-anyway", help="Continue although the recipe has changed in a way that matters.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")]
+
+
+@dataclass(frozen=True)
+class RecipeArguments:
+    """A recipe on the command line, with the settings and options that follow it."""
+
+    command: str
+    recipe: str
+    settings: list[str] | None
+    devices: str | None = None
+    gpus: str | None = None
+    nodes: int | None = None
+    output: str | None = None
+    preset: str | None = None
+    node_rank: int | None = None
+    master: str | None = None
+    resume: str | None = None
+
+    def read(self) -> Reading:
+        """The recipe with the settings and options on top."""
+        from fullshard.config.arguments import Typed, to_overrides
+        from fullshard.recipe import Recipe
+        from fullshard.recipes.read import read
+
+        if self.recipe.startswith("-"):
+            wanted = f"fullshard {self.command} RECIPE {self.recipe} ..."
+            raise RecipeError(f"{self.recipe} is where the recipe is expected. Write: {wanted}")
+        given = self._given()
+        settings = to_overrides(self.settings or [], sections=list(Recipe.model_fields), options=OPTIONS[self.command])
+        own = [word for option, value in given.items() for word in (option, value)]
+        typed = Typed((*_starter(), "train", self.recipe, *own), tuple(settings))
+        return read(self.recipe, *_overrides(settings, given), preset=self.preset, typed=typed)
+
+    def _given(self) -> dict[str, str]:
+        names = ("devices", "gpus", "nodes", "output", "preset", "node_rank", "master", "resume")
+        found = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        return {option: str(value) for option, value in found.items() if value is not None}
+
+    def launch(self) -> Launch:
+        """Who started this process. Node options and a launcher exclude each other."""
+        from fullshard.dist.env import Launch, detect
+
+        launch = detect(os.environ)
+        if launch.launcher == "none" or (self.node_rank is None and self.master is None):
+            return launch
+        if launch.launcher == "slurm" or "LOCAL_RANK" in os.environ:
+            raise SetupError(
+                f"--node-rank and --master are for runs that fullshard starts itself; this process was started by "
+                f"{launch.launcher} as rank {launch.rank} of {launch.world}. Leave these options out."
+            )
+        # A cluster's RANK and WORLD_SIZE that count nodes: the options say what is meant.
+        for name in ("RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        return Launch("none")
+
+    def ranks(self, topology: Topology, launch: Launch) -> Ranks:
+        """The ranks of the launcher, or those that fullshard is to start on this node."""
+        from fullshard.contracts.launcher import Ranks
+        from fullshard.setup.on_ranks import ranks_of
+
+        if launch.launcher != "none":
+            return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
+        return ranks_of(topology, node_rank=self.node_rank, master=self.master)
+
+
+def _starter() -> tuple[str, ...]:
+    """The words that start as many ranks as there are. The nodes of a launcher are its own matter."""
+    from fullshard.dist.env import detect
+
+    launch = detect(os.environ)
+    if launch.launcher == "none":
+        return ("fullshard",)
+    if launch.launcher == "slurm":
+        return ("srun", "fullshard")
+    if launch.num_nodes > 1:
+        return ("torchrun", "...", "-m", "fullshard")
+    return ("torchrun", "--standalone", "--nproc-per-node", str(launch.local_world), "-m", "fullshard")
+
+
+def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:
+    """The options and the settings of the command line as one list; the same key twice is an error."""
+    from fullshard.config.arguments import key_of
+
+    given = {option: (_KEYS[option], value) for option, value in options.items() if option in _KEYS}
+    if "--gpus" in given:
+        given["--gpus"] = (_KEYS["--gpus"], f"[{options['--gpus'].strip('[]')}]")
+    said: dict[str, str] = {}
+    for key, text in [(k, f"{option} {v}") for option, (k, v) in given.items()] + [(key_of(s), s) for s in settings]:
+        if said.setdefault(key, text) != text:
+            raise RecipeError(f"{said[key]} and {text} on the command line both set {key}. Give one of them.")
+    # Quoted, so that a folder called 1e3 stays a name; the recipe decides what devices mean.
+    own = [f"{key}={json.dumps(value) if key == 'output' else value}" for key, value in given.values()]
+    return [*own, *settings]
