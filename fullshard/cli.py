@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 class Commands(TyperGroup):
     """The commands, those of families included; these are imported only where one of them is asked for."""
 
+    _has_all = False
+
     def list_commands(self, ctx: Any) -> list[str]:
         self._add_those_of_families()
         return super().list_commands(ctx)
@@ -69,9 +71,13 @@ class Commands(TyperGroup):
 
     def _add_those_of_families(self) -> None:
         """`commands/sample.py` of a family has a function `sample`."""
+        if self._has_all:
+            return
         for name, module in families.commands().items():
-            if name not in self.commands:
-                self.add_command(_command(getattr(importlib.import_module(module), name)), name)
+            if name in self.commands:
+                raise SetupError(f"{module} brings a command that fullshard has itself: {name}. Rename the file.")
+            self.add_command(_command(getattr(importlib.import_module(module), name)), name)
+        self._has_all = True
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         refuse_foreign(args, self.list_commands(ctx) if args and args[0] not in self.commands else self.commands)

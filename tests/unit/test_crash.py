@@ -156,7 +156,7 @@ def test_last_words_explain_or_say_that_they_cannot(run: Path) -> None:
 
 def test_the_console_of_one_process_ends_with_the_last_words(run: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from fullshard import crash\n"
+        "import sys; from pathlib import Path; from fullshard.explain import crash\n"
         "try:\n    raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')\n"
         "except BaseException as error:\n"
         "    crash.report(error, folder=Path(sys.argv[1]), rank=0, world=1)\n    raise"
