@@ -150,8 +150,8 @@ def commands() -> dict[str, list[str]]:
 
     def walk(name: str, command: Any) -> None:
         found[name] = sorted({word for p in command.params for word in [*p.opts, *p.secondary_opts] if word[:1] == "-"})
-        for below, child in sorted(getattr(command, "commands", {}).items()):
-            walk(f"{name} {below}", child)
+        for below in sorted(command.list_commands(None)) if hasattr(command, "list_commands") else ():
+            walk(f"{name} {below}", command.get_command(None, below))
 
     walk("fullshard", typer.main.get_command(app))
     return found
