@@ -14,221 +14,191 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from fullshard.checkpoint.saver import Saver
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs
-from fullshard.contracts.objective import Objective
 from fullshard.contracts.progress import Progress, Result
 from fullshard.contracts.schedule import Schedule
 from fullshard.control import best
 from fullshard.control.averages import average, flush
 from fullshard.control.best import BestRule
-from fullshard.control.next_save import Approach
+from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce
-from fullshard.dist.world import peaks
 from fullshard.errors import NumericalError
 from fullshard.formatting.readable import Steps
-from fullshard.launch.signals import StopSignals
-from fullshard.log.console import Bar, Console
-from fullshard.log.meters import Meters
-from fullshard.step import StepResult, seed_everything, train_step
+from fullshard.log.report import Report
+from fullshard.step import Learner, StepResult, seed_everything, train_step
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What is evaluated, when, and what follows from it."""
+
+    evaluations: Sequence[Evaluation]
+    inputs: EvaluationInputs
+    due: Due
+    best: BestRule | None
+    patience: int | None
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run, made by build.py. None of them is replaced while it runs."""
+
+    learner: Learner
+    schedule: Schedule
+    lr: float
+    """The base learning rate."""
+    windows: Callable[[int], Iterator[Any]]
+    """The micro-batches of each step, from a step on."""
+    steps_per_epoch: int
+    total_steps: int
+    validation: Validation
+    saves: Saves
+    report: Report
+    log_every: int
+    log_sample_ids: bool
+    progress: Progress
+    """How far the run is; a checkpoint keeps it."""
+    rank: int
+    seed: int
+    folder: Path
 
 
 @dataclass
-class Parts:
-    """Everything the loop puts together; made by build.py."""
+class State:
+    """What the loop itself keeps from step to step, and no checkpoint does."""
 
-    model: nn.Module
-    objective: Objective
-    aux: dict[str, nn.Module]
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
-    schedule: Schedule
-    base_lr: float
-    clip: float | None
-    windows: Callable[[int], Iterator[Any]]
-    steps_per_epoch: int
-    total_steps: int
-    epochs: float
-    evaluations: Sequence[Evaluation]
-    evaluation_inputs: EvaluationInputs
-    evaluate_due: Due
-    save_due: Due
-    save_at_end: bool
-    approach: Approach
-    log_every: int
-    log_sample_ids: bool
-    best: BestRule | None
-    patience: int | None
-    saver: Saver
-    write: Callable[[dict[str, Any]], None]
-    console: Console
-    meters: Meters
-    progress: Progress
-    device: torch.device
-    rank: int
-    seed: int
-    workers: int
-    folder: Path
+    stop_asked: Callable[[], bool]
+    """Whether this process was asked to stop."""
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     """(sum, count) of the loss and each metric that are still on the device."""
-    saved_step: int = -1
-    saved_at: float = field(default_factory=time.monotonic)
-    validation: dict[str, float] = field(default_factory=dict)
-    stop_signals: StopSignals = field(default_factory=StopSignals)
     last: StepResult | None = None
     stop: bool = False
-    overdue: bool = False
-    """The minutes between two saves have passed, by the clock of rank 0."""
+    """Some rank was asked to stop."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Of the last validation."""
 
 
-def fit(parts: Parts) -> Result:
-    """Trains until the last step, the end of patience, or a signal."""
-    progress = parts.progress
-    parts.console.run_begin(parts.total_steps, done=progress.step)
-    with parts.stop_signals:
-        windows = parts.windows(progress.step)
-        if parts.approach.soon(progress.step):
-            parts.saver.approach()
-        if parts.evaluate_due.at_start and progress.step == 0:
-            _judge(parts, _evaluate(parts, at_end=False))
-        stopped = "done" if progress.settled else _settle(parts)
-        while progress.step < parts.total_steps and stopped == "done":
-            stopped = _epoch(parts, windows)
-            progress.seconds = parts.meters.seconds
-        if parts.saved_step != progress.step and (parts.save_at_end or stopped == "signal"):
-            _save(parts, best=False)
-        with parts.meters.phase("save"):
-            parts.saver.settle()
-        if progress.finished:
-            _at_end(parts, progress.seconds)
+def fit(parts: Parts, *, stop_asked: Callable[[], bool]) -> Result:
+    """Trains until the last step, the end of patience, or until some rank is asked to stop."""
+    progress, saves, state = parts.progress, parts.saves, State(stop_asked)
+    parts.report.console.run_begin(parts.total_steps, done=progress.step)
+    windows = parts.windows(progress.step)
+    saves.begin(progress.step)
+    if parts.validation.due.at_start and progress.step == 0:
+        _judge(parts, state, _evaluate(parts, state))
+    stopped = "done" if progress.settled else _settle(parts, state)
+    while progress.step < parts.total_steps and stopped == "done":
+        stopped = _epoch(parts, state, windows)
+        progress.seconds = parts.report.seconds
+    if saves.step != progress.step and (saves.at_end or stopped == "signal"):
+        _save(parts, state)
+    saves.settle()
+    if progress.finished:
+        _at_end(parts, state, progress.seconds)
     return Result(
-        str(parts.folder), progress.step, progress.best, progress.best_step, parts.validation, stopped, progress.seconds
+        str(parts.folder), progress.step, progress.best, progress.best_step, state.numbers, stopped, progress.seconds
     )
 
 
-def _epoch(parts: Parts, windows: Iterator[Any]) -> str:
+def _epoch(parts: Parts, state: State, windows: Iterator[Any]) -> str:
     """One epoch, or what is left of it; returns why it ended."""
     progress, begun = parts.progress, time.monotonic()
     epoch, done = divmod(progress.step, parts.steps_per_epoch)
-    steps = min(parts.steps_per_epoch - done, parts.total_steps - progress.step)
-    part = Steps(done, done + steps, parts.steps_per_epoch)
-    parts.console.epoch_begin(epoch + 1, math.ceil(parts.epochs), _lr(parts), steps=part)
-    with parts.console.training_bar(done + steps, done=done) as bar:
-        for number in range(steps):
-            result = _step(parts, windows)
-            if progress.step % parts.log_every == 0 or progress.step == 1 or number == steps - 1:
-                _log(parts, result, bar)
+    last = min(parts.steps_per_epoch, done + parts.total_steps - progress.step)
+    steps = Steps(done, last, parts.steps_per_epoch)
+    epochs = math.ceil(parts.total_steps / parts.steps_per_epoch)
+    with parts.report.epoch(epoch + 1, epochs, parts.lr * _lr_factor(parts), steps):
+        for number in range(done + 1, last + 1):
+            _step(parts, state, _next_window(parts, windows))
+            if progress.step % parts.log_every == 0 or progress.step == 1 or number == last:
+                _log(parts, state)
             else:
-                bar.advance()
-            if parts.stop:
+                parts.report.advance()
+            if state.stop:
                 progress.settled = False
                 return "signal"
-            if number < steps - 1 and (stopped := _after_step(parts)) != "done":
+            if number < last and (stopped := _after_step(parts, state)) != "done":
                 return stopped
-    return _after_epoch(parts, epoch + 1, part, seconds=time.monotonic() - begun)
+    return _after_epoch(parts, state, epoch + 1, steps, seconds=time.monotonic() - begun)
 
 
-def _step(parts: Parts, windows: Iterator[Any]) -> StepResult:
-    progress = parts.progress
-    with parts.meters.phase("data"):
-        window = next(windows)
-    with parts.meters.phase("compute"):
+def _next_window(parts: Parts, windows: Iterator[Any]) -> Any:
+    with parts.report.phase("data"):
+        return next(windows)
+
+
+def _step(parts: Parts, state: State, window: Any) -> None:
+    progress, saves = parts.progress, parts.saves
+    with parts.report.phase("compute"):
         seed_everything(parts.seed, progress.step, parts.rank)
         result = train_step(
-            parts.model,
+            parts.learner,
             window.batches,
-            objective=parts.objective,
-            aux=parts.aux,
-            optimizer=parts.optimizer,
-            scaler=parts.scaler,
-            clip=parts.clip,
-            lr=_lr(parts),
-            flags=_flags(parts),
-            device=parts.device,
+            lr_factor=_lr_factor(parts),
+            flags=(state.stop_asked(), *saves.flags(progress.step)),
+            before_update=saves.finish_copy,
         )
     for name, pair in result.sums.items():
-        parts.pending[name] = parts.pending[name] + pair if name in parts.pending else pair
+        state.pending[name] = state.pending[name] + pair if name in state.pending else pair
     progress.step += 1
     progress.schedule_step += not result.skipped
     progress.samples += window.num_samples
     progress.tokens += window.num_tokens
-    parts.meters.step(samples=window.num_samples, tokens=window.num_tokens)
+    parts.report.step(samples=window.num_samples, tokens=window.num_tokens)
     if parts.log_sample_ids:
         ids = [i for part in reduce.gather_objects(window.sample_ids()) for i in part]
-        parts.write({"kind": "event", "event": "samples", "step": progress.step, "sample_ids": ids})
-    _read_flags(parts)
-    parts.last = result
-    return result
+        parts.report.event("samples", progress.step, sample_ids=ids)
+    if state.last is not None:
+        # The flags of the step before: reading this step's would make the host wait for the device.
+        state.stop, failed, overdue, near = (number > 0 for number in state.last.flags.read())
+        saves.follow(progress.step, failed=failed, overdue=overdue, near=near)
+    state.last = result
 
 
-def _flags(parts: Parts) -> tuple[bool, bool, bool, bool]:
-    """What this rank would have all ranks do: stop, fail with a save that went wrong, save for it is time, make ready
-    for a save that comes near."""
-    parts.saver.report()
-    main, since_save = parts.rank == 0, time.monotonic() - parts.saved_at
-    overdue = main and parts.save_due.after_seconds(since_save)
-    near = main and parts.approach.near(parts.progress.step, since_save_s=since_save)
-    return parts.stop_signals.heard is not None, parts.saver.failed, overdue, near
+def _lr_factor(parts: Parts) -> float:
+    return parts.schedule.factor(parts.progress.schedule_step, parts.total_steps)
 
 
-def _read_flags(parts: Parts) -> None:
-    """The flags of the step before: reading this step's would make the host wait for the device."""
-    if parts.last is not None:
-        parts.stop, failed, overdue, near = (number > 0 for number in parts.last.flags.read())
-        # The last save answered a flag raised before it.
-        parts.overdue = overdue and parts.saved_step < parts.progress.step - 1
-        if failed:
-            parts.saver.settle()
-        if near:
-            parts.saver.approach()
-
-
-def _lr(parts: Parts) -> float:
-    return parts.base_lr * parts.schedule.factor(parts.progress.schedule_step, parts.total_steps)
-
-
-def _flush(parts: Parts) -> float:
-    """Reads the sums off the device, over all ranks; this is where the host waits. Gives the loss not logged yet."""
-    with parts.meters.phase("compute"):
-        flush(parts.pending, parts.progress)
+def _flush(parts: Parts, state: State) -> float:
+    """Reads the sums off the device, over all ranks; the host waits here. Returns the loss not logged yet."""
+    with parts.report.phase("compute"):
+        flush(state.pending, parts.progress)
     return average(parts.progress.unlogged.get("loss", [0.0, 0.0]))
 
 
-def _log(parts: Parts, result: StepResult, bar: Bar) -> None:
-    loss, grad_norm, progress = _flush(parts), float(result.grad_norm), parts.progress
+def _log(parts: Parts, state: State) -> None:
+    assert state.last is not None
+    progress = parts.progress
+    loss, grad_norm = _flush(parts, state), float(state.last.grad_norm)
     averages = {name: average(pair) for name, pair in progress.unlogged.items() if name != "loss"}
     progress.unlogged = {}
-    with parts.meters.phase("log"):
-        record = parts.meters.record(
-            step=progress.step,
-            epoch=round(progress.step / parts.steps_per_epoch, 4),
-            loss=loss,
-            lr=float(parts.optimizer.param_groups[0]["lr"]),
-            grad_norm=grad_norm,
-            memory_bytes=peaks(parts.device),
-            **averages,
-            **_scaling(parts),
-        )
-        parts.write(record)
-        bar.advance(loss)
-        bar.log(record)
-        if parts.rank == 0 and (advice := parts.meters.advice(workers=parts.workers)):
-            parts.console.warn(advice)
-    _require_finite(parts, loss)
+    parts.report.log(
+        step=progress.step,
+        epoch=_epochs_done(parts),
+        loss=loss,
+        lr=float(parts.learner.optimizer.param_groups[0]["lr"]),
+        grad_norm=grad_norm,
+        **averages,
+        **_scaling(parts),
+    )
+    _require_finite(parts, state, loss)
+
+
+def _epochs_done(parts: Parts) -> float:
+    return round(parts.progress.step / parts.steps_per_epoch, 4)
 
 
 def _scaling(parts: Parts) -> dict[str, float]:
-    """Under fp16 the loss scale, and how many steps an overflow has cost so far."""
-    skipped = parts.progress.step - parts.progress.schedule_step
-    return {"loss_scale": parts.scaler.get_scale(), "skipped_steps": skipped} if parts.scaler else {}
+    """Under fp16 the loss scale, and how many steps have overflowed so far."""
+    skipped, scaler = parts.progress.step - parts.progress.schedule_step, parts.learner.scaler
+    return {"loss_scale": scaler.get_scale(), "skipped_steps": skipped} if scaler else {}
 
 
-def _require_finite(parts: Parts, loss: float) -> None:
-    """Stops a run whose numbers are no longer any; asked before every save, so that no checkpoint holds them."""
-    norm = 0.0 if parts.last is None or parts.last.skipped else float(parts.last.grad_norm)
+def _require_finite(parts: Parts, state: State, loss: float) -> None:
+    """Raises on NaN or Inf; called before every save, so that no checkpoint holds them."""
+    norm = 0.0 if state.last is None or state.last.skipped else float(state.last.grad_norm)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise NumericalError(
             f"At step {parts.progress.step} the loss is {loss} and the gradient norm {norm}; both must be finite. "
@@ -236,106 +206,92 @@ def _require_finite(parts: Parts, loss: float) -> None:
         )
 
 
-def _settle(parts: Parts) -> str:
-    """Does what was due after the last step of a run that a signal stopped there."""
+def _settle(parts: Parts, state: State) -> str:
+    """Does what was due after the step at which the run before stopped."""
     progress = parts.progress
     progress.settled = True
     if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
-        return _after_step(parts)
+        return _after_step(parts, state)
     epoch = math.ceil(progress.step / parts.steps_per_epoch)
     done = progress.step - (epoch - 1) * parts.steps_per_epoch
-    return _after_epoch(parts, epoch, Steps(0, done, parts.steps_per_epoch), seconds=0.0)
+    return _after_epoch(parts, state, epoch, Steps(0, done, parts.steps_per_epoch), seconds=0.0)
 
 
-def _after_step(parts: Parts) -> str:
+def _after_step(parts: Parts, state: State) -> str:
     """What is due within an epoch; after its last step `_after_epoch` takes over."""
     stopped, keep = "done", False
-    if parts.evaluate_due.after_step(parts.progress.step):
-        stopped, keep = _judge(parts, _evaluate(parts, at_end=False))
-    if keep or parts.overdue or parts.save_due.after_step(parts.progress.step) or stopped != "done":
-        _save(parts, best=keep)
+    if parts.validation.due.after_step(parts.progress.step):
+        stopped, keep = _judge(parts, state, _evaluate(parts, state))
+    if keep or parts.saves.due_after(parts.progress.step) or stopped != "done":
+        _save(parts, state, best=keep)
     return stopped
 
 
-def _after_epoch(parts: Parts, epoch: int, part: Steps, *, seconds: float) -> str:
+def _after_epoch(parts: Parts, state: State, epoch: int, steps: Steps, *, seconds: float) -> str:
     """What is due at the end of an epoch, or of a run that ends within one."""
-    progress = parts.progress
-    _require_finite(parts, _flush(parts))
+    progress, due = parts.progress, parts.validation.due
+    _require_finite(parts, state, _flush(parts, state))
     train_loss = average(progress.epoch_sums.get("loss", [0.0, 0.0]))
     ended = progress.step >= parts.total_steps
     numbers: dict[str, float] = {}
-    if parts.evaluate_due.after_epoch(epoch) or parts.evaluate_due.after_step(progress.step) or ended:
-        numbers = _evaluate(parts, at_end=False)
-    val_loss = numbers.get("loss")
-    parts.console.epoch_end(epoch, seconds=seconds, train_loss=train_loss, val_loss=val_loss, steps=part)
-    stopped, keep = _judge(parts, numbers)
+    if due.after_epoch(epoch) or due.after_step(progress.step) or ended:
+        numbers = _evaluate(parts, state)
+    parts.report.console.epoch_end(
+        epoch, seconds=seconds, train_loss=train_loss, val_loss=numbers.get("loss"), steps=steps
+    )
+    stopped, keep = _judge(parts, state, numbers)
     if progress.step % parts.steps_per_epoch == 0:
         progress.epoch, progress.epoch_sums = epoch, {}
     progress.finished = ended or stopped == "patience"
-    due = parts.save_due.after_epoch(epoch) or parts.save_due.after_step(progress.step) or parts.overdue
-    if keep or due or (progress.finished and parts.save_at_end):
-        _save(parts, best=keep)
+    if keep or parts.saves.due_after(progress.step, epoch) or (progress.finished and parts.saves.at_end):
+        _save(parts, state, best=keep)
     return stopped
 
 
-def _judge(parts: Parts, numbers: dict[str, float]) -> tuple[str, bool]:
+def _evaluate(parts: Parts, state: State, *, at_end: bool = False) -> dict[str, float]:
+    """Runs the evaluations that belong here and reports what they find."""
+    numbers: dict[str, float] = {}
+    texts: list[str] = []
+    parts.learner.model.eval()
+    with parts.report.phase("evaluate"):
+        for evaluation in parts.validation.evaluations:
+            if evaluation.only_at_end == at_end:
+                found = evaluation.run(parts.validation.inputs)
+                numbers |= found.numbers
+                texts += found.texts
+    state.numbers = numbers or state.numbers
+    parts.report.validation(numbers, texts, step=parts.progress.step, epoch=_epochs_done(parts))
+    return numbers
+
+
+def _judge(parts: Parts, state: State, numbers: dict[str, float]) -> tuple[str, bool]:
     """Whether to stop, and whether to keep this model as the best; the numbers are the same on every rank."""
-    rule, progress = parts.best, parts.progress
+    rule, progress = parts.validation.best, parts.progress
     if rule is None or not numbers:
         return "done", False
     if rule.metric not in numbers:
         saved = None
         if progress.step:
             progress.settled = False  # the run that goes on judges again
-            _save(parts, best=False)
-            parts.saver.settle()
+            _save(parts, state)
+            parts.saves.settle()
             saved = f"The model of step {progress.step} is saved"
         raise best.not_found(rule, numbers, saved=saved)
-    return best.judge(rule, progress, numbers[rule.metric], patience=parts.patience, console=parts.console)
+    patience, console = parts.validation.patience, parts.report.console
+    return best.judge(rule, progress, numbers[rule.metric], patience=patience, console=console)
 
 
-def _evaluate(parts: Parts, *, at_end: bool) -> dict[str, float]:
-    """Runs the evaluations that belong here and writes down what they find."""
-    numbers: dict[str, float] = {}
-    texts: list[str] = []
-    parts.model.eval()
-    with parts.meters.phase("evaluate"):
-        for evaluation in parts.evaluations:
-            if evaluation.only_at_end == at_end:
-                found = evaluation.run(parts.evaluation_inputs)
-                numbers |= found.numbers
-                texts += found.texts
-    parts.validation = numbers or parts.validation
-    if numbers:
-        epoch = round(parts.progress.step / parts.steps_per_epoch, 4)
-        parts.write({"kind": "validation", "step": parts.progress.step, "epoch": epoch, **numbers})
-        parts.console.validated(numbers)
-    for text in texts:
-        parts.console.say(text)
-    return numbers
+def _save(parts: Parts, state: State, *, best: bool = False) -> None:
+    _require_finite(parts, state, _flush(parts, state))
+    parts.saves.save(parts.progress, best=best)
 
 
-def _save(parts: Parts, *, best: bool) -> None:
-    _require_finite(parts, _flush(parts))
-    begun, parts.progress.seconds = time.monotonic(), parts.meters.seconds
-    with parts.meters.phase("save"):
-        parts.saver.save(parts.progress, best)
-    parts.saved_step, parts.saved_at, parts.overdue = parts.progress.step, time.monotonic(), False
-    stall = round(parts.saved_at - begun, 4)
-    parts.write({"kind": "event", "event": "saved", "step": parts.progress.step, "stall_seconds": stall})
-
-
-def _at_end(parts: Parts, seconds: float) -> None:
-    exported = "not exported (checkpoint.at_end = false)"
-    if parts.save_at_end:
-        with parts.meters.phase("save"):
-            exported = parts.saver.export(parts.progress)
-    _evaluate(parts, at_end=True)
-    rows = [("best", best.outcome(parts.best, parts.progress)), ("model", exported), ("run folder", str(parts.folder))]
-    if parts.best and (line := best.only_worse(parts.best, parts.progress)):
+def _at_end(parts: Parts, state: State, seconds: float) -> None:
+    exported, rule, progress = parts.saves.export(parts.progress), parts.validation.best, parts.progress
+    _evaluate(parts, state, at_end=True)
+    rows = [("best", best.outcome(rule, progress)), ("model", exported), ("run folder", str(parts.folder))]
+    if rule and (line := best.only_worse(rule, progress)):
         rows.insert(0, ("warning", line))
     if skipped := _scaling(parts).get("skipped_steps"):
-        rows.insert(
-            1, ("skipped", f"{skipped:,} of {parts.progress.step:,} steps overflowed in fp16, and moved no weight")
-        )
-    parts.console.finished(seconds, rows)
+        rows.insert(1, ("skipped", f"{skipped:,} of {progress.step:,} steps overflowed in fp16 and moved no weight"))
+    parts.report.console.finished(seconds, rows)

@@ -12,7 +12,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,23 +113,12 @@ def _preflight(reading: Reading, inputs: RunInputs, launch: Launch, console: Con
 def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
-    from fullshard.log.all_sinks import Sinks
-    from fullshard.log.metrics import FILE, Metrics
+    from fullshard.log.report import Report
     from fullshard.setup.run_summary import header_rows
 
     recipe = reading.recipe
     checkpoint, exported = _start(recipe, world, resume=resume, console=console)
-    standing = resume_point(
-        checkpoint,
-        identity=inputs.identity,
-        recipe=plain(recipe),
-        content=inputs.content,
-        steps_per_epoch=inputs.plan.steps_per_epoch,
-        anyway=anyway,
-    )
-    for note in standing.notes:
-        console.note(note)
-    progress = standing.progress
+    progress = _progress(recipe, inputs, checkpoint, anyway=anyway, console=console)
     out_of_patience = progress.validations_without_gain >= (recipe.evaluate.patience or math.inf)
     if progress.finished and (progress.step >= inputs.plan.total_steps or out_of_patience):
         if exported or not recipe.checkpoint.at_end:
@@ -137,39 +126,70 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
         progress.settled = False  # ended between the last save and the export: do the end again
     progress.finished = False
     console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
-    outlets: list[Any] = []
-    if world.is_main:
-        outlets.append(Metrics(recipe.folder / FILE, step=progress.step))
-        outlets.append(
-            Sinks(recipe.log.sinks, recipe.folder, name=recipe.name, recipe=plain(recipe), warn=console.warn)
-        )
-
-    def write(record: dict[str, Any]) -> None:
-        for outlet in outlets:
-            outlet.write(record)
-
     with contextlib.ExitStack() as ending:
-        for outlet in outlets:
-            ending.callback(outlet.close)
-        built = build.build(
-            recipe, inputs, world, checkpoint=checkpoint, progress=progress, console=console, write=write
-        )
-        ending.callback(built.saver.close)
+        write = ending.enter_context(_writing(recipe, world, progress, console))
+        report = Report(console, write, world)
+        built = build.build(recipe, inputs, world, checkpoint=checkpoint, progress=progress, report=report)
+        saver, units = built.parts.saves.saver, built.model.units
+        ending.callback(saver.close)
         if world.is_main:
             save_resolved(built.resolved, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
-            write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in built.model.units]})
+            write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in units]})
         console.header(f"fullshard: {recipe.name}", header_rows(recipe, inputs, world, built, checkpoint))
-        totals = [sum(unit.parameters for unit in built.model.units), sum(unit.trainable for unit in built.model.units)]
-        console.parameter_summary(total=totals[0], trainable=totals[1], frozen=totals[0] - totals[1])
+        total, trainable = sum(unit.parameters for unit in units), sum(unit.trainable for unit in units)
+        console.parameter_summary(total=total, trainable=trainable, frozen=total - trainable)
         try:
-            result = loop.fit(built.parts)
+            with signals.StopSignals() as stop:
+                result = loop.fit(built.parts, stop_asked=lambda: stop.heard is not None)
         except NumericalError as error:
-            raise NumericalError(f"{error} {built.saver.newest()}") from error
+            raise NumericalError(f"{error} {saver.newest()}") from error
         write({"kind": "event", "event": "finished", **asdict(result)})
         _say_next(reading, result, console, adapted=bool(recipe.model.adapters(built.model.module)))
     if world.is_main:
         remote.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
     return result
+
+
+def _progress(
+    recipe: Recipe, inputs: RunInputs, checkpoint: Path | None, *, anyway: bool, console: Console
+) -> Progress:
+    """How far the run is, and what has changed since the checkpoint."""
+    point = resume_point(
+        checkpoint,
+        identity=inputs.identity,
+        recipe=plain(recipe),
+        content=inputs.content,
+        steps_per_epoch=inputs.plan.steps_per_epoch,
+        anyway=anyway,
+    )
+    for note in point.notes:
+        console.note(note)
+    return point.progress
+
+
+@contextlib.contextmanager
+def _writing(
+    recipe: Recipe, world: World, progress: Progress, console: Console
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Writes records to metrics.jsonl and the sinks, on rank 0."""
+    from fullshard.log.all_sinks import Sinks
+    from fullshard.log.metrics import FILE, Metrics
+
+    outlets: list[Any] = []
+    with contextlib.ExitStack() as ending:
+        if world.is_main:
+            outlets.append(Metrics(recipe.folder / FILE, step=progress.step))
+            ending.callback(outlets[0].close)
+            outlets.append(
+                Sinks(recipe.log.sinks, recipe.folder, name=recipe.name, recipe=plain(recipe), warn=console.warn)
+            )
+            ending.callback(outlets[1].close)
+
+        def write(record: dict[str, Any]) -> None:
+            for outlet in outlets:
+                outlet.write(record)
+
+        yield write
 
 
 @contextlib.contextmanager

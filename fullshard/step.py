@@ -1,4 +1,4 @@
-"""One optimizer step over a list of micro-batches: count, backward, clip, update.
+"""One optimizer step over a list of micro-batches: count, backward, clip, update, average.
 
 Gradients are sums divided by the count over all ranks and micro-batches, so a step is the same for any split.
 Must not know time, logging, checkpoints or any concrete loss.
@@ -7,7 +7,7 @@ Must not know time, logging, checkpoints or any concrete loss.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +16,30 @@ from torch import nn
 
 from fullshard.contracts.objective import Batch, Objective, Terms
 from fullshard.dist import reduce
+from fullshard.dist.average import Average
+from fullshard.dist.first_update import FirstUpdate
 from fullshard.dist.gradient_sync import one_by_one
-from fullshard.dist.gradients import not_finite
-from fullshard.dist.precision import SMALLEST_SCALE
+from fullshard.dist.gradients import clip_global_norm, not_finite
 from fullshard.dist.upload import upload
 from fullshard.errors import NumericalError
+
+SMALLEST_SCALE = 1.0
+"""A loss scale below this means that gradients overflow even without scaling."""
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a step trains, and with what."""
+
+    model: nn.Module
+    objective: Objective
+    aux: dict[str, nn.Module]
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    clip: float | None
+    first_update: FirstUpdate
+    average: Average | None
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -29,8 +48,6 @@ class StepResult:
 
     sums: dict[str, torch.Tensor]
     """(sum, count) of the loss and each metric over this rank's micro-batches."""
-    total: torch.Tensor
-    """Loss terms over all ranks."""
     grad_norm: torch.Tensor
     skipped: bool
     """The scaler found an overflow and left the weights alone."""
@@ -39,44 +56,54 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module,
+    learner: Learner,
     batches: Sequence[Batch],
     *,
-    objective: Objective,
-    aux: dict[str, nn.Module],
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    clip: float | None,
-    lr: float,
-    flags: Sequence[bool],
-    device: torch.device,
+    lr_factor: float,
+    flags: Sequence[bool] = (),
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches."""
+    """Runs the micro-batches, then one update. Every rank brings the same number of micro-batches.
+
+    `before_update` lets a save in the background finish copying the tensors that the update changes."""
+    model, optimizer, scaler, device = learner.model, learner.optimizer, learner.scaler, learner.device
     if not model.training:  # it asks every module
         model.train()
-    count = sum(objective.count(batch) for batch in batches)
+    count = sum(learner.objective.count(batch) for batch in batches)
     agreed = reduce.sum_over_ranks(upload(torch.tensor([float(count), *map(float, flags)]), device))
     total, agreed_flags = agreed[0].clamp(min=1.0), reduce.HostCopy(agreed[1:])
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else lambda loss: loss
-    terms = objective.backward(model, on_device, total, aux, scale)
+    terms = learner.objective.backward(model, on_device, total, learner.aux, scale)
     if scaler:
         scaler.unscale_(optimizer)
-    grad_norm = reduce.clip_global_norm(optimizer, ceiling=clip, scaled=scaler is not None)
-    skipped = _update(optimizer, scaler, lr=lr)
-    if scaler and skipped and scaler.get_scale() < SMALLEST_SCALE:
+    grad_norm = clip_global_norm(optimizer, ceiling=learner.clip, scaled=scaler is not None)
+    _set_learning_rates(optimizer, lr_factor)
+    before_update()
+    learner.first_update.look()
+    skipped = _update(optimizer, scaler)
+    if not skipped:
+        learner.first_update.prove()
+        if learner.average:
+            learner.average.update()
+    elif scaler and scaler.get_scale() < SMALLEST_SCALE:
         raise _overflow(model, scaler.get_scale())
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(sum_terms(terms, count, device), total, grad_norm, skipped, agreed_flags)
+    return StepResult(sum_terms(terms, count, device), grad_norm, skipped, agreed_flags)
 
 
-def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, lr: float) -> bool:
+def _set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
     for group in optimizer.param_groups:
+        lr = group["initial_lr"] * factor
         # A compiled update keeps its rate in a tensor, which must stay the same object.
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
+
+
+def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
+    """Moves the weights; True when the scaler found an overflow and did not."""
     if scaler is None:
         optimizer.step()
         return False
@@ -87,11 +114,11 @@ def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | Non
 
 
 def _overflow(model: nn.Module, scale: float) -> NumericalError:
-    """Every rank comes here in the same step: the scale follows from an overflow that they agreed on."""
+    """Every rank raises this in the same step: the scale follows from an overflow that they agreed on."""
     names = not_finite(model)
     return NumericalError(
-        f"The loss scale fell to {scale:g}, overflow upon overflow (allowed: at least {SMALLEST_SCALE:g}): in fp16 the "
-        f"gradients of {len(names)} parameters are not finite even without scaling, first {', '.join(names[:3])}. "
+        f"The loss scale fell to {scale:g} after repeated overflows (allowed: at least {SMALLEST_SCALE:g}): in fp16 "
+        f"the gradients of {len(names)} parameters are not finite even without scaling, first {', '.join(names[:3])}. "
         "Use precision: bf16 where the GPU has it, or fp32; else lower optimizer.lr or lengthen schedule.warmup."
     )
 

@@ -29,8 +29,10 @@ from fullshard.dist.world import World, peak_memory
 from fullshard.errors import NumericalError
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import duration, size
+from fullshard.log.report import Report
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
+from fullshard.setup.built import Built
 from fullshard.setup.rank_of_run import as_rank, compared
 from fullshard.setup.run_inputs import RunInputs
 from fullshard.step import seed_everything, train_step
@@ -64,9 +66,8 @@ def run_trial(reading: Reading) -> list[Finding]:
             return found
         with _hidden_folder(reading.recipe, world) as recipe:
             begun = time.perf_counter()
-            built = build.build(
-                recipe, inputs, world, checkpoint=None, progress=Progress(), console=console, write=lambda record: None
-            )
+            report = Report(console, lambda record: None, world)
+            built = build.build(recipe, inputs, world, checkpoint=None, progress=Progress(), report=report)
             found.append(ok("model in place", f"built, sharded and filled in {time.perf_counter() - begun:.1f} s"))
             found += [ok("proven", proof) for proof in built.proofs]
             seconds, step = _step(recipe, inputs, world, built)
@@ -97,7 +98,7 @@ def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
                     path.rmdir()
 
 
-def _step(recipe: Recipe, inputs: RunInputs, world: World, built: build.Built) -> tuple[float, list[Finding]]:
+def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tuple[float, list[Finding]]:
     """Two whole steps on the longest batch: the first one proves, the second one is timed."""
     parts, batch = built.parts, longest_batch(inputs.data, per_device=inputs.plan.per_device)
     results: list[tuple[float, float]] = []
@@ -105,18 +106,7 @@ def _step(recipe: Recipe, inputs: RunInputs, world: World, built: build.Built) -
     while len(results) < 2:
         seed_everything(recipe.seed, len(results), world.rank)
         begun = time.perf_counter()
-        result = train_step(
-            parts.model,
-            [batch],
-            objective=parts.objective,
-            aux=parts.aux,
-            optimizer=parts.optimizer,
-            scaler=parts.scaler,
-            clip=parts.clip,
-            lr=parts.base_lr * parts.schedule.factor(0, parts.total_steps),
-            flags=(),
-            device=world.device,
-        )
+        result = train_step(parts.learner, [batch], lr_factor=parts.schedule.factor(0, parts.total_steps))
         norm, loss = float(result.grad_norm), float(result.sums["loss"][0] / result.sums["loss"][1].clamp(min=1))
         seconds = time.perf_counter() - begun
         if result.skipped and (overflows := overflows + 1) <= MOST_OVERFLOWS:
@@ -130,8 +120,8 @@ def _step(recipe: Recipe, inputs: RunInputs, world: World, built: build.Built) -
     text = f"{_shape(batch)} forward, backward and update on every rank: loss {results[0][0]:.4f}"
     text += f", gradient norm {results[0][1]:.3g}; every trained parameter has a finite gradient, weights moved"
     found = [ok("longest batch", text)]
-    if parts.scaler is not None:
-        found.append(ok("loss scale", f"{parts.scaler.get_scale():g} after {counted(overflows, 'overflow')}"))
+    if (scaler := parts.learner.scaler) is not None:
+        found.append(ok("loss scale", f"{scaler.get_scale():g} after {counted(overflows, 'overflow')}"))
     whole = seconds * inputs.plan.accumulate * inputs.plan.total_steps
     per_step = f"{seconds * inputs.plan.accumulate:.2f} s a step at most"
     found.append(ok("time", f"{per_step}, so {duration(whole)} at most for {counted(inputs.plan.total_steps, 'step')}"))
@@ -158,13 +148,13 @@ def _memory(world: World) -> list[Finding]:
     return [warning("memory", f"{text}: more than {FULL:.0%}, a longer run may not fit.", advice)]
 
 
-def _exchange(world: World, built: build.Built, seconds: float) -> list[Finding]:
+def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
     """The speed of an all-gather, and what it means for a step."""
     if world.size == 1:
         return [ok("exchange", "one rank: nothing to exchange")]
     speed = all_gather_speed(world.device, num_bytes=PROBE_BYTES[world.device.type])
     layout, units = built.model.plan.layout, built.model.units
-    low = torch.finfo(built.precision.compute).bits // 8
+    low = torch.finfo(built.model.precision.compute).bits // 8
     # Parameters come in the compute dtype once for each pass that gathers them; gradients go out in fp32.
     gathers = (2 if layout.reshard_after_forward else 1) * low * sum(unit.parameters for unit in units)
     share = (layout.shards - 1) / layout.shards if layout.shards > 1 else 1.0
@@ -185,10 +175,10 @@ def _exchange(world: World, built: build.Built, seconds: float) -> list[Finding]
     return [ok("exchange", text)]
 
 
-def _round_trip(world: World, built: build.Built) -> list[Finding]:
+def _round_trip(world: World, built: Built) -> list[Finding]:
     """Saves, wipes, loads, compares."""
-    saver = built.saver
-    parameters = [p for name, p in built.parts.model.named_parameters() if name not in saver.left_out]
+    saver = built.parts.saves.saver
+    parameters = [p for name, p in built.model.module.named_parameters() if name not in saver.left_out]
     before = checksums(parameters)
     begun = time.perf_counter()
     saver.save(Progress(step=1), best=False, now=True)

@@ -135,11 +135,11 @@ def has_validation(recipe: Recipe, inputs: RunInputs | None) -> bool:
 
 def gives_numbers(recipe: Recipe, inputs: RunInputs | None) -> bool:
     """Whether a validation can give a number at all; some evaluations need no data for it."""
-    from fullshard.control import best
+    from fullshard.control import best_rule
 
     module = inputs.module if inputs else None
     held_out = has_validation(recipe, inputs)
-    return best.gives_numbers(recipe.evaluate.parts, recipe.objective, module, held_out=held_out)
+    return best_rule.gives_numbers(recipe.evaluate.parts, recipe.objective, module, held_out=held_out)
 
 
 def _needs_no_data(evaluate: Evaluate) -> bool:

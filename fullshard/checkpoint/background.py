@@ -27,7 +27,7 @@ device, which lets go of the interpreter in every operation, would wait that lon
 class Background:
     """One thread that writes snapshots, and the host memory that they are copied to."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, device: torch.device, sizes: Mapping[str, int]) -> None:
+    def __init__(self, *, device: torch.device, sizes: Mapping[str, int]) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
@@ -39,7 +39,6 @@ class Background:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._aside: Tensors = {}
-        self._hook = optimizer.register_step_pre_hook(lambda *_: self._let_copy_end())
 
     @property
     def num_bytes(self) -> int:
@@ -99,7 +98,6 @@ class Background:
     def close(self) -> None:
         """Ends the thread, after the save under way, and gives the memory back."""
         self._thread.shutdown()
-        self._hook.remove()
         self._rooms = {}
         self._region.close()
 
@@ -134,7 +132,7 @@ class Background:
             self._rooms[name] = room
         return room.copy_(tensor, non_blocking=True)
 
-    def _let_copy_end(self) -> None:
+    def finish_copy(self) -> None:
         """Before an update: it must not overtake the copy of what it changes."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)

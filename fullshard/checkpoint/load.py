@@ -23,6 +23,7 @@ from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materiali
 from fullshard.checkpoint.write import norms
 from fullshard.dist.all_or_fail import together
 from fullshard.dist.average import KEY as EMA
+from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
 from fullshard.dist.values import local
 from fullshard.errors import CheckpointError
@@ -34,10 +35,19 @@ _OTHER_SETTINGS = (
 _OTHER_CHECKPOINT = "Resume from another one: --resume RUN/checkpoint-STEP."
 
 
-def load(path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, left_out: Collection[str] = ()) -> None:
+def load(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    average: Average | None = None,
+    left_out: Collection[str] = (),
+) -> None:
     """Weights and optimizer state; a name missing on either side is an error that lists it."""
     reshard(model)
     materialise_state(optimizer)
+    if average:
+        average.materialise()
     # Filled with what no save would leave, so that state which was not read shows.
     state = all_tensors(model, optimizer)
     _spoil(state)

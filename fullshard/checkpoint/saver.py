@@ -117,6 +117,11 @@ class Saver:
         self.background.close()
         self.background = None
 
+    def finish_copy(self) -> None:
+        """Before an update: waits, on the device, until the save under way has copied the tensors that change."""
+        if self.background is not None:
+            self.background.finish_copy()
+
     @property
     def failed(self) -> bool:
         """A save in the background went wrong on this rank; `settle` says how."""
@@ -157,7 +162,7 @@ class Saver:
         """Loads weights, optimizer state and loss scale."""
         state = files.read_state(checkpoint)
         self._check_frozen(checkpoint, state.get("frozen"))
-        load.load(checkpoint, model=self.model, optimizer=self.optimizer, left_out=self.left_out)
+        load.load(checkpoint, model=self.model, optimizer=self.optimizer, average=self.average, left_out=self.left_out)
         if self.scaler and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
         self._newest = checkpoint

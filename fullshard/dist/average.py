@@ -1,4 +1,4 @@
-"""The moving average of the trained weights: each rank averages its own slices, after every update.
+"""The moving average of the trained weights: each rank averages its own slices; `train_step` asks for it.
 
 It is kept as optimizer state, under the key `ema`, so that it is saved, resharded, loaded and proven like Adam's
 moments. Must not know losses, evaluations or files.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,12 +22,11 @@ KEY = "ema"
 
 
 class Average:
-    """Follows one optimizer's updates."""
+    """The average of what one optimizer trains."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Ema, progress: Progress) -> None:
         self.settings = settings
         self._model, self._optimizer, self._progress = model, optimizer, progress
-        optimizer.register_step_post_hook(self._update)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By parameter name; empty before the first update."""
@@ -50,18 +48,22 @@ class Average:
             _copy(parameters, trained)
 
     @torch.no_grad()
-    def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # A fused optimizer is called also for a step that overflowed, which is no update.
-        overflow = getattr(optimizer, "found_inf", None)
-        if overflow is not None and float(overflow) > 0:
-            return
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for parameter in parameters:
-            if KEY not in optimizer.state[parameter]:  # not before the update: Adam takes any state for its own
-                optimizer.state[parameter][KEY] = parameter.detach().float().clone()
+    def update(self) -> None:
+        """Moves the average towards the weights, after an update of them."""
+        self.materialise()
         weight = 1 - self.settings.decay_at(self._progress.schedule_step + 1)
-        averages = [local(optimizer.state[p][KEY]) for p in parameters]
+        parameters = self._averaged()
+        averages = [local(self._optimizer.state[p][KEY]) for p in parameters]
         torch._foreach_lerp_(averages, [local(p.detach()).float() for p in parameters], weight)
+
+    @torch.no_grad()
+    def materialise(self) -> None:
+        """Makes the state; after the optimizer has made its own, since Adam takes any state for its own."""
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self._optimizer.state[parameter]
+                if KEY not in state:
+                    state[KEY] = parameter.detach().float().clone()
 
     def _averaged(self) -> list[nn.Parameter]:
         state = self._optimizer.state

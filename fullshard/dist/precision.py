@@ -26,8 +26,6 @@ SPELLINGS = {
 }
 AS_ASKED = "as asked for"
 REFUSED = ("fp16-pure", "16-true", "pure-fp16", "fp16-true")
-SMALLEST_SCALE = 1.0
-"""Below this loss scale the run stops: gradients that overflow fp16 without any scaling will not recover."""
 
 
 def check_word(word: Any) -> str:

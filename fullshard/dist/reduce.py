@@ -1,4 +1,4 @@
-"""The collectives: every sum, agreement and norm over ranks, in one file.
+"""The collectives: every sum and agreement over ranks, in one file.
 
 Every rank calls these in the same order; a decision (stop, save, best) is always one reduced number.
 Must not know what is being reduced.
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
@@ -160,34 +159,3 @@ def gather_tensor(whole: torch.Tensor, share: torch.Tensor, *, group: Any = None
 def barrier(device: torch.device) -> None:
     """Waits for all ranks."""
     any_rank(False, device)
-
-
-@torch.no_grad()
-def clip_global_norm(optimizer: torch.optim.Optimizer, *, ceiling: float | None, scaled: bool) -> torch.Tensor:
-    """The norm of the whole gradient, on every strategy; scales gradients down to `ceiling`. No host sync.
-
-    Sums squares of local slices over the shard axis only: replicas hold equal copies and must not be counted twice.
-    Working on local slices spares DTensor's dispatch, which is slow on hundreds of parameters. A fused update of
-    torch's own divides gradients on its way, which spares a pass over them; others may not read what it is told by, and
-    where losses are `scaled` that is the scaler's to ask for."""
-    by_mesh: dict[Any, list[torch.Tensor]] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if isinstance(parameter.grad, DTensor):
-            by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter.grad.to_local())
-    squares = []
-    for mesh, grads in by_mesh.items():
-        square = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).square().sum()
-        dist.all_reduce(square, group=mesh.get_group("dp_shard"))
-        squares.append(square)
-    # No gradient at all is for whoever looks at them to tell.
-    norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
-    if ceiling is not None:
-        # A norm that is not a number leaves gradients as they are, so that it can be said whose it was.
-        factor = (ceiling / (norm + 1e-6)).clamp(max=1.0).nan_to_num(nan=1.0)
-        own = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-        if own and getattr(optimizer, "_step_supports_amp_scaling", False) and not scaled:
-            optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]
-        else:
-            for grads in by_mesh.values():
-                torch._foreach_mul_(grads, factor)
-    return norm

@@ -17,7 +17,8 @@ from torch import nn
 from fullshard.config.part import decode
 from fullshard.contracts.data import Encoder
 from fullshard.contracts.objective import Objective
-from fullshard.control.best import BestRule, best_rule, gives_numbers
+from fullshard.control.best import BestRule
+from fullshard.control.best_rule import best_rule, gives_numbers
 from fullshard.data.inventory import Inventory, inventory
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
-from fullshard.checkpoint.saver import Saver
 from fullshard.contracts.evaluation import Evaluation
 from fullshard.control.triggers import Due
-from fullshard.dist.precision import ResolvedPrecision
 from fullshard.dist.recompute import of_block
 from fullshard.dist.world import World
 from fullshard.formatting.plural import counted
-from fullshard.loop import Parts
 from fullshard.recipe import Recipe
+from fullshard.setup.built import Built
 from fullshard.setup.dropout import active_dropout
 from fullshard.setup.run_inputs import RunInputs
-from fullshard.setup.sharded_model import ShardedModel
 from fullshard.setup.step_plan import StepPlan
-
-
-@dataclass(frozen=True)
-class Built:
-    """The parts, and the facts that the run header states."""
-
-    parts: Parts
-    model: ShardedModel
-    precision: ResolvedPrecision
-    saver: Saver
-    proofs: list[str]
-    resolved: Recipe
-
 
 NO_BLOCKS = "it works block by block, and the model is one unit"
 NO_DATA = "there is no validation data"
@@ -47,7 +30,7 @@ def header_rows(
         ("world", world.describe()),
         ("sharding", built.model.plan.layout.describe()),
         ("units", _units(built)),
-        ("precision", built.precision.describe()),
+        ("precision", built.model.precision.describe()),
         *_kept_in_fp32(built),
         ("attention", built.model.kernels),
         ("compile", _compile(built)),
@@ -109,7 +92,7 @@ def _dropout(built: Built) -> list[tuple[str, str]]:
 
 def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
     """What a half precision leaves alone, and what it could not."""
-    wrap, word = built.model.plan.wrap, built.precision.word
+    wrap, word = built.model.plan.wrap, built.model.precision.word
     lines = []
     if wrap.exact and word != "fp32":
         lines.append(
@@ -132,13 +115,13 @@ def _optimizer(recipe: Recipe, inputs: RunInputs) -> str:
 
 
 def _workers(built: Built) -> str:
-    workers = built.parts.workers
+    workers = built.workers
     return f"{workers} loader {'process' if workers == 1 else 'processes'} per rank" if workers else NO_WORKERS
 
 
 def _evaluated(recipe: Recipe, inputs: RunInputs, built: Built) -> str:
     """What is found out, and when; the end of the run is always validated."""
-    parts, due, done = _running(recipe, inputs), built.parts.evaluate_due, built.parts.progress.step
+    parts, due, done = _running(recipe, inputs), built.parts.validation.due, built.parts.progress.step
     if not parts:
         return f"never: {'evaluate.parts is empty' if not recipe.evaluate.parts else NO_DATA}"
     often = [part.kind() for part in parts if not part.only_at_end]
@@ -170,24 +153,24 @@ def intervals(due: Due, plan: StepPlan, done: int) -> list[str]:
 
 def _checkpoints(recipe: Recipe, inputs: RunInputs, built: Built) -> str:
     """What will be saved, when, and how."""
-    policy, parts = recipe.checkpoint, built.parts
-    when = intervals(parts.save_due, inputs.plan, parts.progress.step)
-    when += [f"at each best ({parts.best.describe()})"] if parts.best else []
+    policy, best_rule, saver = recipe.checkpoint, built.parts.validation.best, built.parts.saves.saver
+    when = intervals(built.parts.saves.due, inputs.plan, built.parts.progress.step)
+    when += [f"at each best ({best_rule.describe()})"] if best_rule else []
     when += ["at the end"] if policy.at_end else []
     why = NO_DATA if inputs.data.validation is None else "no evaluation finds a number"
-    unjudged = f"; no best checkpoint: {why}" if policy.best and parts.best is None else ""
+    unjudged = f"; no best checkpoint: {why}" if policy.best and best_rule is None else ""
     if not when:
         return f"none: nothing will be saved, unless a signal stops the run{unjudged}"
-    best = ", and the best" if parts.best else ""
+    best = ", and the best" if best_rule else ""
     kept = f"the last {policy.keep if policy.keep > 1 else 'one'} kept{best}" if policy.keep else "all kept"
-    how = f"{policy.format}, {'in the background' if built.saver.background else 'training waits for each'}"
-    where = f", in {built.saver.target.run}" if policy.store else ""
+    how = f"{policy.format}, {'in the background' if saver.background else 'training waits for each'}"
+    where = f", in {saver.target.run}" if policy.store else ""
     return f"{', '.join(when)}; {how}; {kept}{where}{unjudged}"
 
 
 def _exported(recipe: Recipe, built: Built) -> str:
     if not recipe.checkpoint.at_end:
         return "none (checkpoint.at_end = false)"
-    best = recipe.checkpoint.export == "best" and built.parts.best is not None
+    best = recipe.checkpoint.export == "best" and built.parts.validation.best is not None
     weights = "averaged weights" if recipe.ema else "weights"
     return f"model/, the {weights} of {'the best checkpoint' if best else 'the last step'}"

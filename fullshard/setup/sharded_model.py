@@ -12,11 +12,10 @@ from torch import nn
 
 from fullshard.contracts.model import Weights
 from fullshard.dist.mesh import make_mesh
-from fullshard.dist.precision import ResolvedPrecision
+from fullshard.dist.precision import ResolvedPrecision, resolve_precision
 from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.world import World
 from fullshard.recipe import Recipe
-from fullshard.setup.saving import frozen_in
 from fullshard.setup.shard_plan import shard_plan, sync_batchnorm
 
 
@@ -25,11 +24,20 @@ class ShardedModel:
     """The model as it is spread over the ranks."""
 
     module: nn.Module
+    precision: ResolvedPrecision
     plan: ShardPlan
     units: list[Unit]
     kernels: str
     flops_per_token: float
     left_out: frozenset[str]
+
+
+def precision_in_force(recipe: Recipe, world: World, *, say: Callable[[str], None]) -> ResolvedPrecision:
+    """What the recipe's word means on this device; notes what it switches on."""
+    precision = resolve_precision(recipe.precision, world.device)
+    if line := precision.switched():
+        say(line)
+    return precision
 
 
 def sharded_model(
@@ -59,7 +67,13 @@ def sharded_model(
         device=world.device,
         seed=recipe.seed,
     )
-    return ShardedModel(module, plan, units, kernels, flops, frozen_in(recipe, module, weights))
+    return ShardedModel(module, precision, plan, units, kernels, flops, _frozen_in(recipe, module, weights))
 
 
-__all__ = ["ShardedModel", "sharded_model"]
+def _frozen_in(recipe: Recipe, module: nn.Module, weights: Weights | None) -> frozenset[str]:
+    """Frozen parameters that can be read again from the model's own folder; a checkpoint they came from may go."""
+    stored = weights.names() if weights and recipe.model.stored_in() is not None else set()
+    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad and name in stored)
+
+
+__all__ = ["ShardedModel", "precision_in_force", "sharded_model"]

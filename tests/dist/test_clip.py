@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.dist import reduce
+from fullshard.dist import gradients
 from tests.dist.spread import spread, tokens
 from tests.ranks import RankPool
 
@@ -23,7 +23,7 @@ def clipped(kind: str) -> tuple[float, float, bool]:
     parameters: list[nn.Parameter] = list(module.parameters())
     optimizer = torch.optim.AdamW(parameters, fused=True) if kind == "fused" else Foreign(parameters)
     module(input_ids=tokens(64)).logits.square().sum().backward()
-    norm = reduce.clip_global_norm(optimizer, ceiling=0.5, scaled=False)
+    norm = gradients.clip_global_norm(optimizer, ceiling=0.5, scaled=False)
     left = torch.cat([p.grad.full_tensor().flatten() for p in parameters]).norm()
     return norm.item(), left.item(), getattr(optimizer, "grad_scale", None) is not None
 

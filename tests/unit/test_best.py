@@ -15,7 +15,8 @@ from fullshard.contracts.ema import Ema
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.progress import Progress
-from fullshard.control.best import BestRule, best_rule, gives_numbers, judge, only_worse, outcome
+from fullshard.control.best import BestRule, judge, only_worse, outcome
+from fullshard.control.best_rule import best_rule, gives_numbers
 from fullshard.errors import RecipeError
 from fullshard.evaluations.loss import Loss
 from fullshard.families.diffusion.evaluations.fid import Fid

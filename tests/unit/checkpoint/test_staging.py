@@ -101,14 +101,10 @@ def test_it_is_as_large_as_the_state_and_taken_when_asked_for(monkeypatch: pytes
 
 
 def test_memory_that_cannot_be_had_is_a_shortage_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    background = Background(optimizer(), device=CPU, sizes={"model/huge": 2**62})
+    background = Background(device=CPU, sizes={"model/huge": 2**62})
     background.reserve()
     assert "Error" in (background.shortage() or "")
     background.close()
-
-
-def optimizer() -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
 
 def saved(background: Background, tensors: dict[str, torch.Tensor], then: Any) -> dict[str, torch.Tensor]:
@@ -136,7 +132,7 @@ def test_quantised_state_is_copied_part_by_part_into_the_same_memory() -> None:
     before = live.dequantize().clone()
     tensors = {"model/w": torch.ones(64, 1024), "optimizer/w/exp_avg": live}
     held = sum(part.nbytes for part in (tensors["model/w"], live.codes, live.scale, live.qmap))
-    background = Background(optimizer(), device=CPU, sizes=sizes_of(tensors))
+    background = Background(device=CPU, sizes=sizes_of(tensors))
     assert held <= background.num_bytes <= 1.05 * held
     kept = saved(background, tensors, then=lambda: live.copy_(torch.zeros(64, 1024)))
     copy: Any = kept["optimizer/w/exp_avg"]
@@ -149,7 +145,7 @@ def test_quantised_state_is_copied_part_by_part_into_the_same_memory() -> None:
 
 def test_a_tensor_nobody_knew_of_is_copied_all_the_same() -> None:
     tensors = state(count=2)
-    background = Background(optimizer(), device=CPU, sizes=sizes_of({"model/0": tensors["model/0"]}))
+    background = Background(device=CPU, sizes=sizes_of({"model/0": tensors["model/0"]}))
     kept = saved(background, tensors, then=lambda: tensors["model/1"].zero_())
     assert torch.equal(kept["model/1"], torch.ones(MIB // 4))
     background.close()

@@ -1,0 +1,86 @@
+"""When a run saves, and what its ranks must agree on for that.
+
+Must not know how anything is saved, nor what a validation found.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fullshard.checkpoint.saver import Saver
+from fullshard.contracts.progress import Progress
+from fullshard.control.next_save import Approach
+from fullshard.control.triggers import Due
+from fullshard.log.report import Report
+
+
+@dataclass
+class Saves:
+    """The saves of one run: by steps, epochs and minutes, at the end, and whenever the loop asks."""
+
+    saver: Saver
+    due: Due
+    approach: Approach
+    at_end: bool
+    report: Report
+    step: int = field(default=-1, init=False)
+    """The step of the last save of this process."""
+    _at: float = field(default_factory=time.monotonic, init=False)
+    _overdue: bool = field(default=False, init=False)
+    """The minutes between two saves have passed, by the clock of rank 0."""
+
+    def begin(self, step: int) -> None:
+        """Takes host memory at once where the first save comes soon."""
+        if self.approach.soon(step):
+            self.saver.approach()
+
+    def flags(self, step: int) -> tuple[bool, bool, bool]:
+        """What this rank would have all ranks do: fail with a save that went wrong, save now because of the time, take
+        memory for a save that comes near."""
+        self.saver.report()
+        main, since_save = self.saver.world.is_main, time.monotonic() - self._at
+        overdue = main and self.due.after_seconds(since_save)
+        near = main and self.approach.near(step, since_save_s=since_save)
+        return self.saver.failed, overdue, near
+
+    def follow(self, step: int, *, failed: bool, overdue: bool, near: bool) -> None:
+        """Does what the ranks agreed on in the step before."""
+        # The last save answered a flag raised before it.
+        self._overdue = overdue and self.step < step - 1
+        if failed:
+            self.saver.settle()
+        if near:
+            self.saver.approach()
+
+    def due_after(self, step: int, epoch: int | None = None) -> bool:
+        """Whether the recipe asks for a save after this step, and after this epoch where one ends with it."""
+        by_epoch = epoch is not None and self.due.after_epoch(epoch)
+        return by_epoch or self.due.after_step(step) or self._overdue
+
+    def finish_copy(self) -> None:
+        """Before an update: waits, on the device, until the save under way has copied the tensors that change."""
+        self.saver.finish_copy()
+
+    def save(self, progress: Progress, *, best: bool = False) -> None:
+        """Saves now, or starts to in the background."""
+        begun, progress.seconds = time.monotonic(), self.report.seconds
+        with self.report.phase("save"):
+            self.saver.save(progress, best)
+        self.step, self._at, self._overdue = progress.step, time.monotonic(), False
+        self.report.event("saved", progress.step, stall_seconds=round(self._at - begun, 4))
+
+    def settle(self) -> None:
+        """Waits for a save in the background, and raises what went wrong with it."""
+        with self.report.phase("save"):
+            self.saver.settle()
+
+    def export(self, progress: Progress) -> str:
+        """Writes `model/` and says what it holds."""
+        if not self.at_end:
+            return "not exported (checkpoint.at_end = false)"
+        with self.report.phase("save"):
+            return self.saver.export(progress)
+
+
+__all__ = ["Saves"]

@@ -1,0 +1,88 @@
+"""The proof of the first update: every gradient is finite, not all are zero, and weights changed.
+
+`train_step` calls `look` before the optimizer and `prove` after it. The verdict is the same on all ranks.
+Must not know losses, models or the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from fullshard.dist import reduce
+from fullshard.dist.gradients import checksums, inspect
+from fullshard.errors import NumericalError, SetupError
+from fullshard.formatting.plural import counted
+
+
+class FirstUpdate:
+    """Checks the first update that moves weights, and does nothing afterwards."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, say: Callable[[str], None]) -> None:
+        self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._optimizer, self._say = optimizer, say
+        self._proven = False
+        self._found: torch.Tensor | None = None
+        self._sums = torch.empty(0)
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Before an update: inspects the gradients and remembers the weights. A learning rate of 0 moves nothing."""
+        if self._proven or not any(self._rates()):
+            return
+        self._found = torch.stack([inspect(p.grad) for _, p in self._trained]).cpu()
+        self._sums = checksums([p for _, p in self._trained])
+
+    @torch.no_grad()
+    def prove(self) -> None:
+        """After an update that the loss scaler did not skip."""
+        if self._proven or self._found is None:
+            return
+        self._proven = True
+        changed = (checksums([p for _, p in self._trained]) != self._sums)[:, None]
+        # A small parameter is on one rank only, so what is true of one slice is true of the parameter.
+        everywhere = torch.stack(reduce.gather_objects(torch.cat([self._found, changed], dim=1))).any(dim=0)
+        self._judge(*(self._named(flags) for flags in everywhere.unbind(dim=1)))
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def _named(self, flags: torch.Tensor) -> list[str]:
+        return [name for (name, _), flag in zip(self._trained, flags.tolist(), strict=True) if flag]
+
+    def _judge(self, missing: list[str], broken: list[str], moving: list[str], moved: list[str]) -> None:
+        of = f"of {counted(len(self._trained), 'trained parameter')}"
+        if broken:
+            raise NumericalError(
+                f"At the first update {len(broken)} {of} have a gradient that is not finite: {_some(broken)}. "
+                "Look for records with extreme values, lower optimizer.lr, or try precision: fp32."
+            )
+        if missing:
+            raise SetupError(
+                f"At the first update {len(missing)} {of} have no gradient: {_some(missing)}. The loss does not depend "
+                f"on them, and they would never learn. Freeze them: model.freeze: [{', '.join(missing[:3])}], or check "
+                "that the model runs them."
+            )
+        if not moving:
+            raise NumericalError(
+                f"At the first update the gradient of every one {of} is zero: nothing would be learned. Check that the "
+                "labels are not all masked, and that what is trained (model.lora, model.freeze) has a part in the loss."
+            )
+        if not moved:
+            raise NumericalError(
+                f"The first update changed not one {of}: with a learning rate of {max(self._rates()):g} every change is "
+                "smaller than the last digit of the weights. Raise optimizer.lr, shorten schedule.warmup, or leave "
+                "precision: bf16-pure."
+            )
+        still = len(set(moving) - set(moved))
+        lost = f"; {still} have a gradient and did not change, the update is below their last digit" if still else ""
+        self._say(
+            f"First update proven: the gradients {of} are finite, {len(moving)} are not zero, {len(moved)} "
+            f"parameters changed{lost}."
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

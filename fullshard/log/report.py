@@ -1,0 +1,94 @@
+"""What the loop reports: console, metrics.jsonl and meters behind one object.
+
+Must not decide anything, and must not know how numbers are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from fullshard.contracts.progress import Progress
+from fullshard.dist.world import World, peak_of, peaks
+from fullshard.formatting.readable import Steps
+from fullshard.log.console import Bar, Console
+from fullshard.log.meters import Meters
+
+
+@dataclass
+class Report:
+    """Where one rank of a run reports to; only rank 0 is heard."""
+
+    console: Console
+    write: Callable[[dict[str, Any]], None]
+    """Appends a record to metrics.jsonl and the sinks."""
+    world: World
+    meters: Meters = field(default_factory=Meters, init=False)
+    workers: int = field(default=0, init=False)
+    """Loader processes of each rank."""
+    _bar: Bar | None = field(default=None, init=False)
+
+    def measure(self, progress: Progress, *, flops_per_token: float, unit: str, workers: int) -> None:
+        """Starts the meters, at `progress` for a run that is resumed."""
+        ranks, peak = self.world.size, peak_of(self.world.device)
+        self.meters = Meters.going_on(progress, flops_per_token, peak, ranks=ranks, unit=unit)
+        self.workers = workers
+
+    @property
+    def seconds(self) -> float:
+        """Training time over all runs of this folder."""
+        return self.meters.seconds
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Counts the time within it: data, compute, log, evaluate or save."""
+        return self.meters.phase(name)
+
+    @contextmanager
+    def epoch(self, number: int, of: int, lr: float, steps: Steps) -> Iterator[None]:
+        """One epoch, or a part of it, with its bar."""
+        self.console.epoch_begin(number, of, lr, steps=steps)
+        with self.console.training_bar(steps.end, done=steps.begin) as self._bar:
+            yield
+
+    def step(self, *, samples: int, tokens: int) -> None:
+        self.meters.step(samples=samples, tokens=tokens)
+
+    def advance(self) -> None:
+        """A step that is not logged."""
+        assert self._bar is not None
+        self._bar.advance()
+
+    def log(self, *, step: int, epoch: float, loss: float, lr: float, grad_norm: float, **numbers: float) -> None:
+        """A step that is logged."""
+        assert self._bar is not None
+        with self.phase("log"):
+            record = self.meters.record(
+                step=step,
+                epoch=epoch,
+                loss=loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                memory_bytes=peaks(self.world.device),
+                **numbers,
+            )
+            self.write(record)
+            self._bar.advance(loss)
+            self._bar.log(record)
+            if self.world.is_main and (advice := self.meters.advice(workers=self.workers)):
+                self.console.warn(advice)
+
+    def event(self, name: str, step: int, **facts: Any) -> None:
+        self.write({"kind": "event", "event": name, "step": step, **facts})
+
+    def validation(self, numbers: Mapping[str, float], texts: Sequence[str], *, step: int, epoch: float) -> None:
+        """What the evaluations found."""
+        if numbers:
+            self.write({"kind": "validation", "step": step, "epoch": epoch, **numbers})
+            self.console.validated(numbers)
+        for text in texts:
+            self.console.say(text)
+
+
+__all__ = ["Report"]
