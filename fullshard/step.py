@@ -80,7 +80,7 @@ def train_step(
     grad_norm = clip_global_norm(optimizer, ceiling=learner.clip, scaled=scaler is not None)
     _set_learning_rates(optimizer, lr_factor)
     before_update()
-    learner.first_update.look()
+    learner.first_update.remember()
     skipped = _update(optimizer, scaler)
     if not skipped:
         learner.first_update.prove()

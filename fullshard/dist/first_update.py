@@ -1,6 +1,6 @@
 """The proof of the first update: every gradient is finite, not all are zero, and weights changed.
 
-`train_step` calls `look` before the optimizer and `prove` after it. The verdict is the same on all ranks.
+`train_step` calls `remember` before the optimizer and `prove` after it. The verdict is the same on all ranks.
 Must not know losses, models or the loop.
 """
 
@@ -24,26 +24,24 @@ class FirstUpdate:
         self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._optimizer, self._say = optimizer, say
         self._proven = False
-        self._found: torch.Tensor | None = None
-        self._sums = torch.empty(0)
+        self._before: torch.Tensor | None = None
+        """A checksum of each parameter before the update."""
 
-    @torch.no_grad()
-    def look(self) -> None:
-        """Before an update: inspects the gradients and remembers the weights. A learning rate of 0 moves nothing."""
-        if self._proven or not any(self._rates()):
-            return
-        self._found = torch.stack([inspect(p.grad) for _, p in self._trained]).cpu()
-        self._sums = checksums([p for _, p in self._trained])
+    def remember(self) -> None:
+        """Before an update: remembers the weights. With a learning rate of 0 there is nothing to prove."""
+        if not self._proven and any(self._rates()):
+            self._before = checksums([p for _, p in self._trained])
 
     @torch.no_grad()
     def prove(self) -> None:
-        """After an update that the loss scaler did not skip."""
-        if self._proven or self._found is None:
+        """After an update that the loss scaler did not skip, while the gradients are still there."""
+        if self._proven or self._before is None:
             return
         self._proven = True
-        changed = (checksums([p for _, p in self._trained]) != self._sums)[:, None]
+        found = torch.stack([inspect(p.grad) for _, p in self._trained]).cpu()
+        changed = (checksums([p for _, p in self._trained]) != self._before)[:, None]
         # A small parameter is on one rank only, so what is true of one slice is true of the parameter.
-        everywhere = torch.stack(reduce.gather_objects(torch.cat([self._found, changed], dim=1))).any(dim=0)
+        everywhere = torch.stack(reduce.gather_objects(torch.cat([found, changed], dim=1))).any(dim=0)
         self._judge(*(self._named(flags) for flags in everywhere.unbind(dim=1)))
 
     def _rates(self) -> list[float]:
@@ -72,8 +70,8 @@ class FirstUpdate:
             )
         if not moved:
             raise NumericalError(
-                f"The first update changed not one {of}: with a learning rate of {max(self._rates()):g} every change is "
-                "smaller than the last digit of the weights. Raise optimizer.lr, shorten schedule.warmup, or leave "
+                f"The first update changed not one {of}: with a learning rate of {max(self._rates()):g} every change "
+                "is smaller than the last digit of the weights. Raise optimizer.lr, shorten schedule.warmup, or leave "
                 "precision: bf16-pure."
             )
         still = len(set(moving) - set(moved))
