@@ -1,6 +1,6 @@
-"""GELU of a sum with a bias, and both gradients in one pass over memory: torch.compile takes two.
+"""GELU with a bias, and both gradients in one pass over memory: torch.compile needs two.
 
-By a sigmoid, as (1 + tanh(x)) / 2 = sigmoid(2x): a tanh takes a GPU longer than the memory does. Rows of (N, width).
+As a sigmoid, (1 + tanh(x)) / 2 = sigmoid(2x): on a GPU tanh takes longer than the memory access. Rows of (N, width).
 Triton, so CUDA; CPU tests run it interpreted. Must not know models.
 """
 
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 COLUMNS = 256
-"""Of one program, which has four warps."""
+"""Columns per program, which has four warps."""
 TILE, TILES = 8, 32
-"""Rows that a program of the backward pass takes at a time, and how often; between, it adds up for the bias."""
+"""Rows per tile of the backward pass, and tiles per program, which sums up the gradient of the bias."""
 
 
 def biased_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ _gelu.register_autograd(_gradients, setup_context=_save)
 
 @triton.jit
 def _share(x, square):
-    """What GELU multiplies x by: sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)), by a power of two."""
+    """The factor of x in GELU: sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 * x^3)), with a power of two."""
     return 1.0 / (1.0 + tl.exp2(x * (-0.1029432395800235 * square - 2.302208198144325)))
 
 
@@ -99,16 +99,16 @@ def _backward(
     part = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + cols, mask=cols < width, other=0.0).to(tl.float32)
-    # Added up over a program's rows only at the end: before, it would make its warps wait for each other every time.
+    # Summed over rows only at the end: inside the loop, warps would wait for each other every time.
     total = tl.zeros([TILE, COLUMNS], tl.float32)
-    # With stages what comes next is on its way while this is computed.
+    # Stages prefetch the next tile while this one is computed.
     for tile in tl.range(TILES, num_stages=3):
         rows = (part * TILES + tile) * TILE + tl.arange(0, TILE)
         at, inside = rows[:, None] * width + cols[None, :], (rows[:, None] < num_rows) & (cols[None, :] < width)
         value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b[None, :]
         square = value * value
         share = _share(value, square)
-        # What grows in the exponent: 2 * sqrt(2 / pi) * (x + 3 * 0.044715 * x^3).
+        # The derivative of the exponent: 2 * sqrt(2 / pi) * (x + 3 * 0.044715 * x^3).
         slope = share + (share - share * share) * value * (0.21406444881780073 * square + 1.5957691216057308)
         gradient = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32) * slope
         tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=inside)

@@ -1,7 +1,6 @@
-"""DiT and its blocks in fewer passes over memory: the same parameters and the same result, by kernels of our own.
+"""DiT and its blocks in fewer passes over memory: the same parameters and the same result, with our own kernels.
 
-At batch sizes that fill a GPU a third of a step goes into reading and writing activations between products. Here norms
-take gates, scales and shifts along, GELU takes its bias along, queries, keys and values come from one product, and the
+Norms are fused with gates, scales and shifts, GELU with its bias; queries, keys and values come from one product, and
 gradients of biases are by-products. On CUDA in half precision; anything else runs diffusers' own code. Must not know
 objectives, ranks or sharding.
 """
@@ -18,12 +17,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+SWITCH = "FULLSHARD_DIT_KERNELS"
+"""Set to 0 in the environment, diffusers' own code runs."""
 LONGEST = 256
-"""Up to so many tokens our attention is used, as far as it was measured; longer rows are for the libraries' kernels."""
+"""Our attention is used up to this many tokens, as far as it was measured; longer rows use the libraries' kernels."""
 
 
 def fuse(module: nn.Module) -> str:
-    """Changes how the blocks that it knows compute, and DiT around them, in place; says in words what was done."""
+    """Replaces the forward of known blocks, and of DiT around them, in place; says what was done."""
+    if os.environ.get(SWITCH) == "0":
+        return f"diffusers' own ({SWITCH}=0)"
     from diffusers import DiTTransformer2DModel
     from diffusers.models.attention import BasicTransformerBlock
 
@@ -35,17 +38,17 @@ def fuse(module: nn.Module) -> str:
     done = Counter({"norms": len(blocks)} if blocks else {})
     for block in blocks:
         block.forward = types.MethodType(_block, block)
-        block.fuses_gelu, block.fuses_attention = _is_simple(block.ff), _side_by_side(block.attn1)
+        block.fuses_gelu, block.fuses_attention = _is_plain_mlp(block.ff), _packs_qkv(block.attn1)
         done.update({"GELU": block.fuses_gelu, "attention": block.fuses_attention})
     if blocks and isinstance(module, DiTTransformer2DModel):
         embed: Any = module.pos_embed
         module.forward, embed.forward = types.MethodType(_denoise, module), types.MethodType(_embed, embed)
     words = ", ".join(f"{name} of {count} blocks" for name, count in done.items() if count)
-    return f"by our own kernels: {words}" if done else "diffusers' own"
+    return f"our own kernels: {words}" if done else "diffusers' own"
 
 
 def _is_plain(block: Any) -> bool:
-    """As in DiT: norms without parameters that labels and times modulate, and attention to itself alone."""
+    """As in DiT: norms without parameters, modulated by labels and times, and self-attention only."""
     return (
         block.norm_type == "ada_norm_zero"
         and all(type(norm) is nn.LayerNorm and norm.weight is None for norm in (block.norm1.norm, block.norm3))
@@ -56,8 +59,8 @@ def _is_plain(block: Any) -> bool:
     )
 
 
-def _is_simple(feed_forward: Any) -> bool:
-    """Two plain projections with biases, and GELU in its tanh form between them."""
+def _is_plain_mlp(feed_forward: Any) -> bool:
+    """Two plain projections with biases, and tanh GELU between them."""
     from diffusers.models.activations import GELU
 
     up, _, *down = feed_forward.net
@@ -66,8 +69,8 @@ def _is_simple(feed_forward: Any) -> bool:
     return all(type(part) is nn.Linear and part.bias is not None for part in (up.proj, *down))
 
 
-def _side_by_side(attention: Any) -> bool:
-    """Three plain projections of equal size, and nothing between them and the scores."""
+def _packs_qkv(attention: Any) -> bool:
+    """Three plain projections of equal size, followed directly by the scores."""
     parts = (attention.to_q, attention.to_k, attention.to_v)
     if any(type(part) is not nn.Linear for part in parts):
         return False
@@ -78,14 +81,14 @@ def _side_by_side(attention: Any) -> bool:
         and all(extra is None for extra in extras)
         and not attention.residual_connection
         and attention.rescale_output_factor == 1
-        # For powers of two libraries have kernels that pad nothing.
+        # For powers of two the libraries' kernels need no padding.
         and width % 8 == 0
         and width & (width - 1) != 0
     )
 
 
 def _runs(x: torch.Tensor) -> bool:
-    """Kernels are for CUDA; under TRITON_INTERPRET they run anywhere, for tests."""
+    """Kernels need CUDA; with TRITON_INTERPRET=1 they run anywhere, for tests."""
     return (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)) or os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -97,7 +100,7 @@ def _denoise(
     cross_attention_kwargs: dict[str, Any] | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """In place of `DiTTransformer2DModel.forward`, with its arguments: the last norm is one of ours as well."""
+    """In place of `DiTTransformer2DModel.forward`, with its arguments: the last norm is fused too."""
     from diffusers import DiTTransformer2DModel
     from diffusers.models.modeling_outputs import Transformer2DModelOutput
 
@@ -125,7 +128,7 @@ def _last_norm(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Ten
 
 
 def _embed(embed: Any, latent: torch.Tensor) -> Any:
-    """In place of `PatchEmbed.forward`: patches do not overlap, so the convolution is a product, with tokens first."""
+    """In place of `PatchEmbed.forward`: patches do not overlap, so the convolution is a matrix product."""
     from diffusers.models.embeddings import PatchEmbed
 
     size, (height, width) = embed.patch_size, latent.shape[-2:]
@@ -174,7 +177,7 @@ def _block(
 
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""A result, and the bias that it was given without a gradient: where the result is added up, that costs no pass."""
+"""A result, and the bias that was added without a gradient: the next kernel computes that gradient for free."""
 
 
 def _feed_forward(feed_forward: Any, x: torch.Tensor) -> Branch:
@@ -182,13 +185,13 @@ def _feed_forward(feed_forward: Any, x: torch.Tensor) -> Branch:
 
     up, dropout, down = feed_forward.net
     activated: torch.Tensor = dropout(biased_gelu(F.linear(x, up.proj.weight), up.proj.bias))
-    found = torch.addmm(down.bias.detach(), activated.flatten(0, -2), _Turned.apply(down.weight))
+    found = torch.addmm(down.bias.detach(), activated.flatten(0, -2), _Transposed.apply(down.weight))
     return found.reshape(x.shape), down.bias
 
 
-class _Turned(torch.autograd.Function):
-    """Weights turned over by a copy, and their gradient turned back: autograd makes it in the layout that it meets, and
-    with the long side first that is a sixth faster."""
+class _Transposed(torch.autograd.Function):
+    """Copies a weight to its transpose, and its gradient back: autograd computes the gradient in the layout of the
+    weight, and with the long side first that is a sixth faster."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Any:
@@ -200,7 +203,7 @@ class _Turned(torch.autograd.Function):
 
 
 def _attend(attention: Any, x: torch.Tensor) -> Branch:
-    """One product for queries, keys and values, which then lie side by side."""
+    """One product for queries, keys and values, side by side."""
     from fullshard.families.diffusion.kernels.packed_attention import packed_attention
 
     parts = (attention.to_q, attention.to_k, attention.to_v)

@@ -1,7 +1,7 @@
-"""x + gate * branch, and all its gradients in one pass over memory, also that of a bias which the branch was given.
+"""x + gate * branch, with all gradients in one pass over memory, including that of a bias in the branch.
 
 Tensors are (B, tokens, width), the gate is (B, width), the bias (width,). The sum itself is plain torch, which
-torch.compile makes one pass of. Triton, so CUDA; CPU tests run it interpreted. Must not know models.
+torch.compile fuses into one pass. Triton, so CUDA; CPU tests run it interpreted. Must not know models.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 
 COLUMNS = 128
-"""Of one program."""
+"""Columns per program."""
 TILE, TILES = 4, 16
-"""Tokens that a program takes at a time, and how often; between, it adds up for gate and bias."""
+"""Tokens per tile, and tiles per program, which sums up the gradients of gate and bias."""
 
 
 def gated_sum(
     x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`bias` is one that the branch has been given already, without its gradient: that is made here."""
+    """`bias` is already added to the branch, without a gradient: its gradient is computed here."""
     total: torch.Tensor = _Sum.apply(x, branch, gate, bias)
     return total
 

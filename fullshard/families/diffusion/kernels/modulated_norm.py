@@ -1,11 +1,11 @@
-"""Layer norm, scaled and shifted by vectors of each sample, in one pass over memory; also with the gated sum before it.
+"""Layer norm with a scale and shift per sample, in one pass over memory; also with the gated sum before it.
 
     modulated_norm: x                     -> x, norm(x) * (1 + scale) + shift
     gated_norm:     x + gate * branch = y -> y, norm(y) * (1 + scale) + shift
 
-Both give back what was normed: a residual goes on from there, and its gradient is added in the same pass. The
-gradients of gate, scale, shift and of the branch's bias are sums over tokens; torch.compile makes each a pass of its
-own, here they are by-products. Tensors are (B, tokens, width), vectors (B, width), a bias (width,). Triton, so CUDA;
+Both also return the input of the norm: the residual continues from there, and its gradient is added in the same pass.
+The gradients of gate, scale, shift and of the branch's bias are sums over tokens; torch.compile needs a pass for each,
+here they are by-products. Tensors are (B, tokens, width), vectors (B, width), a bias (width,). Triton, so CUDA;
 CPU tests run it interpreted. Must not know models.
 """
 
@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 
 TOKENS = 64
-"""Tokens of a sample that one program of the backward pass takes one after the other, adding up for gate and scale."""
+"""Tokens of a sample per program of the backward pass, which sums up the gradients of gate and scale."""
 
 
 def modulated_norm(
     x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x again, and normed."""
+    """x, and its norm."""
     kept, normed = _Norm.apply(x, None, None, scale, shift, None, eps)
     return kept, normed
 
@@ -39,8 +39,8 @@ def gated_norm(
     *,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + gate * branch, and that normed. `bias` is one that the branch has been given already, without its gradient:
-    that is made here."""
+    """x + gate * branch, and its norm. `bias` is already added to the branch, without a gradient: its gradient is
+    computed here."""
     total, normed = _Norm.apply(x, branch, gate, scale, shift, bias, eps)
     return total, normed
 
@@ -75,7 +75,7 @@ def _norm(
     shift: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum (empty without a branch), normed, and (2, B, tokens) fp32: mean and one over the deviation."""
+    """The sum (empty without a branch), normed, and (2, B, tokens) fp32: mean and reciprocal deviation."""
     x, branch = x.contiguous(), None if branch is None else branch.contiguous()
     batch, tokens, width = x.shape
     total = x.new_empty(0) if branch is None else x.new_empty(x.shape)
@@ -151,7 +151,7 @@ def _write(pointer, cols, WIDTH, value):
 
 @triton.jit
 def _fold(value_a, value_b, FIRST: tl.constexpr, REST: tl.constexpr):
-    """Both blocks added up to the size of the smaller one, within threads: warps wait for each other but once."""
+    """Both blocks added up to the size of the smaller one, within threads: warps wait for each other only once."""
     return tl.sum(tl.reshape(value_a, [REST, FIRST // REST]), 1) + value_b
 
 
@@ -165,7 +165,7 @@ def _forward(
     x, branch, gate, scale, shift, total, normed, moments, num_rows, tokens, gate_stride, scale_stride, shift_stride,
     eps, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """One token. Its values lie in two blocks, a and b."""
+    """One token, with its values in two blocks, a and b."""
     row = tl.program_id(0).to(tl.int64)
     sample, at = row // tokens, row * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
@@ -203,12 +203,12 @@ def _backward(
     if GATED:
         g = gate + sample * gate_stride
         g_a, g_b = _read(g, a, WIDTH), _read(g, b, WIDTH)
-    # With stages what comes next is on its way while this is computed.
+    # Stages prefetch the next token while this one is computed.
     for token in tl.range(TOKENS, num_stages=3):
         token += part * TOKENS
         row = sample * tokens + token
         at = row * WIDTH
-        # Behind the sample's last token nothing is read or written.
+        # Nothing is read or written beyond the sample's last token.
         end = tl.where(token < tokens, WIDTH, 0)
         x_a, x_b = _read(x + at, a, end), _read(x + at, b, end)
         d_a, d_b = _read(d_normed + at, a, end), _read(d_normed + at, b, end)

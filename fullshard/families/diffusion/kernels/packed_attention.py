@@ -1,11 +1,11 @@
-"""Attention of every token to every token of its sample, on queries, keys and values that lie side by side.
+"""Full self-attention within each sample, on packed queries, keys and values.
 
     (B, tokens, 3, heads, width) -> (B, tokens, heads, width)
 
-One product makes queries, keys and values, and since their gradients lie side by side as well, one product takes them
-back. Made for rows of a few hundred tokens and widths such as 72, which libraries pad to 128: here a width is a power
-of two and a rest of at least 16. The gradient of the scores passes through memory, tokens x tokens of every head: for
-such rows that is faster than computing it twice. bf16 and fp16; products add up in fp32. Triton, so CUDA; CPU tests run
+One product makes queries, keys and values, and since their gradients are packed too, one product takes them back. Made
+for rows of a few hundred tokens and widths such as 72, which libraries pad to 128: here a width is a power of two and a
+rest of at least 16. The gradient of the scores (tokens x tokens per head) goes through memory: for such rows that is
+faster than computing it twice. bf16 and fp16; products add up in fp32. Triton, so CUDA; CPU tests run
 it interpreted. Must not know models.
 """
 
@@ -21,21 +21,21 @@ import triton.language as tl
 FORWARD = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
 KEYS = {"OWN": 64, "OTHER": 32, "num_warps": 4, "num_stages": 3}
 QUERIES = {"OWN": 64, "OTHER": 64, "num_warps": 4, "num_stages": 2}
-"""Of each kernel: how many tokens are a program's own, and how many of the others it looks at together; as measured."""
+"""Per kernel: tokens of a program, and tokens that it compares them with at a time; chosen by measurement."""
 LN_2 = tl.constexpr(math.log(2))
-"""Scores are kept for powers of two; their gradients are those of powers of e."""
+"""Scores are kept in base 2; their gradients are in base e."""
 
 
 def packed_attention(qkv: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Attention without a mask, scaled by the root of the width. `bias` (3 * heads * width,) is one that qkv has been
-    given already, without its gradient: that is made here, where what it sums up is at hand."""
+    """Attention without a mask, scaled by the square root of the width. `bias` (3 * heads * width,) is already added to
+    qkv, without a gradient: its gradient is computed here."""
     out: torch.Tensor = _attend(qkv, bias)[0]
     return out
 
 
 @torch.library.custom_op("fullshard::packed_attention", mutates_args=())
 def _attend(qkv: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result, and for the backward pass (B, heads, tokens) fp32: the logarithm to base 2 of a sum of exponents."""
+    """The result, and for the backward pass (B, heads, tokens) fp32: log-sum-exp in base 2."""
     qkv = qkv.contiguous()
     batch, tokens, _, heads, width = qkv.shape
     out, logs = qkv.new_empty(batch, tokens, heads, width), qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
@@ -105,7 +105,7 @@ def _sizes(qkv: torch.Tensor) -> dict[str, int]:
 
 
 def _factor(width: int) -> float:
-    """By what scores are multiplied, for powers of two instead of e."""
+    """The scale of scores in base 2."""
     return math.log2(math.e) / math.sqrt(width)
 
 
@@ -126,7 +126,7 @@ def _write(pointer, rows, stride, a, b, TOKENS, WIDTH, value_a, value_b):
 
 @triton.jit
 def _sum_up(pointer, a, b, WIDTH, value_a, value_b):
-    """Over tokens; those that are not there are zero."""
+    """Sums over tokens; missing tokens are zero."""
     tl.store(pointer + a, tl.sum(value_a, 0), mask=a < WIDTH)
     tl.store(pointer + b, tl.sum(value_b, 0), mask=b < WIDTH)
 
@@ -189,7 +189,7 @@ def _backward_keys(
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr,
     OWN: tl.constexpr, OTHER: tl.constexpr,
 ):  # fmt: skip
-    """Some keys and values against all queries; leaves the gradient of the scores for the queries' turn."""
+    """Some keys and values against all queries; stores the gradient of the scores for the query kernel."""
     head, sample = tl.program_id(1), tl.program_id(2).to(tl.int64)
     ALL: tl.constexpr = HEADS * WIDTH
     a, b = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
@@ -204,7 +204,7 @@ def _backward_keys(
         rows = begin + tl.arange(0, OTHER)
         q_a, q_b = _read(q, rows, 3 * ALL, a, b, TOKENS, WIDTH)
         d_a, d_b = _read(d_out + at, rows, ALL, a, b, TOKENS, WIDTH)
-        # A query that is not there and its gradient are zero, and so add nothing.
+        # A missing query and its gradient are zero, so they add nothing.
         log = tl.load(logs + lines + rows, mask=rows < TOKENS, other=0.0)
         product = tl.load(products + lines + rows, mask=rows < TOKENS, other=0.0)
         scores = tl.dot(k_b, tl.trans(q_b), tl.dot(k_a, tl.trans(q_a))) * factor

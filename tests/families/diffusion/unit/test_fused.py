@@ -58,7 +58,7 @@ def test_fused_blocks_compute_what_diffusers_computes(interpreted: Executor) -> 
 def fused_and_plain() -> None:
     plain = _model()
     fused = copy.deepcopy(plain)
-    assert fuse(fused) == "by our own kernels: norms of 1 blocks, GELU of 1 blocks, attention of 1 blocks"
+    assert fuse(fused) == "our own kernels: norms of 1 blocks, GELU of 1 blocks, attention of 1 blocks"
     fused = copy.deepcopy(fused)  # a run copies its model before it shards it
     for block in fused.transformer_blocks:
         block.compile(backend="aot_eager", fullgraph=True)  # as they run; what kernels give is traced, not computed
@@ -135,7 +135,7 @@ def adapted() -> None:
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)  # at zero it would not be seen
     fused = copy.deepcopy(plain)
-    assert fuse(fused) == "by our own kernels: norms of 1 blocks"
+    assert fuse(fused) == "our own kernels: norms of 1 blocks"
     expected, found = plain.state_dict(), fused.state_dict()
     assert list(expected) == list(found)
     inputs = torch.randn(2, 4, 4, 4), torch.rand(2) * 1000, torch.tensor([1, 2])
@@ -144,7 +144,7 @@ def adapted() -> None:
 
 def test_widths_that_libraries_know_keep_their_attention() -> None:
     model = _model(attention_head_dim=32)
-    assert fuse(model) == "by our own kernels: norms of 1 blocks, GELU of 1 blocks"
+    assert fuse(model) == "our own kernels: norms of 1 blocks, GELU of 1 blocks"
 
 
 def test_other_models_are_left_alone() -> None:
@@ -159,7 +159,14 @@ def test_kernels_are_chosen_for_cuda_in_half_precision_alone() -> None:
         words = family.choose_kernels(_model(), device=device, compute=compute, packed=False)
         assert words == "the module's own"
     words = family.choose_kernels(_model(), device="cuda", compute=torch.bfloat16, packed=False)
-    assert words.startswith("by our own kernels: ")
+    assert words.startswith("our own kernels: ")
+
+
+def test_an_environment_variable_switches_the_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FULLSHARD_DIT_KERNELS", "0")
+    model = _model()
+    assert fuse(model) == "diffusers' own (FULLSHARD_DIT_KERNELS=0)"
+    assert "forward" not in vars(model)
 
 
 def test_a_mask_is_not_lost(interpreted: Executor) -> None:
