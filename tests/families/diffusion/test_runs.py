@@ -3,16 +3,19 @@ run is the straight one bit by bit; half precision stays near; what is left is r
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import fullshard
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.data.order import draws, permutation
+from fullshard.cli import app
+from fullshard.data.order import FIXED, draws, permutation
 from fullshard.errors import DataError
 from fullshard.families.diffusion.encoders.image import Images
 from fullshard.families.diffusion.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
@@ -70,20 +73,24 @@ def straight(ranks: RankPool, folder: Path) -> list[tuple[float, ...]]:
     return curve(ranks.run(train, settings(folder, "straight"), world=1)[0], *NUMBERS)
 
 
+def digits(part: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images from -1 to 1, and labels."""
+    from fullshard.families.diffusion.sources.digits import Digits
+
+    records = Digits(part=part).open()
+    images = torch.stack(
+        [torch.tensor(np.asarray(records[i]["image"]), dtype=torch.float32) for i in range(len(records))]
+    )
+    return (images / images.max() * 2 - 1)[:, None], torch.tensor([records[i]["label"] for i in range(len(records))])
+
+
 def plain_loop(folder: Path) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Rectified flow as it is written down, with diffusers' model and torch's AdamW; only the random numbers are drawn
     as the run draws them."""
     from diffusers import DiTTransformer2DModel
 
-    from fullshard.families.diffusion.sources.digits import Digits
-
     model = DiTTransformer2DModel.from_pretrained(folder / "model").eval()  # in training it would drop labels itself
-    records = Digits(part="train").open()
-    images = torch.stack(
-        [torch.tensor(np.asarray(records[i]["image"]), dtype=torch.float32) for i in range(len(records))]
-    )
-    labels = torch.tensor([records[i]["label"] for i in range(len(records))])
-    images = (images / images.max() * 2 - 1)[:, None]
+    images, labels = digits("train")
     decay = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
@@ -165,6 +172,34 @@ def test_noise_is_fixed_in_validation(ranks: RankPool, folder: Path) -> None:
         losses += [record["loss"] for record in records if record["kind"] == "validation"]
     assert len(losses) == 4
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+
+
+def evaluated(run: str, *words: str) -> tuple[int, str]:
+    """`fullshard evaluate` on one rank of the pool, which was started by a launcher."""
+    done = CliRunner().invoke(app, ["evaluate", run, *words])
+    return done.exit_code, done.stdout or done.stderr
+
+
+def test_evaluate_gives_the_loss_of_plain_diffusers(ranks: RankPool, folder: Path, straight: Any) -> None:
+    from diffusers import DiTTransformer2DModel
+
+    run = folder / "runs" / "straight"
+    images, labels = digits("held_out")
+    keys = torch.from_numpy(draws(np.arange(len(images)), seed=3, stream=FIXED))
+    noise, times = normal(keys, (1, 8, 8), NOISE), uniform(keys, TIME)
+    wide = times[:, None, None, None]
+    labels = torch.where(uniform(keys, LABEL_DROP) < DROP, 10, labels)
+    model = DiTTransformer2DModel.from_pretrained(run / "model").eval()
+    with torch.no_grad():
+        output = model((1 - wide) * images + wide * noise, timestep=times * 1000, class_labels=labels).sample
+    expected = float(torch.nn.functional.mse_loss(output, noise - images))
+    words = ["evaluate.parts=[loss]", "evaluate.per_device=300", "--data", "{kind: digits, part: held_out}", "--json"]
+    for world in (1, 2):
+        (code, said), *_ = ranks.run(evaluated, str(run), *words, world=world)
+        assert code == 0, said
+        found = json.loads(said)
+        assert (found["step"], found["ranks"]) == (STEPS, world)
+        np.testing.assert_allclose(found["numbers"]["loss"], expected, rtol=1e-5)
 
 
 def test_ddpm_trains_on_any_ranks(ranks: RankPool, folder: Path) -> None:
