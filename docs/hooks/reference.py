@@ -139,7 +139,8 @@ def _value(option: Schema, places: dict[str, str]) -> str:
         return "mapping"
     if kind == "null":
         return "`null`"
-    bounds = " and ".join(f"{sign} {option[name]}" for name, sign in _BOUNDS.items() if name in option)
+    limits = {name: "2⁶³" if option[name] == 2**63 else option[name] for name in _BOUNDS if name in option}
+    bounds = " and ".join(f"{_BOUNDS[name]} {limit}" for name, limit in limits.items())
     return " ".join(filter(None, (_TYPES.get(kind or "", "any value"), bounds)))
 
 
