@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,4 +175,6 @@ def commands_page() -> str:
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="fullshard")
     whole = get_docs_for_click(obj=command, ctx=context, indent=1, name="fullshard", title="fullshard")
+    # Typer cuts the sentences of this list; each command's own section has them whole.
+    whole = re.sub(r"^\* `([a-z]+)`: .*\.\.\.$", r"* `\1`", whole, flags=re.MULTILINE)
     return _COMMANDS + "\n" + whole.replace("```console\n$ ", "```text\n").replace("\n\n\n", "\n\n")

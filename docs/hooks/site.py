@@ -37,11 +37,13 @@ def outside_docs() -> dict[str, str]:
 
 
 def on_config(config: Any) -> Any:
-    """Puts every family's page under `Families`."""
-    pages = [place for place in outside_docs().values() if place.startswith("families/") and place.endswith(".md")]
-    for entry in config.nav:
-        if entry.get("Families") == []:
-            entry["Families"] = pages
+    """Lists every family's page under `Families`, and the project's own pages under `Project`."""
+    pages = [place for place in outside_docs().values() if place.endswith(".md")]
+    for section in config.nav:
+        if "Families" in section:
+            section["Families"] = [place for place in pages if place.startswith("families/")]
+        if "Project" in section:
+            section["Project"] += [place for place in pages if "/" not in place and place not in section["Project"]]
     return config
 
 
@@ -67,8 +69,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return found[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         place = places.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
-        if place is None:
-            return found[0]
+        if place is None:  # a file that only the repository has
+            return found[1][1:-1] if (ROOT / path).exists() else found[0]
         return f"{found[1]}({posixpath.relpath(place, posixpath.dirname(here) or '.')}{mark}{anchor})"
 
     return re.sub(r"(\[[^\]]*\])\(([^()\s]+)\)", turned, markdown)
