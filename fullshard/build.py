@@ -36,7 +36,7 @@ def build(
     workers = num_workers(recipe, world)
     train, held_out = loaders(recipe, inputs, world, workers=workers)
     proofs = proven(recipe, model, train, world, aux)
-    unit = inputs.data.encoder.unit
+    unit = inputs.data.encoder.settings.unit
     report.measure(progress, flops_per_token=model.flops_per_token, unit=unit, workers=workers)
     parts = Parts(
         learner=learner,
@@ -67,7 +67,7 @@ def _resolved(
         checkpoint["best"] = recipe.checkpoint.best.model_copy(update={"mode": parts.validation.best.mode})
     sections: dict[str, dict[str, Any]] = {
         "sharding": {"strategy": model.plan.layout.strategy, "compile": model.plan.compile},
-        "data": {"encode": inputs.data.encoder, "workers": workers},
+        "data": {"encode": inputs.data.encoder.settings, "workers": workers},
         "topology": {"device": world.device.type, "backend": world.backend, "devices": world.local_size},
         "checkpoint": checkpoint,
     }

@@ -157,9 +157,9 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
     """Goes on after a mistake as far as it can, so that one check finds them all."""
     from torch import nn
 
-    from fullshard.setup.run_inputs import build_module, find_best, find_processor, prepare_data
+    from fullshard.setup.run_inputs import OpenSources, build_module, find_best, find_processor, prepare_data
 
-    laid = _Laid()
+    laid, sources = _Laid(), OpenSources(recipe)
 
     def attempt(where: str, act: Callable[[], Any]) -> Any:
         try:
@@ -171,7 +171,7 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
                 laid.mistakes.append((where, mistake))
             return None
 
-    processor = attempt("model", lambda: find_processor(recipe))
+    processor = attempt("model", lambda: find_processor(recipe, sources))
     if laid.problems("model") or laid.problems("data"):
         return laid
     laid.module = attempt("model", lambda: build_module(recipe, processor))
@@ -180,7 +180,7 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
     # Data can be looked at beside a model that cannot be built.
     module = nn.Module() if laid.module is None else laid.module
     laid.inputs = attempt(
-        "data", lambda: prepare_data(recipe, processor, module, world_size=world_size, console=console)
+        "data", lambda: prepare_data(recipe, sources, processor, module, world_size=world_size, console=console)
     )
     return laid
 

@@ -1,7 +1,7 @@
-"""Section 4 of a check: what the run will learn from, and what in it looks like a mistake.
+"""Section 4 of a check: the data of a run, and what in it looks like a mistake.
 
-Lengths and counts are exact; contents are read up to a stated number of samples, so that any data set is checked in a
-moment. Must not know models or ranks beyond their number.
+Lengths and counts are exact. Contents are read up to a fixed number of samples, so that any data set is checked
+quickly. Must not know models or ranks beyond their number.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fullshard.check.findings import Finding, ok, warning
 from fullshard.contracts.data import IGNORE, Samples
 from fullshard.data.loader import Batch, Loader
 from fullshard.data.order import FILLER, permutation
+from fullshard.data.pack import can_pack
 from fullshard.data.prepare import Prepared, Stored, reasons, remarks
 from fullshard.data.records import origins
 from fullshard.data.store import Store
@@ -63,7 +64,7 @@ def longest_batch(data: Prepared, *, per_device: int) -> Batch:
     longest = np.argsort(-data.train.lengths, kind="stable")[:per_device]
     places = np.full(per_device, FILLER, dtype=np.int64)
     places[: len(longest)] = longest
-    return Loader(data.train, data.encoder, per_device=per_device).batch_of(places)
+    return Loader(data.train, data.collator, per_device=per_device).batch_of(places)
 
 
 def _encoder(data: Prepared) -> Iterator[Finding]:
@@ -100,17 +101,11 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
     elif counts.truncated:
         yield ok("truncated", f"{text} and lose their end")
     if dropped > MOST_DROPPED:
-        remedies = [
-            (counts.empty, "put text into the records or take them out"),
-            (counts.masked, "give conversations an answer that is not blank"),
-            (counts.beyond, "raise data.sequence_length"),
-            (counts.unreadable, "fix or replace the images"),
-        ]
-        advice = "; ".join(words for number, words in remedies if number)
+        advice = "; ".join(counts.fixes.values())
         yield warning(
             "dropped",
-            f"{counts.dropped:,} of {counted(all_samples, 'sample')} ({dropped:.1%}) of {key} are left out, nothing in "
-            f"them can be learned: {reasons(counts)}.",
+            f"{counts.dropped:,} of {counted(all_samples, 'sample')} ({dropped:.1%}) of {key} are left out: "
+            f"{reasons(counts)}.",
             f"{advice[:1].upper()}{advice[1:]}.",
         )
     elif counts.dropped:
@@ -157,7 +152,7 @@ def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     data, plan = inputs.data, inputs.plan
     loader = Loader(
         data.train,
-        data.encoder,
+        data.collator,
         per_device=plan.per_device,
         global_size=plan.global_size,
         seed=recipe.seed,
@@ -169,9 +164,9 @@ def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     longest = longest_batch(data, per_device=plan.per_device)
     top = int(data.train.lengths.max())
     yield ok("longest batch", f"{_shapes(longest)}; the longest {plan.noun} has {counted(top, 'token')}")
-    if data.train.fixed_length is None and plan.per_device > 1 and not data.encoder.lays_out:
+    if data.train.fixed_length is None and plan.per_device > 1 and not data.encoder.settings.lays_out:
         padding = _padding(recipe, data.train, per_device=plan.per_device)
-        packable = not recipe.data.pack and set(data.train_from.store.names) == {"input_ids", "labels"}
+        packable = not recipe.data.pack and can_pack(data.train_from.store)
         hint = "; data.pack=true would fill the rows" if packable and padding > 0.1 else ""
         yield ok("padding", f"about {padding:.0%} of a batch{hint}")
 

@@ -227,16 +227,16 @@ def _tokenizer(recipe: Recipe, inputs: RunInputs, module: nn.Module) -> Iterator
         return
     found = inner_tokenizer(inputs.processor)
     stored, config = recipe.model.stored_rows(), recipe.model.config_of(module)
-    texts, writes = _texts(recipe, inputs), not inputs.data.encoder.lays_out
+    texts, writes = _texts(inputs), not inputs.data.encoder.settings.lays_out
     yield from tokenizer.look(found, rows=rows, texts=texts, config=config, writes=writes, stored=stored)
-    yield from tokenizer.chat_template(found, inputs.data.encoder)
+    yield from tokenizer.chat_template(inputs.data.encoder)
 
 
-def _texts(recipe: Recipe, inputs: RunInputs) -> list[str]:
+def _texts(inputs: RunInputs) -> list[str]:
     """Some texts of the training data, from its beginning to its end."""
-    records = recipe.data.train.open()
+    records = inputs.data.train_from.records
     chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _TEXTS)).astype(int))
-    found = [text for index in chosen for text in inputs.data.encoder.texts(records[int(index)])]
+    found = [text for index in chosen for text in inputs.data.encoder.settings.texts(records[int(index)])]
     return [text[:_CHARACTERS] for text in found if text.strip()]
 
 

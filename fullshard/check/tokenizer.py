@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.check.findings import Finding, error, ok, warning
-from fullshard.contracts.data import Encoder, Samples
+from fullshard.contracts.data import OpenEncoder, Samples
 from fullshard.formatting.plural import counted
 
 SCRIPTS = "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂 x = 3.14"
@@ -154,9 +154,9 @@ def unknown_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
         )
 
 
-def chat_template(tokenizer: Any, encoder: Encoder) -> Iterator[Finding]:
+def chat_template(encoder: OpenEncoder) -> Iterator[Finding]:
     """How conversations are laid out."""
-    if (words := encoder.chat_template(tokenizer)) is not None:
+    if (words := encoder.chat_template()) is not None:
         yield ok("chat template", words)
 
 

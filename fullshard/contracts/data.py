@@ -1,11 +1,13 @@
-"""The contracts of the data path: source (records) → encoder (features) → packer → order → loader.
+"""The contracts of the data path: source (records) → encoder (samples, kept on disk) → packer → loader (micro-batches).
 
-Must not know models, losses or ranks.
+An encoder has three parts: its settings (`Encoder`), what they open for a run (`OpenEncoder`: records to samples) and
+what makes micro-batches of those samples (`Collator`). Must not know models, losses or ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -17,23 +19,23 @@ if TYPE_CHECKING:
     from fullshard.data.store import Store
 
 Record = Mapping[str, Any]
-"""One entry of a source as it was stored."""
+"""One entry of a source."""
 Features = dict[str, np.ndarray]
-"""What the model sees of one sample: arrays by name."""
+"""One sample: arrays by name."""
 
 IGNORE = -100
 """The label of a position without a loss term. `labels[i]` is the target of position i: already shifted by one."""
 
 
 class Records(Protocol):
-    """An open source: random access to records, each with a place to name in an error."""
+    """An open source: random access to records, each with a location for error messages."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Record: ...
 
     def where(self, index: int) -> str:
-        """`FILE:LINE`, or whatever finds the record again."""
+        """`FILE:LINE`, or another way to find the record."""
         ...
 
     def fingerprint(self) -> str:
@@ -42,8 +44,7 @@ class Records(Protocol):
 
 
 class Samples(Protocol):
-    """Rows ready to be batched, each a sample or several packed: what the order and the loader work on. A plain list of
-    features will do too."""
+    """Rows for micro-batches, each one sample or several packed. The loader also takes a plain list of features."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +53,7 @@ class Samples(Protocol):
 
     @property
     def fixed_length(self) -> int | None:
-        """The one length that every row is padded to; None when rows are padded to the longest of their micro-batch."""
+        """The length all rows are padded to; None: the longest row of each micro-batch."""
         ...
 
     @property
@@ -83,115 +84,192 @@ class Source(Part):
         return {"path": value} if isinstance(value, (str, list)) else value
 
     def open(self) -> Records:
-        """Checks that the data is there and can be read, and gives access to it."""
+        """Checks that the data can be read and gives access to it. A run calls it once on each rank."""
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class DropReason:
+    """Why a sample is left out ("with no text"), and how to fix it ("put text into the records")."""
+
+    reason: str
+    fix: str
+
+
+NO_TEXT = DropReason("with no text", "put text into the records or remove them")
+NOTHING_LEARNED = DropReason(
+    "with no answer or all labels masked",
+    "give conversations an answer that is not blank, or labels that are not all -100",
+)
+LEARNED_TOO_LATE = DropReason("with all that is learned after data.sequence_length", "raise data.sequence_length")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an encoder made of one record."""
+
+    samples: Sequence[Features] = ()
+    truncated: int = 0
+    """Samples that were cut at the sequence length."""
+    dropped: Sequence[DropReason] = ()
+    """One reason for each sample that was left out."""
+    lost: Sequence[str] = ()
+    """What the samples do not contain; continues "12 records have ..." in a warning."""
+    noted: Sequence[str] = ()
+    """The same for a note in the report."""
+
+
+def token_samples(samples: Sequence[Features], *, length: int) -> Encoded:
+    """Cuts `input_ids`, and all features as long as they are, at `length`. Drops samples whose `labels` are all
+    IGNORE."""
+    kept: list[Features] = []
+    dropped: list[DropReason] = [] if samples else [NO_TEXT]
+    truncated = 0
+    for whole in samples:
+        size = len(whole.get("input_ids", ()))
+        truncated += size > length
+        sample = {name: v[:length] if size > length and v.ndim and len(v) == size else v for name, v in whole.items()}
+        if "labels" not in sample or not (sample["labels"] == IGNORE).all():
+            kept.append(sample)
+        elif len(whole["labels"]) < 2:
+            dropped.append(NO_TEXT)
+        else:
+            dropped.append(NOTHING_LEARNED if (whole["labels"] == IGNORE).all() else LEARNED_TOO_LATE)
+    return Encoded(kept, truncated, dropped)
+
+
 class Encoder(Part):
-    """Turns a record into features."""
+    """Settings of an encoder.
+
+    One without state defines `encode` and `collate`. One that keeps something open, or takes numbers from the encoded
+    data, overrides `open` to return its own `OpenEncoder`, which may return its own `Collator`."""
 
     folder: ClassVar[str] = "fullshard.data.encoders"
-    required: ClassVar[tuple[str, ...]] = ("encode or encode_many", "collate")
+    required: ClassVar[tuple[str, ...]] = ("encode or open", "collate or open")
     forms: ClassVar[str] = ""
-    """The records that it accepts, for a message: `text: {"text": "..."}`."""
+    """The records it accepts, for messages: `text: {"text": "..."}`."""
     last_resort: ClassVar[bool] = False
-    """Whether it is chosen only where no other encoder accepts the first record."""
+    """Whether it is chosen only if no other encoder accepts the first record."""
     divisible: ClassVar[bool] = False
-    """Whether a sample may be cut anywhere and go on in another row, as running text may; others are packed whole."""
+    """Whether packing may cut a sample and continue it in the next row, as with running text; others stay whole."""
     lays_out: ClassVar[bool] = False
-    """Whether the objective lays texts out in rows by itself; the feature `lengths` then has an entry for each text."""
+    """Whether the objective arranges texts in rows itself, so samples are never packed."""
+    length_feature: ClassVar[str] = "input_ids"
+    """The feature with one entry for each token of a sample."""
     unit: ClassVar[str] = "tokens"
-    """What speed is counted in. `images`: each sample is one."""
-
+    """What speed is measured in: tokens, or the word for samples that are not made of tokens."""
+    needs_training_data: ClassVar[bool] = False
+    """Whether the collator takes numbers from data.train, so that other data cannot be evaluated without it."""
     conversations: ClassVar[bool] = False
     """Whether samples are conversations, laid out by a chat template."""
 
     @staticmethod
     def accepts(record: Record) -> bool:
-        """Whether a record has one of its forms, so that it is chosen where the recipe names no encoder."""
+        """Whether to choose this encoder for such records if the recipe names none."""
         return False
-
-    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
-        """The samples of one record; none when nothing in it can be learned from.
-
-        `input_ids` longer than `length` are cut at their end by the caller, and counted. An encoder that cuts by itself
-        says so in a feature `cut` of one entry, which is counted and not kept. So are `lost` and `noted` of a record's
-        first sample, lines that continue "12 records have ...": a warning, and a note of the report. Raises DataError
-        in words about the record alone; the caller adds the place."""
-        raise NotImplementedError
-
-    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
-        """The same for several records at once; overridden where a tokenizer is faster on a batch."""
-        return [self.encode(record, processor, length=length) for record in records]
-
-    def outside(self, records: Records) -> str:
-        """A fingerprint of what records name but do not hold, such as files; empty where there is nothing."""
-        return ""
-
-    def check_model(self, module: Any) -> None:
-        """Refuses a model that does not take what this encoder makes; called with the empty model, before any record
-        is encoded."""
-
-    def common(self) -> Features:
-        """What all samples share, kept once with them as `store.common`; asked for when the last record is encoded."""
-        return {}
-
-    @property
-    def settles(self) -> bool:
-        """Whether `settle` takes something from the training data."""
-        return type(self).settle is not Encoder.settle
-
-    def frozen(self) -> dict[str, Any]:
-        """Families of models that turn its features into inputs in every step; not trained, and part of `aux`."""
-        return {}
-
-    def settle(self, store: Store) -> None:
-        """Takes from the encoded training data what no single record tells; on every rank, before the first batch."""
-
-    def close(self) -> None:
-        """Frees what only encoding needs; called when all data is encoded."""
-
-    def identity(self, store: Store) -> dict[str, str]:
-        """What the encoded training data follows from beside its records, by name: must not change up to a resume."""
-        return {}
 
     def texts(self, record: Record) -> list[str]:
-        """The plain text in a record, for training a tokenizer; none where there is none."""
+        """The plain text in a record, for training a tokenizer."""
         return []
 
-    def chat_template(self, tokenizer: Any) -> str | None:
-        """Which template lays conversations out, in words; None where there are none."""
-        return None
-
-    def notes(self, processor: Any) -> list[str]:
-        """What was decided about the layout of samples that the user did not say, a line each, for the report."""
+    def columns_read(self, record: Record) -> list[str]:
+        """Which columns of the first record were read as what, if the user did not say, for the report."""
         return []
 
-    def reads(self, record: Record) -> list[str]:
-        """Which columns of a record were taken for what, where the user did not say, a line each, for the report."""
-        return []
+    def check_model(self, module: Any) -> None:
+        """Raises if the (empty) model cannot take these samples. Called before any record is encoded."""
 
-    def leave_on(self, processor: Any, *, length: int) -> None:
-        """Writes on the processor what its user must know to lay out inputs as in training; it is exported with it.
-        `length`: at how many tokens the run cuts."""
+    def frozen(self) -> dict[str, Any]:
+        """Families of frozen models that objectives run on its features in every step, as part of `aux`."""
+        return {}
 
-    def blank(self, sample: Features) -> Features:
-        """A sample without loss terms, to fill a batch that has too few; never enters a loss or a metric."""
-        return {name: np.full_like(array, IGNORE) if name == "labels" else array for name, array in sample.items()}
+    def open(self, processor: Any, *, length: int) -> OpenEncoder:
+        """The encoder of one run, with the model's tokenizer or processor; samples have at most `length` tokens."""
+        return OpenEncoder(self, processor, length=length)
 
-    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
-        """Tensors of one micro-batch; padded to `length`, or to the longest sample when it is None."""
+    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features] | Encoded:
+        """The samples of one record. `token_samples` is applied to them; return `Encoded` to do that yourself.
+
+        Raises DataError with a message about the record alone; the caller adds its location."""
         raise NotImplementedError
 
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        """The tensors of one micro-batch, padded to `length`, or to the longest sample if it is None."""
+        raise NotImplementedError
+
+
+class OpenEncoder:
+    """Turns records into samples with the processor of a run. The samples are kept on disk."""
+
+    def __init__(self, settings: Encoder, processor: Any, *, length: int) -> None:
+        self.settings: Any = settings
+        self.processor, self.length = processor, length
+
+    def encode(self, record: Record) -> Encoded:
+        found = self.settings.encode(record, self.processor, length=self.length)
+        return found if isinstance(found, Encoded) else token_samples(found, length=self.length)
+
+    def encode_many(self, records: Sequence[Record]) -> list[Encoded]:
+        """The same for several records, for tokenizers that are faster on many texts."""
+        return [self.encode(record) for record in records]
+
+    def shared_features(self) -> Features:
+        """Arrays that belong to all samples, stored once. Called after the last record."""
+        return {}
+
+    def close(self) -> None:
+        """Frees what only encoding needs. Called when all data is encoded."""
+
+    def collator(self, store: Store) -> Collator:
+        """What makes micro-batches; `store` is the encoded training data."""
+        return Collator(self.settings)
+
+    def external_fingerprint(self, records: Records) -> str:
+        """Changes when something changes that records refer to, such as files; part of the key of the cache."""
+        return ""
+
+    def identity(self, store: Store) -> dict[str, str]:
+        """Fingerprints by name, besides that of the records, that must be the same when a run resumes."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Decisions about the layout of samples that the user did not make, for the report."""
+        return []
+
+    def contents(self, store: Store, chosen: np.ndarray) -> str:
+        """What the chosen samples contain, for the report."""
+        return "not packed"
+
+    def chat_template(self) -> str | None:
+        """Which template lays out conversations; None if there are none."""
+        return None
+
+    def annotate_processor(self) -> None:
+        """Stores on the processor how inputs were laid out in training; the processor is exported with the model."""
+
+
+class Collator:
+    """Turns samples into micro-batches, in the loader's worker processes."""
+
+    notes: Sequence[str] = ()
+    """What it took from the training data, for the report."""
+
+    def __init__(self, settings: Encoder) -> None:
+        self.settings: Any = settings
+
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        """The tensors of one micro-batch, padded to `length`, or to the longest sample if it is None."""
+        found: dict[str, Any] = self.settings.collate(samples, length=length)
+        return found
+
+    def blank(self, sample: Features) -> Features:
+        """A sample of the same shape without loss terms, to fill up a batch."""
+        return {name: np.full_like(array, IGNORE) if name == "labels" else array for name, array in sample.items()}
+
     def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
-        """The batch with random changes, in training only; `draws` are the keys of its samples' randomness."""
+        """Random changes to a training batch; `draws` holds a random key for each sample."""
         return batch
 
-    @property
-    def shows_latents(self) -> bool:
-        """Whether what `shown` returns is no picture."""
-        return False
-
-    def shown(self, images: Any) -> Any:
-        """Images of a batch with values from -1 to 1, as a person looks at them: without what `collate` scaled."""
-        return images
+    def decode(self, values: Any) -> Any:
+        """Values that a model generated, in the form of the records: undoes the scaling of `collate`."""
+        return values

@@ -32,11 +32,11 @@ class EvaluationInputs:
     bar: Callable[[int], Any]
     """A progress bar over so many batches: `with bar(n) as b: b.advance(running_loss)`."""
     show: Callable[..., Any]
-    """Keeps a grid of images in the run folder: `show(name, images, columns=8)`, on rank 0, gives the file's path."""
+    """Saves a grid of images in the run folder: `show(name, images, columns=8)`, on rank 0, returns the file's path."""
     encoder: Any = None
-    """How records become samples, for evaluations that bring their own."""
-    length: int = 0
-    """The longest sample, in tokens."""
+    """The run's OpenEncoder, for evaluations with their own records."""
+    collator: Any = None
+    """The run's Collator."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Evaluation(Part):
         encoded validation data; None where there is none."""
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
-        """The same, by how records become samples."""
+        """The same for the settings of the encoder."""
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         """Looks at the model; called on every rank with the same settings."""

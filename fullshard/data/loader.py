@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from fullshard.contracts.data import Encoder, Features, Samples
+from fullshard.contracts.data import Collator, Features, Samples
 from fullshard.data.order import FILLER, FIXED, draws, permutation, rank_slices
 from fullshard.errors import DataError, FullshardError
 
@@ -53,7 +53,7 @@ class Loader:
     def __init__(
         self,
         samples: Samples | Sequence[Features],
-        encoder: Encoder,
+        collator: Collator,
         *,
         per_device: int,
         global_size: int | None = None,
@@ -70,7 +70,7 @@ class Loader:
         self._global_size = global_size or per_device * world
         self._per_device, self._rank, self._world = per_device, rank, world
         self._seed, self._shuffle = seed, shuffle
-        self._batches = _Batches(samples, encoder, seed)
+        self._batches = _Batches(samples, collator, seed)
         self._workers, self._pin_memory = workers, pin_memory
         self._whole: DataLoader[Any] | None = None
         self._orders: dict[int, np.ndarray] = {}
@@ -196,8 +196,8 @@ class _Places:
 class _Batches(torch.utils.data.Dataset[Any]):
     """Indices in, one collated micro-batch out; the part that runs in a worker."""
 
-    def __init__(self, samples: Samples | Sequence[Features], encoder: Encoder, seed: int) -> None:
-        self.samples, self._encoder, self._seed = samples, encoder, seed
+    def __init__(self, samples: Samples | Sequence[Features], collator: Collator, seed: int) -> None:
+        self.samples, self._collator, self._seed = samples, collator, seed
         self._length: int | None = getattr(samples, "fixed_length", None)
 
     def __getitem__(self, turn: Turn) -> Batch | FullshardError:
@@ -206,7 +206,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
         try:
             real = [self.samples[int(index)] for index in places if index != FILLER]
             # A filler has the shape of a real sample, so that every rank runs the same kind of work.
-            blank = self._encoder.blank(real[0] if real else self.samples[0])
+            blank = self._collator.blank(real[0] if real else self.samples[0])
             rows = real + [blank] * (len(places) - len(real))
             return self.of(rows, ids, length=self._length, stream=stream)
         except FullshardError as error:
@@ -216,9 +216,9 @@ class _Batches(torch.utils.data.Dataset[Any]):
     def of(self, rows: Sequence[Features], ids: np.ndarray, *, length: int | None, stream: int = FIXED) -> Batch:
         """One micro-batch of these features, which are the samples `ids`."""
         keys = draws(ids, seed=self._seed, stream=stream)
-        batch = self._encoder.collate(rows, length=length)
+        batch = self._collator.collate(rows, length=length)
         if stream != FIXED:
-            batch = self._encoder.augment(batch, keys)
+            batch = self._collator.augment(batch, keys)
         return {**batch, "sample_ids": torch.from_numpy(ids), "draws": torch.from_numpy(keys)}
 
 

@@ -1,7 +1,7 @@
-"""Packing: which samples share a row. The index is computed once, from lengths alone, the same on every rank.
+"""Packing: which samples share a row. Computed once from the lengths, with the same result on every rank.
 
-Running text is laid end to end and cut into full rows; whole samples are placed by best fit. Documents in a row are
-told apart by positions that start again at 0. Must not know tokens or files.
+Running text is concatenated and cut into full rows; other samples stay whole and are placed by best fit. Positions
+restart at 0 with every document in a row. Must not know what tokens mean, files or ranks.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from fullshard.data.best_fit import best_fit
 from fullshard.data.store import Store
 
 
+def can_pack(store: Store) -> bool:
+    """Whether samples can be concatenated: they hold tokens and labels only."""
+    return set(store.names) == {"input_ids", "labels"}
+
+
 class Plain:
-    """Samples as they are stored, one a row."""
+    """Samples as stored, one in each row."""
 
     fixed_length: int | None = None
 
@@ -40,10 +45,10 @@ class Plain:
 
 
 class Wrapped:
-    """Documents laid end to end in order, cut into rows of `length`; only the last row may be short.
+    """Documents concatenated in order and cut into rows of `length`; only the last row may be shorter.
 
-    A document that a row end cuts goes on in the next row with positions from 0; its last label before the cut is the
-    true next token, so every token is read once and predicted once.
+    A document that is cut continues in the next row with positions from 0. Its last label before the cut is the true
+    next token, so every token is read once and predicted once.
     """
 
     def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
@@ -89,7 +94,7 @@ class Fitted:
         self._store, self.fixed_length = store, length
         lengths = store.lengths[chosen]
         rows = best_fit(lengths, length=length)
-        # Stable, so that the samples of a row stay in the order of the source.
+        # Stable: samples within a row keep the order of the source.
         order = np.argsort(rows, kind="stable")
         self._members = chosen[order]
         self._starts = np.searchsorted(rows[order], np.arange(int(rows.max()) + 2))
@@ -110,7 +115,7 @@ class Fitted:
 
 
 def row_of(pieces: list[Features]) -> Features:
-    """Documents end to end, each with positions from 0."""
+    """Concatenated documents, each with positions from 0."""
     row = {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
     row["position_ids"] = np.concatenate([np.arange(len(piece["input_ids"]), dtype=np.int32) for piece in pieces])
     return row

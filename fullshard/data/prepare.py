@@ -1,6 +1,6 @@
-"""From sources to samples: encode once, keep some records for validation, pack.
+"""From open sources to samples: encodes once, holds out validation records, packs.
 
-Runs before any collective, and gives the same result on every rank. Must not know ranks, batches or models.
+Runs before any collective, with the same result on every rank. Must not know ranks, batches or models.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from typing import Any
 import numpy as np
 
 from fullshard.config.part import kinds, part_class
-from fullshard.contracts.data import Encoder, Record, Records, Samples, Source
+from fullshard.contracts.data import Collator, Encoder, OpenEncoder, Record, Records, Samples
 from fullshard.data.order import HOLDOUT, generator
-from fullshard.data.pack import Fitted, Plain, Wrapped
+from fullshard.data.pack import Fitted, Plain, Wrapped, can_pack
 from fullshard.data.records import keys_found, named, origins
 from fullshard.data.store import Counts, Store, encoded
 from fullshard.errors import DataError
 from fullshard.formatting.plural import counted, join_words, were
 
 _WHOLE = 2**31 - 1
-"""A length that cuts nothing: documents that may be cut anywhere are stored whole and cut by the packer."""
+"""Cuts nothing: divisible samples are stored whole, and packing cuts them."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What samples were made from: some entries of a store, and the records behind them."""
+    """Some samples of a store, and the records they were made from."""
 
     records: Records
     store: Store
     chosen: np.ndarray
     encoder: Encoder
-    """What made them."""
+    """The settings they were made with."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run learns from and is validated on."""
+    """The data of a run."""
 
     train: Samples
     validation: Samples | None
-    encoder: Encoder
+    encoder: OpenEncoder
+    collator: Collator
     report: list[str]
-    """What was done, a line each."""
+    """What was done, in lines."""
     train_from: Stored
     validation_from: Stored | None
 
 
 def choose_encoder(record: Record) -> Encoder:
-    """The encoder whose form a record has."""
+    """The one encoder, built-in or installed, that accepts a record."""
     known = [part_class(Encoder, kind, where="data.encode") for kind in kinds(Encoder)]
     accepting = [cls for cls in known if cls.accepts(record)]
     chosen = [cls for cls in accepting if not cls.last_resort] or accepting
@@ -67,13 +68,11 @@ def choose_encoder(record: Record) -> Encoder:
     )
 
 
-def texts(source: Source, encode: Encoder | None, *, limit: int | None = None) -> Iterator[str]:
-    """The plain text of a source's records, for training a tokenizer."""
-    records = source.open()
-    encoder = encode or _choose(records)
+def texts(records: Records, encoder: Encoder | None, *, limit: int | None = None) -> Iterator[str]:
+    """The plain text of records, for training a tokenizer."""
+    encoder = encoder or encoder_for(records)
     for index in islice(range(len(records)), limit):
-        # Read before the try: what cannot be read is named with its place already.
-        record = records[index]
+        record = records[index]  # outside of `named`: a source's own errors name the location
         with named(records, index, record):
             found = encoder.texts(record)
             for text in found:
@@ -83,8 +82,8 @@ def texts(source: Source, encode: Encoder | None, *, limit: int | None = None) -
 
 def prepare(
     *,
-    train: Source,
-    validation: Source | None,
+    train: Records,
+    validation: Records | None,
     encode: Encoder | None,
     processor: Any,
     length: int,
@@ -94,28 +93,23 @@ def prepare(
     cache: Path,
     say: Callable[[str], None],
 ) -> Prepared:
-    """Encoded, split and packed samples, and what was done to get them."""
-    records = train.open()
-    encoder = encode or _choose(records)
-    stored = length if not (pack and encoder.divisible) else _WHOLE
-    store = encoded(records, encoder, processor, length=stored, cache=cache, say=say)
-    encoder.settle(store)
-    report = [f"encoder: {encoder.kind()}{'' if encode else ' (chosen by the keys of the first record)'}"]
-    report += encoder.notes(processor) + encoder.reads(records[0])
-    report += _account("data", records, store)
-    _check_any("data.train", store)
+    """Encodes, splits and packs; reports what was done."""
+    settings = encode or encoder_for(train)
+    encoder = settings.open(processor, length=_WHOLE if pack and settings.divisible else length)
+    store = encoded(train, encoder, cache=cache, say=say)
+    _require_samples("data.train", store)
+    collator = encoder.collator(store)
+    report = [f"encoder: {settings.kind()}{'' if encode else ' (chosen by the keys of the first record)'}"]
+    report += [*encoder.notes(), *collator.notes, *settings.columns_read(train[0]), *_account("data", train, store)]
     chosen = np.arange(len(store))
-    held: Samples | None = None
     held_from: Stored | None = None
     if validation is not None:
-        other = validation.open()
-        other_store = encoded(other, encoder, processor, length=stored, cache=cache, say=say)
-        report += _account("validation data", other, other_store)
-        _check_any("data.validation", other_store)
-        held_from = Stored(other, other_store, np.arange(len(other_store)), encoder)
-        held = _samples("validation", other_store, held_from.chosen, encoder, length, pack, report)
+        other = encoded(validation, encoder, cache=cache, say=say)
+        report += _account("validation data", validation, other)
+        _require_samples("data.validation", other)
+        held_from = Stored(validation, other, np.arange(len(other)), settings)
     elif holdout > 0:
-        kept, chosen = _split(records, store, share=holdout, seed=seed)
+        kept, chosen = _split(train, store, share=holdout, seed=seed)
         if not len(kept) or not len(chosen):
             raise DataError(
                 f"data.holdout = {holdout:g} leaves no sample for {'training' if len(kept) else 'validation'}: the "
@@ -123,28 +117,23 @@ def prepare(
                 f"{counted(store.counts.samples, 'sample')}; {reasons(store.counts)}. Give more data, or "
                 "data.validation, or set data.holdout to 0 to train without validation."
             )
-        held_from = Stored(records, store, kept, encoder)
-        held = _samples("validation", store, kept, encoder, length, pack, report)
-    trained = _samples("train", store, chosen, encoder, length, pack, report)
+        held_from = Stored(train, store, kept, settings)
+    train_from = Stored(train, store, chosen, settings)
+    held = _samples("validation", held_from, encoder, length, pack, report) if held_from else None
+    trained = _samples("train", train_from, encoder, length, pack, report)
     encoder.close()
-    return Prepared(
-        train=trained,
-        validation=held,
-        encoder=encoder,
-        report=report,
-        train_from=Stored(records, store, chosen, encoder),
-        validation_from=held_from,
-    )
+    return Prepared(trained, held, encoder, collator, report, train_from, held_from)
 
 
-def _choose(records: Records) -> Encoder:
+def encoder_for(records: Records) -> Encoder:
+    """The encoder for a source, by its first record."""
     record = records[0]
     with named(records, 0, record):
         return choose_encoder(record)
 
 
 def held_out(num_records: int, *, share: float, seed: int) -> np.ndarray:
-    """Which records are kept for validation: a boolean for each, drawn by the seed alone."""
+    """Which records are held out for validation, as booleans; depends on the seed alone."""
     count = max(round(share * num_records), 1)
     if num_records - count < 1:
         raise DataError(
@@ -166,27 +155,19 @@ def _split(records: Records, store: Store, *, share: float, seed: int) -> tuple[
     return np.flatnonzero((apart & is_first)[store.records]), np.flatnonzero(~apart[store.records])
 
 
-def _samples(
-    name: str, store: Store, chosen: np.ndarray, encoder: Encoder, length: int, pack: bool, report: list[str]
-) -> Samples:
-    packable = set(store.names) == {"input_ids", "labels"}
-    if pack and not packable and not encoder.lays_out:
-        report.append(f"{name}: not packed, the encoder gives more than tokens ({', '.join(store.names)})")
+def _samples(name: str, stored: Stored, encoder: OpenEncoder, length: int, pack: bool, report: list[str]) -> Samples:
+    store, chosen, settings = stored.store, stored.chosen, stored.encoder
     samples: Samples
-    if pack and packable:
-        samples = (Wrapped if encoder.divisible else Fitted)(store, chosen, length=length)
+    if pack and can_pack(store):
+        samples = (Wrapped if settings.divisible else Fitted)(store, chosen, length=length)
         filled = samples.num_tokens / (len(samples) * length)
         rows = f"packed into {counted(len(samples), 'row')} of {length:,} ({filled:.1%} filled)"
     else:
-        samples = Plain(store, chosen)
-        rows = "not packed"
-        if encoder.lays_out:
-            rows = counted(int(store.sizes("lengths")[chosen].sum()), "text")
-            if "image_sizes" in store.names:
-                rows += f", {counted(int(store.sizes('image_sizes')[chosen].sum()), 'image')}"
-    num_records = len(np.unique(store.records[chosen]))
-    counts = [(num_records, "record"), (len(chosen), "sample")]
-    counts += [(samples.num_tokens, "token")] if encoder.unit == "tokens" else []
+        if pack and not settings.lays_out:
+            report.append(f"{name}: not packed, the encoder gives more than tokens ({', '.join(store.names)})")
+        samples, rows = Plain(store, chosen), encoder.contents(store, chosen)
+    counts = [(len(np.unique(store.records[chosen])), "record"), (len(chosen), "sample")]
+    counts += [(samples.num_tokens, "token")] if settings.unit == "tokens" else []
     report.append(f"{name}: {', '.join(counted(*count) for count in counts)}, {rows}")
     return samples
 
@@ -198,14 +179,13 @@ def _account(name: str, records: Records, store: Store) -> list[str]:
     if counts.truncated:
         lines.append(f"{name}: {_were(counts.truncated)} cut at the sequence length")
     if counts.dropped:
-        why = "" if counts.unreadable else ", nothing to learn"
-        lines.append(f"{name}: {_were(counts.dropped)} dropped{why}; {reasons(counts)}")
+        lines.append(f"{name}: {_were(counts.dropped)} dropped; {reasons(counts)}")
     lines += [f"{name}: {line}" for line in remarks(counts.noted)]
     return lines
 
 
 def remarks(counts: Mapping[str, int]) -> list[str]:
-    """`12 records have ...`, for each thing that an encoder said of records."""
+    """`12 records have ...`, for each remark of an encoder."""
     return [f"{counted(number, 'record')} {'has' if number == 1 else 'have'} {what}" for what, number in counts.items()]
 
 
@@ -214,32 +194,13 @@ def _were(number: int) -> str:
 
 
 def reasons(counts: Counts) -> str:
-    """Why samples were dropped, with how many for each reason."""
-    reasons = [
-        (counts.empty, "with no text"),
-        (counts.masked, "with no answer or all labels masked"),
-        (counts.beyond, "with all that is learned after data.sequence_length"),
-        (counts.unreadable, "with an image that cannot be read"),
-    ]
-    return ", ".join(f"{number:,} {words}" for number, words in reasons if number) or "none was dropped"
+    """Why samples were dropped, and how many for each reason."""
+    return ", ".join(f"{number:,} {why}" for why, number in counts.drop_reasons.items()) or "none was dropped"
 
 
-def _check_any(key: str, store: Store) -> None:
-    if len(store):
-        return
-    counts = store.counts
-    remedies = [
-        (counts.empty, "put text into the records"),
-        (counts.masked, "give conversations an answer that is not blank, or labels that are not all -100"),
-        (counts.beyond, "raise data.sequence_length"),
-        (
-            counts.unreadable,
-            "give images that are there and whole; relative paths begin at data.encode.root (of pairs: "
-            "data.encode.image_root), and data.encode.unreadable = error names the first that cannot be read",
-        ),
-    ]
-    remedy = "; ".join(words for number, words in remedies if number)
-    raise DataError(
-        f"{key}: no sample is left of {counted(counts.records, 'record')}, nothing in them can be learned: "
-        f"{reasons(counts)}. To fix it: {remedy}."
-    )
+def _require_samples(key: str, store: Store) -> None:
+    if not len(store):
+        raise DataError(
+            f"{key}: no sample is left of {counted(store.counts.records, 'record')}: {reasons(store.counts)}. "
+            f"To fix it: {'; '.join(store.counts.fixes.values())}."
+        )

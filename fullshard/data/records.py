@@ -1,6 +1,6 @@
-"""Open sources that several kinds share: many as one, rows held in memory, an Arrow data set; and words about them.
+"""Open sources that several kinds share (concatenated, in memory, Arrow), and helpers for errors about records.
 
-Each knows the place of a record and a fingerprint of its content. Must not know tokens or ranks.
+Must not know tokens or ranks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ import numpy as np
 from fullshard.contracts.data import Record, Records
 from fullshard.errors import DataError
 
+MAPPING = "data.encode.column_mapping"
+"""The setting that maps a user's columns to those of an encoder."""
+
 
 def digest(path: Path) -> str:
-    """A hash of the bytes of a file; read again only when its size or time has changed."""
+    """A hash of a file's bytes; cached until its size or modification time changes."""
     stat = path.stat()
     return _digest(str(path.resolve()), stat.st_size, stat.st_mtime_ns)
 
@@ -36,20 +39,27 @@ def combine(*parts: str) -> str:
 
 
 def origins(records: Records) -> np.ndarray:
-    """The stored record behind each entry; they differ from the indices only where a mixture repeats records."""
+    """The stored record behind each index; only a mixture repeats records."""
     known = getattr(records, "origins", None)
     return np.asarray(known() if known else np.arange(len(records)))
 
 
 def keys_found(record: Record) -> str:
-    """The keys of a record for an error, with those that hold nothing told apart."""
+    """The keys of a record for an error message, with nulls marked."""
     keys = [f"{key!r} (null)" if value is None else repr(key) for key, value in record.items()]
     return f"Keys found: {', '.join(keys) or 'none'}."
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a column holds nothing: null, an empty cell of a table, or an image with only nulls."""
+    if isinstance(value, Mapping):
+        return all(part is None for part in value.values())
+    return value is None or (isinstance(value, (str, list, tuple)) and not value)
+
+
 @contextmanager
 def named(records: Records, index: int, record: Record) -> Iterator[None]:
-    """Gives an error about a record its place; and its cause, where that is half of a character."""
+    """Adds the location of a record to errors about it, and finds lone surrogates as their cause."""
     try:
         try:
             yield
@@ -61,18 +71,18 @@ def named(records: Records, index: int, record: Record) -> Iterator[None]:
 
 
 def check_text(record: Record) -> None:
-    """Refuses a record with half of a character in it, which JSON can write and no tokenizer can read."""
+    """Raises on lone surrogates, which JSON can hold and no tokenizer can read."""
     for key, value in record.items():
         if (half := _lone_surrogate(value)) is not None:
             raise DataError(
                 f"{key!r} contains \\u{ord(half):04x}, a lone surrogate (half of a character), which no tokenizer can "
-                "read. Replace it by the whole character or by \\ufffd, or take the record out."
+                "read. Replace it by the whole character or by \\ufffd, or remove the record."
             )
 
 
 def _lone_surrogate(value: Any) -> str | None:
     if isinstance(value, str):
-        # Strings of Python are joined from whole characters; what is left of this range stands alone.
+        # Python joins surrogate pairs; any in this range are single.
         return next((c for c in value if "\ud800" <= c <= "\udfff"), None) if not value.isascii() else None
     inner = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return next((half for one in inner if (half := _lone_surrogate(one)) is not None), None)
@@ -80,7 +90,7 @@ def _lone_surrogate(value: Any) -> str | None:
 
 @contextmanager
 def readable(where: str) -> Iterator[None]:
-    """Says in words what keeps a stored table from being read."""
+    """Turns errors of reading a table into DataError."""
     try:
         yield
     except UnicodeDecodeError as error:
@@ -93,9 +103,9 @@ def readable(where: str) -> Iterator[None]:
 
 
 def without_filling(record: Record) -> Record:
-    """A record of a table without the nulls that fill its nested objects.
+    """A record of a table without the nulls in its nested objects.
 
-    In Arrow every object of a column has the keys of all of them, so null means that a record did not have the key."""
+    In Arrow all objects of a column have the same keys, so null means that a record did not have the key."""
     return {key: _unfilled(value) for key, value in record.items()}
 
 
@@ -128,7 +138,7 @@ class Listed:
 
 
 class Joined:
-    """Several open sources, one after the other."""
+    """Several open sources, concatenated."""
 
     def __init__(self, parts: Sequence[Records], *, notes: Sequence[str] = ()) -> None:
         self.parts = list(parts)
@@ -163,7 +173,7 @@ class ArrowRecords:
         if len(dataset) == 0:
             raise DataError(f"{name}: the data set has no records. Choose another split or data set.")
         self._dataset, self._name = dataset, name
-        # As they are stored: the library would decode images itself, and fail on a damaged one without naming it.
+        # Undecoded: the library would fail on a damaged image without naming it.
         self._stored = dataset.with_format("arrow") if "Image(" in repr(dataset.features) else None
 
     def __len__(self) -> int:
@@ -178,5 +188,5 @@ class ArrowRecords:
 
     def fingerprint(self) -> str:
         files = [Path(entry["filename"]) for entry in self._dataset.cache_files]
-        # A data set that lives in memory has no files; the library's own fingerprint is all there is.
+        # A data set in memory has no files.
         return combine("arrow", *map(digest, files)) if files else str(self._dataset._fingerprint)

@@ -1,20 +1,19 @@
-"""Encoded samples on disk: each feature one flat memory-mapped array, with the place where every sample starts.
+"""Encoded samples on disk: one flat memory-mapped array for each feature, with the offset of every sample.
 
-A store is found by a hash of the records' content, the encoder and the tokenizer. One process of a node builds it while
-the others wait; it appears by a rename, whole or not at all. Must not know ranks, batches or what a feature means.
+The name of a store is a hash of the records, the encoder and the tokenizer. One process per node builds it while the
+others wait; a rename publishes it when it is complete. Must not know ranks, batches or what a feature means.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import shutil
 import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,15 +23,15 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from fullshard.config.part import plain
-from fullshard.contracts.data import IGNORE, Encoder, Features, Records
+from fullshard.contracts.data import Encoded, Features, OpenEncoder, Records
 from fullshard.data.records import combine, named
 from fullshard.errors import DataError
 from fullshard.formatting.plural import counted
 
-_VERSION = 4
-_HELPERS = "fullshard.data."
-"""Where the code lies that encoders share."""
-_COMMON = "common.npz"
+_VERSION = 5
+_HELPERS = ("fullshard.data.", "fullshard.text.", "fullshard.images.", "fullshard.families.")
+"""Packages with code that encoders share."""
+_SHARED = "shared.npz"
 _BATCH = 256
 _EVERY_S = 2.0
 
@@ -45,27 +44,33 @@ class Counts:
     samples: int = 0
     truncated: int = 0
     """Samples cut at the sequence length."""
-    empty: int = 0
-    """Dropped: records without a sample, and samples too short to predict anything."""
-    masked: int = 0
-    """Dropped: samples with no position to learn."""
-    beyond: int = 0
-    """Dropped: samples whose first position to learn comes after the cut."""
-    unreadable: int = 0
-    """Dropped: records with an image that cannot be read."""
+    drop_reasons: dict[str, int] = field(default_factory=dict)
+    """Samples left out, by reason."""
+    fixes: dict[str, str] = field(default_factory=dict)
+    """What to do about each reason."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Records of which something is not in their samples, by what it is."""
+    """Records whose samples lack something, by what it is."""
     noted: dict[str, int] = field(default_factory=dict)
-    """Records of which something is worth knowing, by what it is."""
+    """Records about which something is worth knowing, by what it is."""
 
     @property
     def dropped(self) -> int:
-        """Samples without anything to learn, and those that cannot be read."""
-        return self.empty + self.masked + self.beyond + self.unreadable
+        return sum(self.drop_reasons.values())
+
+    def add(self, encoded: Encoded) -> None:
+        self.records += 1
+        self.samples += len(encoded.samples)
+        self.truncated += encoded.truncated
+        for drop in encoded.dropped:
+            self.drop_reasons[drop.reason] = self.drop_reasons.get(drop.reason, 0) + 1
+            self.fixes[drop.reason] = drop.fix
+        for remarks, counts in ((encoded.lost, self.lost), (encoded.noted, self.noted)):
+            for remark in remarks:
+                counts[remark] = counts.get(remark, 0) + 1
 
 
 class Store:
-    """Samples by index, read from disk when asked for."""
+    """Samples by index, read from disk on access."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -76,12 +81,12 @@ class Store:
         self.names: list[str] = meta["names"]
         self._columns = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in self.names}
         self._starts = {name: np.load(folder / f"{name}.starts.npy", mmap_mode="r") for name in self.names}
-        first = next((name for name in ("input_ids", "tokens", *self.names) if name in self._starts), None)
-        self.lengths: np.ndarray = np.diff(self._starts[first]) if first else np.zeros(0, dtype=np.int64)
-        """Tokens of each sample; for samples without tokens, entries of the first feature."""
+        length_feature = next((name for name in (meta["length_feature"], *self.names) if name in self._starts), None)
+        self.lengths: np.ndarray = self.sizes(length_feature) if length_feature else np.zeros(0, dtype=np.int64)
+        """Tokens of each sample; without tokens, entries of the first feature."""
 
     def __getstate__(self) -> Path:
-        # A memory map would travel to a loader process as a copy of the data.
+        # Pickling a memory map would copy the data to every loader process.
         return self.folder
 
     def __setstate__(self, folder: Path) -> None:
@@ -97,20 +102,20 @@ class Store:
         }
 
     @property
-    def common(self) -> Features:
-        """What all samples share; empty where they share nothing."""
-        file = self.folder / _COMMON
+    def shared(self) -> Features:
+        """Arrays that belong to all samples."""
+        file = self.folder / _SHARED
         if not file.is_file():
             return {}
         with np.load(file) as found:
             return {name: found[name] for name in found.files}
 
     def sizes(self, name: str) -> np.ndarray:
-        """How many entries of a feature each sample has."""
+        """The number of entries of a feature in each sample."""
         return np.asarray(np.diff(self._starts[name]))
 
     def flat(self, name: str) -> np.ndarray:
-        """A feature of one entry, of all samples."""
+        """A feature of all samples, end to end."""
         return np.asarray(self._columns[name])
 
     def slice(self, index: int, start: int, stop: int) -> Features:
@@ -132,7 +137,7 @@ def processor_fingerprint(processor: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         model = json.loads(backend.to_str())
-        # These two hold the settings of the last call, not of the tokenizer.
+        # These two hold the settings of the last call.
         model.pop("truncation", None)
         model.pop("padding", None)
         core = json.dumps(model, sort_keys=True)
@@ -142,46 +147,36 @@ def processor_fingerprint(processor: Any) -> str:
     special = sorted((k, str(v)) for k, v in getattr(tokenizer, "special_tokens_map", {}).items())
     outer = processor.to_json_string() if processor is not tokenizer and hasattr(processor, "to_json_string") else ""
     parts = [type(processor).__qualname__, core, json.dumps([template, special]), outer]
-    # What an embedding model puts before its texts.
     if prompts := getattr(processor, "prompts", None):
         parts.append(json.dumps(prompts, sort_keys=True))
     return combine(*parts)
 
 
-def store_key(records: Records, encoder: Encoder, processor: Any, *, length: int) -> str:
-    """The name of the store for these inputs; any change of content, settings or code gives another."""
-    code = _code_of(encoder)
-    settings = json.dumps(plain(encoder), sort_keys=True)
-    parts = [str(_VERSION), records.fingerprint(), settings, code, processor_fingerprint(processor), str(length)]
-    # Files that records name are no part of their own fingerprint.
-    return combine(*parts, *filter(None, [encoder.outside(records)]))
+def store_key(records: Records, encoder: OpenEncoder) -> str:
+    """The name of a store. Any change of records, settings, code or tokenizer gives another."""
+    settings = json.dumps(plain(encoder.settings), sort_keys=True)
+    parts = [str(_VERSION), records.fingerprint(), settings, _code_of(encoder)]
+    parts += [processor_fingerprint(encoder.processor), str(encoder.length)]
+    return combine(*parts, *filter(None, [encoder.external_fingerprint(records)]))
 
 
-def _code_of(encoder: Encoder) -> str:
-    """A hash of the code that encodes: the encoder's own file, and those of this folder that it uses."""
-    own = sys.modules.get(type(encoder).__module__)
-    names = {_module_of(thing) for thing in vars(own).values()} if own else set()
-    used = [sys.modules[name].__file__ for name in sorted(names) if name.startswith(_HELPERS)]
-    files = [inspect.getsourcefile(type(encoder)), *used]
+def _code_of(encoder: OpenEncoder) -> str:
+    """A hash of the encoder's own files, and of the modules of fullshard whose names they use."""
+    own = {type(encoder.settings).__module__, type(encoder).__module__}
+    names = {_module_of(thing) for name in own if name in sys.modules for thing in vars(sys.modules[name]).values()}
+    helpers = (name for name in names if name.startswith(_HELPERS) and name in sys.modules)
+    files = [sys.modules[name].__file__ for name in sorted({*own, *helpers}) if name in sys.modules]
     return combine(*(hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest() for file in files if file))
 
 
 def _module_of(thing: Any) -> str:
-    """Where a name of a file comes from; a module may have been imported whole."""
+    """The module that defines something; a module may have been imported as a whole."""
     return thing.__name__ if isinstance(thing, ModuleType) else str(getattr(thing, "__module__", ""))
 
 
-def encoded(
-    records: Records,
-    encoder: Encoder,
-    processor: Any,
-    *,
-    length: int,
-    cache: Path,
-    say: Callable[[str], None],
-) -> Store:
-    """The store of these records, built when it is not there yet."""
-    folder = cache / store_key(records, encoder, processor, length=length)
+def encoded(records: Records, encoder: OpenEncoder, *, cache: Path, say: Callable[[str], None]) -> Store:
+    """The store of these records; builds it if the cache does not have it."""
+    folder = cache / store_key(records, encoder)
     if folder.is_dir():
         return Store(folder)
     try:
@@ -194,64 +189,58 @@ def encoded(
             lock.acquire()
         try:
             if not folder.is_dir():
-                _build(folder, records, encoder, processor, length=length, say=say)
+                _build(folder, records, encoder, say=say)
         finally:
             lock.release()
     except OSError as error:
         raise DataError(
-            f"{cache}: encoded data cannot be written here: {error.strerror or error}. Make room, or set data.cache to "
-            "another folder."
+            f"{cache}: encoded data cannot be written here: {error.strerror or error}. Free some space, or set "
+            "data.cache to another folder."
         ) from error
     return Store(folder)
 
 
-def _build(
-    folder: Path, records: Records, encoder: Encoder, processor: Any, *, length: int, say: Callable[[str], None]
-) -> None:
+def _build(folder: Path, records: Records, encoder: OpenEncoder, *, say: Callable[[str], None]) -> None:
     for stale in folder.parent.glob(f"{folder.name}.tmp-*"):
         shutil.rmtree(stale, ignore_errors=True)
     temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     temporary.mkdir()
-    writer = _Writer(temporary, length=length)
+    writer = _Writer(temporary)
     begun = said = time.monotonic()
     try:
         for start in range(0, len(records), _BATCH):
             indices = range(start, min(start + _BATCH, len(records)))
-            for index, samples in zip(
-                indices, _encode(records, indices, encoder, processor, length=length), strict=True
-            ):
-                writer.add(index, samples, where=records.where)
+            for index, found in zip(indices, _encode(records, indices, encoder), strict=True):
+                writer.add(index, found, where=records.where)
             now = time.monotonic()
             if now - said >= _EVERY_S and indices[-1] + 1 < len(records):
                 said, done = now, indices[-1] + 1
                 left = (now - begun) / done * (len(records) - done)
                 share = done / len(records)
                 say(f"Encoding: {done:,} of {counted(len(records), 'record')} ({share:.0%}), about {left:.0f} s left.")
-        if common := encoder.common():
-            np.savez(temporary / _COMMON, **common)  # type: ignore[arg-type, unused-ignore]
-        writer.close()
+        if shared := encoder.shared_features():
+            np.savez(temporary / _SHARED, **shared)  # type: ignore[arg-type, unused-ignore]
+        writer.close(length_feature=encoder.settings.length_feature)
         os.rename(temporary, folder)
     finally:
         writer.abandon()
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _encode(
-    records: Records, indices: range, encoder: Encoder, processor: Any, *, length: int
-) -> list[Sequence[Features]]:
+def _encode(records: Records, indices: range, encoder: OpenEncoder) -> list[Encoded]:
     batch = [records[index] for index in indices]
     try:
-        return encoder.encode_many(batch, processor, length=length)
+        return encoder.encode_many(batch)
     except Exception:
-        # Of the whole batch; the record that is to blame is named.
+        # One by one, to name the record that fails.
         for index, record in zip(indices, batch, strict=True):
             with named(records, index, record):
-                encoder.encode(record, processor, length=length)
+                encoder.encode_many([record])
         raise
 
 
 class _Column:
-    """One growing .npy file; numpy leaves room in its header for the final number of rows."""
+    """One growing .npy file; numpy pads its header so that the final number of rows fits."""
 
     def __init__(self, folder: Path, name: str, like: np.ndarray) -> None:
         self.dtype, self.tail = like.dtype, like.shape[1:]
@@ -278,57 +267,23 @@ class _Column:
 
 
 class _Writer:
-    """Appends samples to the columns of a new store, and keeps the counts."""
+    """Appends samples to the columns of a new store and counts them."""
 
-    def __init__(self, folder: Path, *, length: int) -> None:
-        self._folder, self._length = folder, length
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._columns: dict[str, _Column] = {}
         self._records = array("q")
         self._counts = Counts()
 
-    def add(self, record: int, samples: Sequence[Features], *, where: Callable[[int], str]) -> None:
-        self._counts.records += 1
-        self._counts.empty += not samples
-        for encoded in samples:
-            whole = self._without_remarks(encoded)
-            if "unreadable" in whole:
-                self._counts.unreadable += 1
-                continue
-            features = self._cut(whole)
-            if "labels" in features and (features["labels"] == IGNORE).all():
-                self._drop(whole["labels"])
-                continue
+    def add(self, record: int, encoded: Encoded, *, where: Callable[[int], str]) -> None:
+        self._counts.add(encoded)
+        for features in encoded.samples:
             if not self._columns:
                 self._columns = {name: _Column(self._folder, name, values) for name, values in features.items()}
             self._check(features, where(record))
             for name, column in self._columns.items():
                 column.add(features[name])
             self._records.append(record)
-            self._counts.samples += 1
-
-    def _without_remarks(self, features: Features) -> Features:
-        for name, counts in (("lost", self._counts.lost), ("noted", self._counts.noted)):
-            for remark in map(str, features.get(name, ())):
-                counts[remark] = counts.get(remark, 0) + 1
-        return {name: values for name, values in features.items() if name not in ("lost", "noted")}
-
-    def _drop(self, labels: np.ndarray) -> None:
-        if len(labels) < 2:
-            self._counts.empty += 1
-        elif (labels == IGNORE).all():
-            self._counts.masked += 1
-        else:
-            self._counts.beyond += 1
-
-    def _cut(self, features: Features) -> Features:
-        if "cut" in features:
-            self._counts.truncated += bool(features["cut"].any())
-            return {name: values for name, values in features.items() if name != "cut"}
-        size = len(features["input_ids"]) if "input_ids" in features else 0
-        if size <= self._length:
-            return features
-        self._counts.truncated += 1
-        return {name: v[: self._length] if v.ndim and len(v) == size else v for name, v in features.items()}
 
     def _check(self, features: Features, where: str) -> None:
         found = {name: (values.dtype, values.shape[1:]) for name, values in features.items() if values.ndim}
@@ -339,15 +294,15 @@ class _Writer:
                 "the same features, dtypes and inner shapes, each an array of at least one dimension."
             )
 
-    def close(self) -> None:
+    def close(self, *, length_feature: str) -> None:
         for column in self._columns.values():
             column.close()
         np.save(self._folder / "records.npy", np.frombuffer(self._records, dtype=np.int64))
-        meta = {"counts": asdict(self._counts), "names": list(self._columns)}
+        meta = {"counts": asdict(self._counts), "names": list(self._columns), "length_feature": length_feature}
         (self._folder / "store.json").write_text(json.dumps(meta))
 
     def abandon(self) -> None:
-        """Closes the files whatever happened."""
+        """Closes the files after an error."""
         for column in self._columns.values():
             column.file.close()
 

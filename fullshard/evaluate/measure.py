@@ -93,7 +93,7 @@ def _run(
     train, validation = loaders(recipe, inputs, world, workers=num_workers(recipe, world))
     aux = frozen_models(recipe, inputs, world, precision)
     proven(recipe, model, train, world, aux)
-    gallery = _Unshown(recipe.folder, Progress(step=target.step or 0), lambda record: None, inputs.data.encoder)
+    gallery = _Unshown(recipe.folder, Progress(step=target.step or 0), lambda record: None)
     evaluating = evaluation_inputs(recipe, inputs, model.module, aux, validation, world, console, gallery)
     model.module.eval()
     for part in recipe.evaluate.parts:
@@ -105,7 +105,7 @@ def _run(
 class _Unshown(Gallery):
     """An evaluation writes nothing into the run folder."""
 
-    def show(self, name: str, images: Any, *, columns: int) -> Any:
+    def show(self, name: str, images: Any, *, columns: int, array: Any = None) -> Any:
         return self.folder / f"{name} (not kept)"
 
 

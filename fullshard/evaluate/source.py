@@ -105,7 +105,7 @@ def _on_other_data(recipe: dict[str, Any], reading: Reading, data: Any, checkpoi
 
     encoder = encoder_of(reading.recipe)
     changed = {**recipe, "data": {**recipe["data"], "validation": data}}
-    if encoder is not None and encoder.settles:
+    if encoder is not None and encoder.needs_training_data:
         return changed
     changed["data"]["train"] = data
     folder = checkpoint / files.PROCESSOR if checkpoint else None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fullshard.config.problems import found
-from fullshard.contracts.data import Features
+from fullshard.contracts.data import DropReason, Features
 from fullshard.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 _MOST_THREADS = 8
 _HF_KEYS = {"bytes", "path"}
 """How the `datasets` library writes an image; it may have both, and then the bytes count."""
+
+
+UNREADABLE = DropReason(
+    "with an image that cannot be read",
+    "give images that exist and are complete; relative paths start at data.encode.root (for pairs: "
+    "data.encode.image_root), and data.encode.unreadable = error names the first that cannot be read",
+)
 
 
 class Unreadable(DataError):

@@ -1,6 +1,6 @@
-"""Pictures that a run shows: a grid of images as one PNG file in the run folder, told to whoever keeps records.
+"""Pictures of a run: a grid of images as one PNG file in the run folder, and a record about it.
 
-Must not know what is in the pictures or how they were made.
+Must not know what the pictures show or how they were made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fullshard.contracts.progress import Progress
 
 FOLDER = "pictures"
 _LEAST_SIDE = 64
-"""Images smaller than this are shown larger, by a whole factor, so that a person can see them."""
+"""Smaller images are enlarged by a whole factor."""
 
 
 @dataclass(frozen=True)
@@ -28,46 +28,26 @@ class Gallery:
     folder: Path
     progress: Progress
     write: Callable[[dict[str, Any]], None]
-    encoder: Any
-    """What the data was made by: `shown` takes its scaling off, and `shows_latents` says whether that is no picture."""
 
-    def show(self, name: str, images: torch.Tensor, *, columns: int) -> Path:
-        """Writes `pictures/NAME-STEP.png` and a record that says so; on rank 0. Latents are kept as they are, too, in
-        `pictures/NAME-STEP.npy`."""
+    def show(self, name: str, images: torch.Tensor, *, columns: int, array: torch.Tensor | None = None) -> Path:
+        """Writes `pictures/NAME-STEP.png` and a record about it, on rank 0; `array` goes to a .npy file beside it."""
         step = self.progress.step
         path = self.folder / FOLDER / f"{name}-{step}.png"
-        shown = self.encoder.shown(images)
-        if is_latent := is_no_picture(shown, self.encoder):
-            save_latents(shown, path.with_suffix(".npy"))
-        save_grid(as_strips(shown) if is_latent else shown, path, columns=columns)
-        told = {"kind": "event", "event": "picture", "step": step, "name": name, "file": f"{FOLDER}/{path.name}"}
-        self.write(told)
+        if array is not None:
+            save_array(array, path.with_suffix(".npy"))
+        save_grid(images, path, columns=columns)
+        self.write({"kind": "event", "event": "picture", "step": step, "name": name, "file": f"{FOLDER}/{path.name}"})
         return path
 
 
-def is_no_picture(images: torch.Tensor, encoder: Any) -> bool:
-    """Whether what is shown is latents: by the data, or by channels that no picture has."""
-    return bool(encoder.shows_latents) or images.shape[1] not in (1, 3)
-
-
-def as_strips(latents: torch.Tensor) -> torch.Tensor:
-    """Latents (N, C, H, W) as grey pictures (N, 1, H, C * W): channels side by side, each brought to -1 to 1 by what it
-    has least and most of over all of them."""
-    values = latents.float()
-    least, most = values.amin((0, 2, 3), keepdim=True), values.amax((0, 2, 3), keepdim=True)
-    grey = 2 * (values - least) / (most - least).clamp(min=1e-12) - 1
-    count, channels, height, width = grey.shape
-    return grey.permute(0, 2, 1, 3).reshape(count, 1, height, channels * width)
-
-
-def save_latents(latents: torch.Tensor, path: Path) -> None:
-    """As fp32, all in one array."""
+def save_array(values: torch.Tensor, path: Path) -> None:
+    """As fp32, in one array."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.save(path, latents.float().cpu().numpy())
+    np.save(path, values.float().cpu().numpy())
 
 
 def save_grid(images: torch.Tensor, path: Path, *, columns: int) -> None:
-    """(images, 1 or 3 channels, H, W), values from -1 to 1, row by row."""
+    """Writes images (N, 1 or 3 channels, H, W) with values from -1 to 1, row by row."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)

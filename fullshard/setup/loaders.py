@@ -1,4 +1,4 @@
-"""What a run is fed: loaders of its data, what is proven of them before step 1, and what evaluations may use.
+"""The loaders of a run, the proofs on their first batches, and the inputs of its evaluations.
 
 Must not know the loop, optimizers or checkpoints.
 """
@@ -29,12 +29,12 @@ def num_workers(recipe: Recipe, world: World) -> int:
 
 
 def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
-    """Of the training data, and of the validation data where there is any."""
+    """For the training data, and for the validation data if there is any."""
 
     def loader(samples: Any, per_device: int, global_size: int, shuffle: bool) -> Loader:
         return Loader(
             samples,
-            inputs.data.encoder,
+            inputs.data.collator,
             seed=recipe.seed,
             shuffle=shuffle,
             per_device=per_device,
@@ -53,7 +53,7 @@ def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) ->
 
 
 def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux: dict[str, nn.Module]) -> list[str]:
-    """What holds of the model with this objective, on the first data: the engine's proofs, then the objective's own."""
+    """Proves the model with this objective on the first batch: the engine's proofs, then the objective's."""
     packed, compute = recipe.data.pack, model.plan.compute
     probe = Probe(recipe.objective, model.module, aux, compute, world.device, train.collate)
     lines = prove(probe, train.long_sample, packed=packed, longest=recipe.data.sequence_length)
@@ -73,7 +73,7 @@ def evaluation_inputs(
     console: Console,
     gallery: Gallery,
 ) -> EvaluationInputs:
-    """What every evaluation of this run is given."""
+    """What the evaluations of this run may use."""
     return EvaluationInputs(
         model=module,
         objective=recipe.objective,
@@ -86,7 +86,7 @@ def evaluation_inputs(
         bar=console.validation_bar,
         show=gallery.show,
         encoder=inputs.data.encoder,
-        length=recipe.data.sequence_length,
+        collator=inputs.data.collator,
     )
 
 

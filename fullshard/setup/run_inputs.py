@@ -1,13 +1,14 @@
-"""What a run stands on before its ranks meet: downloads, the empty model, tokenised data, the step arithmetic.
+"""The inputs of a run, prepared before its ranks connect: processor, empty model, encoded data, number of steps.
 
-Every rank lays the same inputs by itself; no collective is open while a tokenizer works for an hour.
-Must not know sharding, optimizers or losses.
+Every rank prepares them by itself, so no collective waits while data is encoded. Must not know sharding, optimizers or
+losses.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from fullshard.config.part import decode
-from fullshard.contracts.data import Encoder
+from fullshard.contracts.data import Encoder, Records
 from fullshard.contracts.objective import Objective
 from fullshard.control.best import BestRule
 from fullshard.control.best_rule import best_rule, gives_numbers
@@ -29,41 +30,60 @@ from fullshard.setup.shard_plan import check_model
 from fullshard.setup.step_plan import StepPlan, plan_steps
 
 
+class OpenSources:
+    """The sources of a run. Each is opened once, at its first use."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._data = recipe.data
+
+    @cached_property
+    def train(self) -> Records:
+        return self._data.train.open()
+
+    @cached_property
+    def validation(self) -> Records | None:
+        return None if self._data.validation is None else self._data.validation.open()
+
+    @cached_property
+    def train_fingerprint(self) -> str:
+        return self.train.fingerprint()
+
+
 @dataclass(frozen=True)
 class RunInputs:
-    """What a run stands on before its ranks meet."""
+    """What a run has before its ranks connect."""
 
     processor: Any
     module: nn.Module
-    """The model with its edits, parameters on meta; sharding turns this very object into the trained one."""
+    """The model with its edits and parameters on meta; sharding fills this object."""
     data: Prepared
     plan: StepPlan
     validation_per_device: int
     identity: dict[str, Any]
-    """The meaning of "step N" in the data: must not change between a checkpoint and its resume, beside the recipe."""
+    """What step N means in the data: must be the same when a checkpoint resumes."""
     content: Inventory
-    """The files that `data.train` is made of, to tell what has changed of them."""
+    """The files of `data.train`, to say which of them changed."""
 
 
 def prepare_inputs(recipe: Recipe, *, world_size: int, console: Console) -> RunInputs:
-    """Fetches, tokenises and counts. Every rank does it by itself; locked caches let the work happen once a node."""
-    processor = find_processor(recipe)
-    # Before the data: a model that cannot be is found in seconds, encoding may take an hour.
+    """Fetches, builds and encodes. Caches are locked, so that each node does the work once."""
+    sources = OpenSources(recipe)
+    processor = find_processor(recipe, sources)
+    # Before the data: a wrong model is found in seconds, encoding may take an hour.
     module = build_module(recipe, processor)
     find_best(recipe, module)
-    return prepare_data(recipe, processor, module, world_size=world_size, console=console)
+    return prepare_data(recipe, sources, processor, module, world_size=world_size, console=console)
 
 
-def find_processor(recipe: Recipe) -> Any:
-    """Fetches the model, or trains its tokenizer; gives the tokenizer or processor, None without one."""
-    cache = cache_folder(recipe)
-    fingerprint = recipe.data.train.open().fingerprint()
-    recipe.model.prepare(texts(recipe.data.train, encoder_of(recipe)), cache=cache, fingerprint=fingerprint)
+def find_processor(recipe: Recipe, sources: OpenSources) -> Any:
+    """Fetches the model, or trains its tokenizer; returns the tokenizer or processor, if it has one."""
+    cache, fingerprint = cache_folder(recipe), sources.train_fingerprint
+    recipe.model.prepare(texts(sources.train, encoder_of(recipe)), cache=cache, fingerprint=fingerprint)
     return recipe.model.processor(cache=cache, fingerprint=fingerprint)
 
 
 def encoder_of(recipe: Recipe) -> Encoder | None:
-    """The encoder that the recipe names, or the one that goes with its objective; None: to be chosen from the data."""
+    """The encoder that the recipe or its objective names; None: chosen by the first record."""
     usual = recipe.objective.encoder
     return recipe.data.encode or (decode(Encoder, {"kind": usual}, where="data.encode") if usual else None)
 
@@ -76,14 +96,16 @@ def build_module(recipe: Recipe, processor: Any) -> nn.Module:
     return module
 
 
-def prepare_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_size: int, console: Console) -> RunInputs:
-    """Encoded data and the arithmetic of its steps, on top of the model."""
+def prepare_data(
+    recipe: Recipe, sources: OpenSources, processor: Any, module: nn.Module, *, world_size: int, console: Console
+) -> RunInputs:
+    """Encodes the data, plans the steps, and checks that model, objective and evaluations can use it."""
     encode = encoder_of(recipe)
     if encode is not None:
         encode.check_model(module)
     data = prepare(
-        train=recipe.data.train,
-        validation=recipe.data.validation,
+        train=sources.train,
+        validation=sources.validation,
         encode=encode,
         processor=processor,
         length=recipe.data.sequence_length,
@@ -93,8 +115,8 @@ def prepare_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_siz
         cache=cache_folder(recipe),
         say=console.note,
     )
-    # After encoding: the cache knows the processor by what it was before.
-    data.encoder.leave_on(processor, length=recipe.data.sequence_length)
+    # After encoding: the key of the cache includes the processor.
+    data.encoder.annotate_processor()
     plan = plan_steps(
         num_rows=len(data.train),
         per_device=recipe.batch.per_device,
@@ -111,42 +133,42 @@ def prepare_data(recipe: Recipe, processor: Any, module: nn.Module, *, world_siz
             recipe.objective.check_data(stored, module=module, samples_per_step=plan.global_size)
     for evaluation in recipe.evaluate.parts:
         evaluation.check(recipe.objective, module, data.validation_from)
-        evaluation.check_encoder(recipe.objective, module, data.encoder)
-    # Counted in rows; the names are those that checkpoints have.
+        evaluation.check_encoder(recipe.objective, module, data.encoder.settings)
+    # Counts rows; checkpoints have these names.
     identity = {
         "samples": len(data.train),
         "samples per step": plan.global_size,
-        "content of data.train": recipe.data.train.open().fingerprint(),
+        "content of data.train": sources.train_fingerprint,
         **data.encoder.identity(data.train_from.store),
     }
     per_device = recipe.evaluate.per_device or recipe.batch.per_device
-    return RunInputs(processor, module, data, plan, per_device, identity, inventory(data.train_from.records))
+    return RunInputs(processor, module, data, plan, per_device, identity, inventory(sources.train))
 
 
 def check_batch(objective: Objective, data: Prepared) -> None:
-    """A batch has what the objective reads. Before the objective looks at the data, which it knows by these names."""
-    batch = Loader(data.train, data.encoder, per_device=1).batch_of(np.zeros(1, dtype=np.int64))
+    """Raises if a batch lacks something that the objective reads."""
+    batch = Loader(data.train, data.collator, per_device=1).batch_of(np.zeros(1, dtype=np.int64))
     missing = [key for key in objective.needs if key not in batch]
     if missing:
         advice = f"data.encode={objective.encoder}" if objective.encoder else "another data.encode"
         raise DataError(
             f"objective.kind = {objective.kind()} needs {', '.join(missing)} in a batch, and the encoder "
-            f"{data.encoder.kind()} gives {', '.join(batch)}. Choose {advice}, or the objective of this data."
+            f"{data.encoder.settings.kind()} gives {', '.join(batch)}. Choose {advice}, or the objective of this data."
         )
 
 
 def cache_folder(recipe: Recipe) -> Path:
-    """Where tokenised data and trained tokenizers are kept."""
+    """The folder of encoded data and trained tokenizers."""
     return recipe.data.cache or Path(os.environ.get("FULLSHARD_CACHE", Path.home() / ".cache" / "fullshard"))
 
 
 def find_best(recipe: Recipe, module: nn.Module) -> BestRule | None:
-    """What decides the best model; an error where no validation will give that number."""
+    """How the best model is chosen; raises if no evaluation gives that number."""
     return best_rule(recipe.checkpoint.best, recipe.evaluate.parts, recipe.objective, module, recipe.ema)
 
 
 def effective_best(recipe: Recipe, inputs: RunInputs) -> BestRule | None:
-    """The same, where a validation finds any number at all."""
+    """The same; None if no evaluation gives a number."""
     parts, held_out = recipe.evaluate.parts, inputs.data.validation is not None
     acts = gives_numbers(parts, recipe.objective, inputs.module, held_out=held_out)
     return find_best(recipe, inputs.module) if acts else None

@@ -1,4 +1,4 @@
-"""What the token encoders share: features of one sample, and their micro-batch.
+"""Token samples and their micro-batches, for all encoders that make tokens.
 
 `labels[i]` is the target of position i. Must not know record formats, files or ranks.
 """

@@ -18,6 +18,7 @@ def proofs_of(
     change: Any = None,
 ) -> list[str]:
     """What is proven of a fresh model in size tiny; `change` is given the sharded module first."""
+    from fullshard.contracts.data import Collator
     from fullshard.data.loader import Loader
     from fullshard.dist.mesh import choose_layout, make_mesh
     from fullshard.dist.shard import ShardPlan, shard
@@ -37,6 +38,8 @@ def proofs_of(
     if change is not None:
         change(module)
     ids = np.random.default_rng(0).integers(3, 97, 48).astype(np.int32)
-    loader = Loader([{"input_ids": ids, "labels": np.append(ids[1:], -100).astype(np.int32)}], Text(), per_device=1)
+    loader = Loader(
+        [{"input_ids": ids, "labels": np.append(ids[1:], -100).astype(np.int32)}], Collator(Text()), per_device=1
+    )
     probe = Probe(objective or CausalLM(), module, {}, compute, world.device, loader.collate)
     return prove(probe, loader.long_sample, packed=packed, longest=64)

@@ -12,8 +12,7 @@ import numpy as np
 
 from fullshard.config.problems import found
 from fullshard.contracts.data import Features, Record
-from fullshard.data.columns import MAPPING, is_empty
-from fullshard.data.records import keys_found
+from fullshard.data.records import MAPPING, is_empty, keys_found
 from fullshard.errors import DataError, RecipeError
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def caption(record: Record, mapped: str | None) -> str:
         )
     raise DataError(
         f"no text in the record, or a blank one, but data.encode.text asks for one. {keys_found(record)} {accepted} "
-        f"Give it one, take the record out, or name another column with {MAPPING} = {{text: COLUMN}}."
+        f"Give it one, remove the record, or name another column with {MAPPING} = {{text: COLUMN}}."
     )
 
 
@@ -70,16 +69,15 @@ def check_model(stack: TextStack | None, module: Any) -> None:
             )
 
 
-def features_of(written: Sequence[str], stack: TextStack) -> list[Features]:
-    """What a sample keeps of its text: tokens where encoders are live, else states."""
+def features_of(written: Sequence[str], stack: TextStack) -> list[tuple[Features, bool]]:
+    """What a sample keeps of its text (tokens if encoders are live, else states), and whether the text was cut."""
     if stack.is_live:
         found = stack.tokens(written)
-        rows = zip(found.ids, found.is_cut, strict=True)
-        return [{"text_tokens": ids[None], "cut": np.array([is_cut])} for ids, is_cut in rows]
-    features = []
+        return [({"text_tokens": ids[None]}, bool(cut)) for ids, cut in zip(found.ids, found.is_cut, strict=True)]
+    features: list[tuple[Features, bool]] = []
     for state in stack.states(written):
         pooled = {} if state.pooled is None else {"text_pooled": state.pooled[None]}
-        features.append({"text_states": state.states, "cut": np.array([state.is_cut]), **pooled})
+        features.append(({"text_states": state.states, **pooled}, bool(state.is_cut)))
     return features
 
 

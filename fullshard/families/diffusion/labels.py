@@ -12,8 +12,7 @@ import numpy as np
 
 from fullshard.config.problems import found
 from fullshard.contracts.data import Record
-from fullshard.data.columns import MAPPING, is_empty
-from fullshard.data.records import keys_found
+from fullshard.data.records import MAPPING, is_empty, keys_found
 from fullshard.errors import DataError
 
 NO_LABEL = -1

@@ -22,7 +22,7 @@ from fullshard.dist.shard import ShardPlan, shard
 from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
 from fullshard.families.embedding.batching.chunks import Chunk, Texts, cut, inputs
-from fullshard.families.embedding.encoders.pairs import Pairs
+from fullshard.families.embedding.encoders.pairs import PairCollator, Pairs
 from fullshard.families.embedding.objectives.contrastive import Contrastive
 
 SAMPLES = 5  # no number of ranks divides it: the last place of a step is a filler
@@ -68,12 +68,12 @@ def samples(texts: int | None = None) -> list[dict[str, np.ndarray]]:
 
 def batches(rank: int, world: int, per_device: int, texts: int | None = None) -> list[dict[str, Any]]:
     """The micro-batches of one rank, as the loader gives them."""
-    encoder, all_samples, found = Pairs(), samples(texts), []
+    collator, all_samples, found = PairCollator(Pairs()), samples(texts), []
     for places in rank_slices(np.arange(SAMPLES), per_device=per_device, rank=rank, world=world):
         real = [all_samples[index] for index in places if index >= 0]
-        rows = real + [encoder.blank((real or all_samples)[0])] * (len(places) - len(real))
+        rows = real + [collator.blank((real or all_samples)[0])] * (len(places) - len(real))
         ids = [index for index in places if index >= 0] + [-1] * (len(places) - len(real))
-        found.append({**encoder.collate(rows, length=None), "sample_ids": torch.tensor(ids)})
+        found.append({**collator.collate(rows, length=None), "sample_ids": torch.tensor(ids)})
     return found
 
 

@@ -243,7 +243,7 @@ def test_what_is_written_is_read_as_training_data(folder: Path, tmp_path: Path) 
     assert isinstance(encoder, Pairs)
     rows = read(folder / "pairs.jsonl")
     for index, row in enumerate(rows):
-        (sample,) = encoder.encode(records[index], texts.tokenizer(), length=24)
+        (sample,) = encoder.open(texts.tokenizer(), length=24).encode(records[index]).samples
         assert len(sample["lengths"]) == 4 + len(row.get("negatives", []))
         assert np.array_equal(sample["label"], [row.get("label", np.nan)], equal_nan=True)
 

@@ -105,7 +105,7 @@ def test_no_batch_of_an_epoch_is_longer_than_the_longest(tmp_path: Path, model: 
     lengths = inputs.data.train.lengths
     real = lengths[longest["sample_ids"].numpy()].sum()
     loader = Loader(
-        inputs.data.train, inputs.data.encoder, per_device=4, global_size=16, shuffle=True, seed=recipe.seed
+        inputs.data.train, inputs.data.collator, per_device=4, global_size=16, shuffle=True, seed=recipe.seed
     )
     windows = loader.windows()
     for _ in range(loader.steps_per_epoch):

@@ -31,7 +31,7 @@ ENCODERS: dict[str, Encoder] = {"positive": Pairs()}
 
 def encoded(path: Path, tokenizer: Any, encode: Encoder | None = None) -> Prepared:
     return prepare(
-        train=Files(path=str(path)),
+        train=Files(path=str(path)).open(),
         validation=None,
         encode=encode,
         processor=tokenizer,
@@ -68,7 +68,7 @@ def test_half_of_a_character_is_named_with_its_place(tokenizer: Any, tmp_path: P
     str(caught.value).encode()
     # A tokenizer that is trained on the texts meets it first.
     with pytest.raises(DataError) as caught:
-        list(texts(Files(path=str(path)), ENCODERS.get(form)))
+        list(texts(Files(path=str(path)).open(), ENCODERS.get(form)))
     assert str(caught.value).startswith(f"{place}: {words}")
 
 

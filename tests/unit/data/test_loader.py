@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.contracts.data import IGNORE, Features
+from fullshard.contracts.data import IGNORE, Collator, Features
 from fullshard.data.loader import Loader, Window
 from fullshard.data.order import draws, permutation, rank_slices
 from fullshard.errors import DataError
@@ -52,7 +52,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
         found = {}
         for rank in range(world):
             settings: dict[str, Any] = {"global_size": 4, "seed": 3, "shuffle": True}
-            loader = Loader(samples(13), Text(), per_device=per_device, rank=rank, world=world, **settings)
+            loader = Loader(samples(13), Collator(Text()), per_device=per_device, rank=rank, world=world, **settings)
             for window in islice(loader.windows(), steps):
                 for batch in window.batches:
                     pairs = zip(batch["sample_ids"].tolist(), batch["draws"].tolist(), strict=True)
@@ -62,8 +62,8 @@ def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
     alone = drawn(1, 4)
     assert len(alone) == len(set(alone.values())) == 26
     assert alone == drawn(2, 2) == drawn(4, 1) == drawn(1, 1)
-    fixed = [batch["draws"].tolist() for batch in Loader(samples(4), Text(), per_device=4, seed=3).once()]
-    again = Loader(samples(4), Text(), per_device=4, seed=3)
+    fixed = [batch["draws"].tolist() for batch in Loader(samples(4), Collator(Text()), per_device=4, seed=3).once()]
+    again = Loader(samples(4), Collator(Text()), per_device=4, seed=3)
     assert [batch["draws"].tolist() for _ in range(2) for batch in again.once()] == fixed * 2
     # Pinned: a release that changes them would change every run that is gone on with.
     assert draws(np.array([0, 1]), seed=0, stream=0).tolist() == [-1569893911045770531, -7058997399950850450]
@@ -84,7 +84,7 @@ def test_rank_slices_share_a_window_out_exactly_and_evenly(size: int, world: int
 
 
 def test_2500_samples_make_40_steps_and_the_last_is_a_partial_one() -> None:
-    loader = Loader(samples(2500), Text(), per_device=8, global_size=64, seed=0, shuffle=True)
+    loader = Loader(samples(2500), Collator(Text()), per_device=8, global_size=64, seed=0, shuffle=True)
     assert loader.steps_per_epoch == 40
     windows = list(islice(loader.windows(0), 120))
     assert [w.step for w in windows] == list(range(120))
@@ -101,7 +101,7 @@ def test_2500_samples_make_40_steps_and_the_last_is_a_partial_one() -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 5, 6, 7, 20])
 def test_seeking_equals_going_straight(start: int) -> None:
-    loader = Loader(samples(50), Text(), per_device=2, global_size=8, seed=1, shuffle=True)
+    loader = Loader(samples(50), Collator(Text()), per_device=2, global_size=8, seed=1, shuffle=True)
     straight = list(islice(loader.windows(), 25))[start:]
     sought = list(islice(loader.windows(start), 25 - start))
     for a, b in zip(straight, sought, strict=True):
@@ -124,18 +124,25 @@ class Counted(list[Any]):
 @pytest.mark.parametrize("start", [1, 700, 5_000_000])
 def test_seeking_reads_nothing_of_what_it_passes(start: int) -> None:
     counted = Counted(samples(3000))
-    loader = Loader(counted, Text(), per_device=2, global_size=4, seed=1, shuffle=True)
+    loader = Loader(counted, Collator(Text()), per_device=2, global_size=4, seed=1, shuffle=True)
     next(loader.windows(start))
     assert counted.reads <= 8, "the four samples of the step, and a look at their shape"
 
 
 @pytest.mark.parametrize(("world", "per_device"), [(1, 12), (1, 4), (1, 1), (2, 6), (2, 1), (4, 3), (4, 1), (4, 5)])
 def test_a_step_has_the_same_samples_for_any_world_and_split(world: int, per_device: int) -> None:
-    reference = Loader(samples(50), Text(), per_device=4, global_size=12, seed=1, shuffle=True)
+    reference = Loader(samples(50), Collator(Text()), per_device=4, global_size=12, seed=1, shuffle=True)
     expected = [sorted(ids(w)) for w in islice(reference.windows(), 11)]
     loaders = [
         Loader(
-            samples(50), Text(), per_device=per_device, global_size=12, seed=1, shuffle=True, rank=r, world=world
+            samples(50),
+            Collator(Text()),
+            per_device=per_device,
+            global_size=12,
+            seed=1,
+            shuffle=True,
+            rank=r,
+            world=world,
         ).windows()
         for r in range(world)
     ]
@@ -149,7 +156,7 @@ def test_a_step_has_the_same_samples_for_any_world_and_split(world: int, per_dev
 @pytest.mark.parametrize("count", [1, 5, 8, 13])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_validation_reads_every_sample_once_with_equal_batches(count: int, world: int) -> None:
-    loaders = [Loader(samples(count), Text(), per_device=2, rank=r, world=world) for r in range(world)]
+    loaders = [Loader(samples(count), Collator(Text()), per_device=2, rank=r, world=world) for r in range(world)]
     for _ in range(2):
         passes = [list(loader.once()) for loader in loaders]
         assert {len(batches) for batches in passes} == {loaders[0].num_batches} == {-(-count // (2 * world))}
@@ -157,12 +164,12 @@ def test_validation_reads_every_sample_once_with_equal_batches(count: int, world
 
 
 def test_fillers_have_no_labels_and_real_rows_their_own() -> None:
-    batch = next(iter(Loader(samples(3), Text(), per_device=4).once()))
+    batch = next(iter(Loader(samples(3), Collator(Text()), per_device=4).once()))
     assert batch["sample_ids"].tolist() == [0, 1, 2, -1]
     assert batch["input_ids"][:3].tolist() == [[0, 1], [1, 2], [2, 3]]
     assert batch["labels"].tolist() == [[1, IGNORE], [2, IGNORE], [3, IGNORE], [IGNORE, IGNORE]]
     # A rank without any sample left still has a batch of the same shape.
-    empty = next(iter(Loader(samples(1), Text(), per_device=4, rank=1, world=2).once()))
+    empty = next(iter(Loader(samples(1), Collator(Text()), per_device=4, rank=1, world=2).once()))
     assert empty["sample_ids"].tolist() == [-1] * 4
     assert (empty["labels"] == IGNORE).all()
     assert empty["input_ids"].shape == (4, 2)
@@ -173,13 +180,15 @@ def test_rows_are_padded_to_the_fixed_length() -> None:
         fixed_length = 6
         num_tokens = 6
 
-    batch = next(iter(Loader(Packed(samples(3)), Text(), per_device=4).once()))
+    batch = next(iter(Loader(Packed(samples(3)), Collator(Text()), per_device=4).once()))
     assert batch["input_ids"].shape == batch["position_ids"].shape == (4, 6)
 
 
 def test_workers_give_the_same_as_none() -> None:
     def windows(workers: int) -> list[Window]:
-        loader = Loader(samples(30), Text(), per_device=2, global_size=8, seed=2, shuffle=True, workers=workers)
+        loader = Loader(
+            samples(30), Collator(Text()), per_device=2, global_size=8, seed=2, shuffle=True, workers=workers
+        )
         return list(islice(loader.windows(3), 8))
 
     for a, b in zip(windows(0), windows(2), strict=True):
@@ -196,7 +205,7 @@ class Broken(list[Features]):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_in_a_worker_keeps_its_words(workers: int) -> None:
-    loader = Loader(Broken(samples(9)), Text(), per_device=2, workers=workers)
+    loader = Loader(Broken(samples(9)), Collator(Text()), per_device=2, workers=workers)
     with pytest.raises(DataError) as caught:
         list(loader.once())
     assert str(caught.value) == "data.jsonl:6: the picture is missing. Restore it."
@@ -206,7 +215,7 @@ def test_an_error_in_a_worker_keeps_its_words(workers: int) -> None:
 def test_an_error_ends_the_workers_though_its_traceback_lives(read: Any) -> None:
     # Other tests may keep processes of their own for the whole session.
     before = set(multiprocessing.active_children())
-    loader = Loader(Broken(samples(9)), Text(), per_device=2, workers=1)
+    loader = Loader(Broken(samples(9)), Collator(Text()), per_device=2, workers=1)
     with pytest.raises(DataError) as caught:
         list(islice(read(loader), 9))
     assert caught.traceback
@@ -215,7 +224,7 @@ def test_an_error_ends_the_workers_though_its_traceback_lives(read: Any) -> None
 
 def test_validation_keeps_its_workers_from_pass_to_pass() -> None:
     before = set(multiprocessing.active_children())
-    loader = Loader(samples(9), Text(), per_device=2, workers=1)
+    loader = Loader(samples(9), Collator(Text()), per_device=2, workers=1)
 
     def workers() -> list[int | None]:
         list(loader.once())
@@ -227,19 +236,20 @@ def test_validation_keeps_its_workers_from_pass_to_pass() -> None:
 
 def test_no_samples_is_an_error() -> None:
     with pytest.raises(DataError, match="no samples to load"):
-        Loader([], Text(), per_device=2)
+        Loader([], Collator(Text()), per_device=2)
 
 
 SIGNALLED = """
 import signal, sys
 import numpy as np
+from fullshard.contracts.data import Collator
 from fullshard.families.language.encoders.text import Text
 from fullshard.data.loader import Loader
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda *_: None)
 rows = [{"input_ids": np.arange(3), "labels": np.arange(3)} for _ in range(1000)]
-windows = Loader(rows, Text(), per_device=1, workers=2).windows()
+windows = Loader(rows, Collator(Text()), per_device=1, workers=2).windows()
 next(windows)
 print("ready", flush=True)
 sys.stdin.readline()

@@ -55,7 +55,10 @@ def run(train: Source, cache: Path, **settings: Any) -> Prepared:
         "seed": 0,
         "say": lambda line: None,
     }
-    return prepare(train=train, cache=cache, **{**defaults, **settings})
+    found = {**defaults, **settings}
+    if found["validation"] is not None:
+        found["validation"] = found["validation"].open()
+    return prepare(train=train.open(), cache=cache, **found)
 
 
 def test_a_cache_hit_encodes_nothing_and_a_change_encodes_again(tmp_path: Path, tokenizer: Any) -> None:
@@ -86,9 +89,7 @@ def build_in_a_process(folder: str, barrier: Any) -> None:
     encoder = Counting(diary=f"{folder}/diary")
     store = encoded(
         Files(path=f"{folder}/a.jsonl").open(),
-        encoder,
-        None,
-        length=16,
+        encoder.open(None, length=16),
         cache=Path(folder, "cache"),
         say=lambda s: None,
     )
@@ -182,7 +183,7 @@ def test_text_packed_and_not_hold_the_same_targets(tmp_path: Path, tokenizer: An
     assert packed.report[0] == "encoder: text (chosen by the keys of the first record)"
     assert packed.report[1:3] == [
         "data: 30 records gave 25 samples",
-        "data: 5 samples were dropped, nothing to learn; 5 with no text",
+        "data: 5 samples were dropped; 5 with no text",
     ]
     assert rows_text in packed.report[3]
     filled = packed.train.num_tokens / (16 * len(packed.train))
@@ -202,12 +203,12 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
     assert isinstance(prepared.encoder, Chat)
     assert "data: 2 samples were cut at the sequence length" in prepared.report
     assert (
-        "data: 3 samples were dropped, nothing to learn; 2 with no answer or all labels masked, "
+        "data: 3 samples were dropped; 2 with no answer or all labels masked, "
         "1 with all that is learned after data.sequence_length"
     ) in prepared.report
     assert "data: 5 records gave 2 samples" in prepared.report
     assert prepared.report[1] == "chat template: the tokenizer's own"
-    whole = Chat().encode(rows[1], chatml, length=32)[0]
+    whole = Chat().open(chatml, length=32).encode(rows[1]).samples[0]
     cut = run(source, tmp_path / "cache", processor=chatml, length=32, pack=False).train[1]
     assert cut["input_ids"].tolist() == whole["input_ids"][:32].tolist()
     # The last label is the true next token, though that token was cut off.
@@ -255,7 +256,7 @@ def test_a_line_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
         path = tmp_path / "bad.jsonl"
         path.write_text(content)
         with pytest.raises(DataError) as caught:
-            list(texts(Files(path=str(path)), None))
+            list(texts(Files(path=str(path)).open(), None))
         assert str(caught.value).startswith(f"{path}:{3 - number}: invalid JSON")
         assert str(caught.value).count("bad.jsonl") == 1
 
@@ -332,10 +333,10 @@ def test_samples_travel_to_a_worker_without_their_data(tmp_path: Path, tokenizer
 
 
 def test_texts_for_a_tokenizer(tmp_path: Path) -> None:
-    assert next(texts(PythonReference(), None, limit=1)).startswith("The")
+    assert next(texts(PythonReference().open(), None, limit=1)).startswith("The")
     chat = write_lines(tmp_path / "a.jsonl", [{"question": "who", "answer": "you"}, {"question": "a"}])
-    assert list(texts(chat, None, limit=1)) == ["who", "you"]
+    assert list(texts(chat.open(), None, limit=1)) == ["who", "you"]
     with pytest.raises(DataError, match=r"a\.jsonl:2: no conversation"):
-        list(texts(chat, None))
-    with pytest.raises(DataError, match=r"b\.jsonl:1: the record has no form that is known"):
-        list(texts(write_lines(tmp_path / "b.jsonl", [{"x": 1}]), None))
+        list(texts(chat.open(), None))
+    with pytest.raises(DataError, match=r"b\.jsonl:1: the record has no known form"):
+        list(texts(write_lines(tmp_path / "b.jsonl", [{"x": 1}]).open(), None))

@@ -128,7 +128,8 @@ class _Target:
 
     def write(self, images: torch.Tensor, rows: Sequence[int] | None, *, per_class: int, latents: bool = False) -> None:
         """`latents`: also written as .npy, beside the grid and in place of each image file."""
-        from fullshard.log.image_grids import as_strips, save_grid, save_latents
+        from fullshard.families.diffusion.vae.latents import as_strips
+        from fullshard.log.image_grids import save_array, save_grid
 
         hidden = self._hidden()
         with _writing("--grid", self.grid):
@@ -136,7 +137,7 @@ class _Target:
                 save_grid(as_strips(images) if latents else images, hidden, columns=per_class)
                 hidden.replace(self.grid)
                 if latents:
-                    save_latents(images, self.latents)
+                    save_array(images, self.latents)
             finally:
                 hidden.unlink(missing_ok=True)
         if self.folder is not None:
@@ -146,7 +147,7 @@ class _Target:
                     place = self.folder / str(rows[row]) if rows is not None else self.folder
                     place.mkdir(exist_ok=True)
                     name = f"{column:0{len(str(per_class - 1))}d}"
-                    save_latents(image, place / f"{name}.npy") if latents else _save(image, place / f"{name}.png")
+                    save_array(image, place / f"{name}.npy") if latents else _save(image, place / f"{name}.png")
 
     @property
     def latents(self) -> Path:

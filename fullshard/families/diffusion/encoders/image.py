@@ -1,56 +1,42 @@
-"""Images or latents, each perhaps with a class or a text: one sample for each record, all of one shape.
+"""Images or latents with optional classes and texts: one sample per record, all of one shape.
 
-Files are read once, when the data is encoded; so are images and texts by a frozen VAE and text encoders, or texts
-become tokens. Must not know files of records, ranks, noise or what is predicted.
+Files are read once, when the data is encoded; then a frozen VAE and text encoders also run, or texts become tokens.
+Must not know source files, ranks, noise or what is predicted.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from fullshard.config.part import did_you_mean
-from fullshard.contracts.data import Encoder, Features, Record, Records
-from fullshard.data.columns import MAPPING, is_empty
-from fullshard.data.records import digest, keys_found
+from fullshard.contracts.data import Encoder, Record
+from fullshard.data.records import MAPPING, is_empty, keys_found
 from fullshard.errors import DataError
 from fullshard.families.diffusion import captions
 from fullshard.families.diffusion.denoiser.input_shape import require_shape
-from fullshard.families.diffusion.file_stamps import stamped
-from fullshard.families.diffusion.labels import label_of
-from fullshard.families.diffusion.pipeline_parts import give_back
-from fullshard.families.diffusion.shape_words import RESIZE, by, in_words, remedy
+from fullshard.families.diffusion.image_samples import OpenImages
 from fullshard.families.diffusion.text.encoder_stack import Join, NoText, Texts, TextStack
 from fullshard.families.diffusion.vae.latents import Latents
-from fullshard.families.diffusion.vae_at_encoding import CODE, Frozen, fingerprints
-from fullshard.formatting.plural import counted
-from fullshard.images.arrays import Picture, floats, read
-from fullshard.images.reading import Unreadable, given, place, quiet
-
-if TYPE_CHECKING:
-    from fullshard.data.store import Store
+from fullshard.images.arrays import Picture, read
+from fullshard.images.reading import given
 
 _COLUMNS = ("latent_vector_path", "path", "image")
-"""Where an image or a latent is looked for: the first column that holds something."""
-_MOST_THREADS = 8
-_DIGITS = 9
-"""Measured numbers are rounded to so many, so that those in the report are those in use, on every kind of processor."""
+"""Columns of an image or latent; the first that holds something is read."""
 
 
 class Images(Encoder):
     """Images or latents, and their classes, for diffusion models.
 
-    Pixels become numbers from -1 to 1, latents stay as they are; then the mean is taken off and the scale put on."""
+    Pixels are scaled to -1 to 1, latents are not; then `mean` is subtracted and `scale` multiplied."""
 
     unit: ClassVar[str] = "images"
+    length_feature: ClassVar[str] = "image"
+    needs_training_data: ClassVar[bool] = True
 
     column_mapping: dict[str, str] = {}
     """Which column of a record is its image (or latent), its label or its text, where it has another name than label,
@@ -85,18 +71,6 @@ class Images(Encoder):
     """What stands for a text that objective.label_drop drops, and for what guidance compares with. encoded: what the
     encoders make of an empty text; zeros; null: as their pipeline does, which is zeros for sdxl, unless its
     force_zeros_for_empty_prompt is false, and encoded for all others."""
-
-    _form: tuple[tuple[int, ...], bool] | None = PrivateAttr(None)
-    """The shape that all samples must have, and whether they are latents: as data.train, or the first encoded here."""
-    _scaling: tuple[float, float] | None = PrivateAttr(None)
-    """Mean and scale, where they are measured."""
-    _told: list[str] = PrivateAttr(default_factory=list)
-    _opened: Frozen | None = PrivateAttr(None)
-    """The VAE, as long as data is encoded."""
-    _empty: Features = PrivateAttr(default_factory=dict)
-    """What means no text, by the data that was encoded."""
-    _reading: TextStack | None = PrivateAttr(None)
-    """The text encoders and their tokenizers, as long."""
 
     @field_validator("column_mapping")
     @classmethod
@@ -141,91 +115,29 @@ class Images(Encoder):
         return self.stack.families() if self.stack is not None and self.stack.is_live else {}
 
     @property
-    def shape(self) -> tuple[int, ...] | None:
-        """Channels, height and width of a sample; None before data.train is encoded, or any other data."""
-        return self._form[0] if self._form else None
-
-    @property
-    def shows_latents(self) -> bool:
-        """Whether what the model makes stays latents, for want of a VAE, as far as the data is known."""
-        return self.vae is None and self._form is not None and self._form[1]
-
-    def gives_latent(self, record: Record) -> bool:
-        """The same, by one record."""
-        return self.vae is None and self._read(record).is_latent
-
-    @property
     def is_measured(self) -> bool:
-        """Whether a number of the scaling comes from the data."""
+        """Whether the mean or the scale comes from the data."""
         return "measure" in (self.mean, self.scale)
 
-    @property
-    def scaling(self) -> tuple[float, float]:
-        """The mean and the scale in use: a batch holds (value - mean) * scale."""
-        if not self.is_measured:
-            return float(self.mean), float(self.scale)
-        assert self._scaling is not None, "measured numbers need the encoded data: settle comes first"
-        return self._scaling
-
-    def shown(self, images: Any) -> Any:
-        mean, scale = self.scaling
-        images = images / scale + mean
-        return images if self.vae is None else self.vae.decode(images)
-
-    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
-        return self.encode_many([record], processor, length=length)[0]
-
-    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
-        if not records:
-            return []
-        with quiet(), ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1, len(records))) as pool:
-            looked = list(pool.map(self._look, records))
-        made = iter(self._samples([pair for pair in zip(records, looked, strict=True) if pair[1] is not None]))
-        return [[{"unreadable": np.array([True])}] if picture is None else [next(made)] for picture in looked]
-
-    def _samples(self, found: Sequence[tuple[Record, Any]]) -> list[Features]:
-        """What becomes of records and their pictures."""
-        if not found:
-            return []
-        records, pictures = [record for record, _ in found], [picture for _, picture in found]
-        labels = [label_of(record, mapped=self.column_mapping.get("label"), classes=self.classes) for record in records]
-        sources = [picture.fingerprint() for picture in pictures]
-        written = [captions.caption(record, self.column_mapping.get("text")) for record in records if self.text]
-        # Last, and all together: a mistake in a record is found before anything heavy runs.
-        if self.vae is not None:
-            self._opened = self._opened or Frozen(self.vae)
-            pictures = self._opened.latents(pictures)
-        self._reading = self._reading or self.stack
-        texts = captions.features_of(written, self._reading) if self._reading else [{}] * len(records)
-        samples = zip(pictures, labels, sources, texts, strict=True)
-        return [{**self._features(picture, label, source), **text} for picture, label, source, text in samples]
+    def open(self, processor: Any, *, length: int) -> OpenImages:
+        return OpenImages(self, processor, length=length)
 
     def check_model(self, module: Any) -> None:
         captions.check_model(self.stack, module)
         if self.vae is not None and self.size is not None:
-            # Known without an image, and before a VAE works for hours.
+            # The size is known now; the VAE may work for hours.
             shape = self.vae.shape_of(self.size)
             require_shape(module, shape, what="latents by data.encode.vae", scale=self.size // shape[1])
 
-    def common(self) -> Features:
-        return captions.empty_features(self._reading) if self._reading is not None else {}
+    def columns_read(self, record: Record) -> list[str]:
+        text = captions.column_of(record, None) if self.text else None
+        found = {"image": self.column_of(record), **({"text": text} if text else {})}
+        said = [f"{name} from {column}" for name, column in found.items() if name not in (column, *self.column_mapping)]
+        return [f"columns: {'; '.join(said)} (by the keys of the first record)"] if said else []
 
-    def close(self) -> None:
-        if self._opened is not None or self._reading is not None:
-            self._opened = self._reading = None
-            give_back()
-
-    def _look(self, record: Record) -> Picture | None:
-        """None where the image cannot be read, and the record is to be left out."""
-        try:
-            return self._read(record)
-        except Unreadable:
-            if self.unreadable == "error":
-                raise
-            return None
-
-    def _read(self, record: Record) -> Picture:
-        column = self._column(record)
+    def read(self, record: Record) -> Picture:
+        """The image or latent of a record."""
+        column = self.column_of(record)
         picture = read(_value(record[column], column), column, root=self.root, size=self.size, channels=self.channels)
         if self.flip and picture.is_latent:
             raise DataError(
@@ -234,24 +146,8 @@ class Images(Encoder):
             )
         return picture
 
-    def _features(self, picture: Picture, label: int, source: int) -> Features:
-        form = picture.values.shape, picture.is_latent
-        self._form = self._form or form
-        if form != self._form:
-            raise DataError(
-                f"{picture.name} is {in_words(*form)}, but the first sample is {in_words(*self._form)}, and all "
-                f"need one shape. {remedy(form, self._form) if self.vae is None else RESIZE}"
-            )
-        # With an axis before it, so that the store holds each to the shape of the first, and counts one for each.
-        features = {"image": picture.values[None], "label": np.array([label], dtype=np.int64)}
-        features["source"] = np.array([source], dtype=np.int64)
-        if self.is_measured:
-            values = floats(picture.values).astype(np.float64)
-            features["moments"] = np.array([[values.mean(), values.var()]])
-        return features
-
     def _columns(self, record: Record) -> list[str]:
-        """The columns that can hold the image or latent, and do."""
+        """The columns of an image or latent that hold something."""
         taken = [column for name, column in self.column_mapping.items() if name != "image"]
         return [name for name in self._accepted if name not in taken and not is_empty(record.get(name))]
 
@@ -260,7 +156,8 @@ class Images(Encoder):
         mapped = self.column_mapping.get("image")
         return (mapped,) if mapped else _COLUMNS
 
-    def _column(self, record: Record) -> str:
+    def column_of(self, record: Record) -> str:
+        """The column of the image or latent."""
         columns = self._columns(record)
         if not columns:
             raise DataError(
@@ -270,117 +167,21 @@ class Images(Encoder):
             )
         return columns[0]
 
-    def settle(self, store: Store) -> None:
-        """Takes from the encoded training data what no single record tells: its shape, and the measured numbers.
-
-        Exact, and the same on every rank: each sample's mean and variance were stored with it."""
-        if not len(store):
-            return
-        images = store.flat("image")
-        self._form = shape, is_latent = images.shape[1:], images.dtype == np.float32
-        values = "as they are" if is_latent else "pixels from -1 to 1"
-        values = values if self.vae is None else "by data.encode.vae"
-        self._told = [f"{'latents' if is_latent else 'images'}: {by(shape)}, {values}"]
-        if (stack := self.stack) is not None:
-            how = "encoded in every step" if stack.is_live else f"states of {store.flat('text_states').shape[1]}"
-            self._told.append(f"texts: at most {counted(stack.length, 'token')}, {how}")
-            meant = "what the encoders make of an empty one" if stack.no_text == "encoded" else "zeros"
-            self._told.append(f"no text: {meant}")
-            self._empty = store.common
-        if self.is_measured:
-            means, variances = store.flat("moments").T
-            # All samples are equally large.
-            deviation = math.sqrt(variances.mean() + means.var())
-            if self.scale == "measure" and not deviation:
-                raise DataError(
-                    f"data.encode.scale = measure: all values of data.train are {means[0]:g}, so there is no spread to "
-                    "measure. Look at the data, or give a number."
-                )
-            mean = _rounded(means.mean()) if self.mean == "measure" else self.mean
-            scale = _rounded(1 / deviation) if self.scale == "measure" else self.scale
-            self._scaling = float(mean), float(scale)
-            of = counted(len(store), "sample")
-            self._told.append(f"scaling: mean = {mean!r}, scale = {scale!r} (measured over {of} of data.train)")
-
-    def outside(self, records: Records) -> str:
-        """A fingerprint of the files that records name: of their places, sizes and times; and of the VAE and text
-        encoders, with every weight.
-
-        Where the first record holds its image itself, all are taken to; a look into each would read all of them."""
-        weights = list(fingerprints(self.vae, self.stack).values())
-        paths = (self._path(records[index]) for index in range(len(records)))
-        files = stamped(paths, place("", self.root).absolute())
-        return "".join([*weights, *(map(digest, CODE) if weights else ()), files])
-
-    def identity(self, store: Store) -> dict[str, str]:
-        sources = hashlib.blake2b(store.flat("source").tobytes(), digest_size=16).hexdigest() if len(store) else ""
-        weights = {f"content of data.encode.{n}": found for n, found in fingerprints(self.vae, self.stack).items()}
-        return {"content of the images of data.train": sources, **weights}
-
-    def _path(self, record: Record) -> str | None:
+    def path_of(self, record: Record) -> str | None:
         """The file that a record names."""
         try:
             value = next((_value(record[column], column) for column in self._columns(record)), None)
         except DataError:
-            return None  # told with its place when it is encoded
+            return None  # encoding raises it, with the location
         return value if isinstance(value, str) else None
-
-    def notes(self, processor: Any) -> list[str]:
-        return list(self._told)
-
-    def reads(self, record: Record) -> list[str]:
-        text = captions.column_of(record, None) if self.text else None
-        found = {"image": self._column(record), **({"text": text} if text else {})}
-        said = [f"{name} from {column}" for name, column in found.items() if name not in (column, *self.column_mapping)]
-        return [f"columns: {'; '.join(said)} (by the keys of the first record)"] if said else []
-
-    def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
-        """Flips the images whose draw says so."""
-        if not self.flip:
-            return batch
-        import torch
-
-        from fullshard.families.diffusion.keyed_noise import FLIP, uniform
-
-        flipped = uniform(torch.tensor(draws), FLIP) < 0.5
-        images = batch["images"]
-        return {**batch, "images": torch.where(flipped[:, None, None, None], images.flip(-1), images)}
-
-    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
-        """`images` fp32 (B, C, H, W), scaled, `label` int64 (B,), -1 for none, and texts where data.encode.text is."""
-        import torch
-
-        shapes = [sample["image"].shape[1:] for sample in samples]
-        wanted = self._form[0] if self._form else shapes[0]
-        for shape in shapes:
-            # Where the validation data was encoded in another run, beside other training data.
-            if shape != wanted:
-                raise DataError(
-                    f"a sample of {by(shape)} (channels x height x width) cannot be in one run with others of "
-                    f"{by(wanted)}. Give data.train and data.validation one shape."
-                )
-        mean, scale = self.scaling
-        images = floats(np.concatenate([sample["image"] for sample in samples]))
-        if (mean, scale) != (0.0, 1.0):
-            images = (images - np.float32(mean)) * np.float32(scale)
-        labels = np.concatenate([sample["label"] for sample in samples])
-        texts: dict[str, Any] = {}
-        if (stack := self.stack) is not None:
-            texts = captions.collate(samples, length=stack.length)
-            texts |= captions.collate_empty(self._empty, length=stack.length)
-        return {"images": torch.from_numpy(images), "label": torch.from_numpy(labels), **texts}
 
 
 def _value(value: Any, column: str) -> Any:
-    """What a column holds: a path as str, bytes, an image or an array."""
+    """A path as str, bytes, an image or an array."""
     if isinstance(value, (np.ndarray, list)):
         return value
     found = given(str(value) if isinstance(value, os.PathLike) else value, column)
     return found.value if found else None
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.{_DIGITS}g}")
 
 
 __all__ = ["Images"]

@@ -51,8 +51,6 @@ class Fid(MakesImages):
     guidance: float = Field(1.0, ge=0)  # type: ignore[assignment]
     """The weight of a label or text: 1 is what the model learned."""
 
-    _encoder: Any = PrivateAttr()
-    """Undoes the scaling of the data."""
     _extractor: _Extractor | None = PrivateAttr(None)
     _real: _Real | None = PrivateAttr(None)
 
@@ -67,13 +65,12 @@ class Fid(MakesImages):
             )
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
-        self._encoder = encoder
         if shape := require_images("fid", objective, model, encoder):
             self._open(shape)
 
     @torch.no_grad()
     def run(self, inputs: EvaluationInputs) -> Findings:
-        with kept_open(self._encoder):
+        with kept_open(inputs.collator):
             extractor = self._extractor or self._open(self._shape(inputs))
             metric = _metric_class()(extractor, sync_on_compute=False).to(inputs.device)
             # The held-out images are the same at every validation.
@@ -90,7 +87,7 @@ class Fid(MakesImages):
         labels = []
         for batch in inputs.batches():
             there = batch["sample_ids"] >= 0
-            metric.update(self._given(batch["images"][there].to(inputs.device)), real=True)
+            metric.update(self._given(batch["images"][there].to(inputs.device), inputs), real=True)
             labels.append(torch.stack([batch["sample_ids"][there], batch["label"][there]], dim=1))
             bar.advance()
         everyone = reduce.gather_uneven(torch.cat(labels).to(inputs.device)).cpu()
@@ -112,7 +109,7 @@ class Fid(MakesImages):
         )
         with inputs.bar(-(-self.images // (reduce.place()[0] * self.batch_size))) as bar:
             for numbers, images in made:
-                metric.update(self._given(images[(numbers != FILLER).to(images.device)]), real=False)
+                metric.update(self._given(images[(numbers != FILLER).to(images.device)], inputs), real=False)
                 bar.advance()
 
     def _look_at_texts(self, metric: Any, inputs: EvaluationInputs) -> None:
@@ -146,7 +143,7 @@ class Fid(MakesImages):
                 shape=shape_of(batch["images"], inputs.objective),
                 vae=inputs.aux.get("vae"),
             )
-            metric.update(self._given(images[(numbers[rows] != FILLER).to(images.device)]), real=False)
+            metric.update(self._given(images[(numbers[rows] != FILLER).to(images.device)], inputs), real=False)
 
     def _labels(self, null_label: int | None) -> torch.Tensor:
         """One label per image: those of the data, shuffled once and repeated."""
@@ -156,14 +153,16 @@ class Fid(MakesImages):
         labels = data[order[torch.arange(self.images) % len(data)]]
         return labels if null_label is None else torch.where(labels < 0, null_label, labels)
 
-    def _given(self, images: torch.Tensor) -> torch.Tensor:
+    def _given(self, images: torch.Tensor, inputs: EvaluationInputs) -> torch.Tensor:
         """Images as the extractor takes them. A rank may have none, which a VAE cannot decode."""
-        return as_pixels(self._encoder.shown(images), as_bytes=self.pixels == "uint8") if len(images) else images
+        if not len(images):
+            return images
+        return as_pixels(inputs.collator.decode(images), as_bytes=self.pixels == "uint8")
 
     def _shape(self, inputs: EvaluationInputs) -> Shape:
         """The shape of the images that the extractor gets, by the held-out ones."""
         batch = next(iter(inputs.batches()))
-        channels, height, width = self._encoder.shown(batch["images"][:1].to(inputs.device)).shape[1:]
+        channels, height, width = inputs.collator.decode(batch["images"][:1].to(inputs.device)).shape[1:]
         return channels, height, width
 
     def _open(self, shape: Shape) -> _Extractor:

@@ -20,6 +20,7 @@ from fullshard.families.diffusion.evaluations.base import MakesImages
 from fullshard.families.diffusion.evaluations.image_callbacks import require_denoiser
 from fullshard.families.diffusion.sampling.conditioning import shape_of, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import collected, make_images
+from fullshard.families.diffusion.vae.latents import as_strips
 
 _AT_ONCE = 64
 """Images that each rank makes at once."""
@@ -77,7 +78,11 @@ class Pictures(MakesImages):
         images = collected(made, gather=reduce.gather_rows, keep=rank == 0)
         if images is None:
             return Findings()
-        return Findings(texts=[f"Pictures: {inputs.show('samples', images, columns=self.per_class)}"])
+        images = inputs.collator.decode(images)
+        is_latent = getattr(inputs.collator, "gives_latents", False) or images.shape[1] not in (1, 3)
+        shown = as_strips(images) if is_latent else images
+        path = inputs.show("samples", shown, columns=self.per_class, array=images if is_latent else None)
+        return Findings(texts=[f"Pictures: {path}"])
 
     def _texts(self, inputs: EvaluationInputs) -> tuple[Text, Text, tuple[int, ...]]:
         """The first texts of the validation data, on every rank; the empty text; the shape of the model's output."""

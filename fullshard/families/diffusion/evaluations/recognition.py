@@ -47,8 +47,6 @@ class Recognition(MakesImages):
     batch_size: int = Field(64, ge=1)
     """Images that each rank makes at once."""
 
-    _encoder: Any = PrivateAttr()
-    """Undoes the scaling of the data."""
     _classifier: Any = PrivateAttr(None)
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
@@ -72,7 +70,6 @@ class Recognition(MakesImages):
             )
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
-        self._encoder = encoder
         self._classifier = load_callable(self.classifier, where=WHERE)
         if shape := require_images("recognition", objective, model, encoder):
             self._labels_in(trial(self._classifier, shape, WHERE, as_bytes=self.pixels == "uint8"), 2)
@@ -86,7 +83,7 @@ class Recognition(MakesImages):
         wanted = torch.tensor([label for label in asked for _ in range(self.per_class)])
         ranks, _ = reduce.place()
         found = torch.zeros(2, dtype=torch.float64, device=inputs.device)
-        with kept_open(self._encoder), inputs.bar(-(-len(wanted) // (ranks * self.batch_size))) as bar:
+        with kept_open(inputs.collator), inputs.bar(-(-len(wanted) // (ranks * self.batch_size))) as bar:
             for numbers, images in make_images(
                 inputs.objective,
                 model,

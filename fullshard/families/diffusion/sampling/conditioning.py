@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import RecipeError
+from fullshard.families.diffusion.image_samples import ImageCollator
 
 
 def takes_texts(model: Any) -> bool:
@@ -47,10 +48,9 @@ def shape_of(images: torch.Tensor, objective: Any) -> tuple[int, ...]:
     return shape if vae is None else tuple(vae.latent_shape(shape))
 
 
-def kept_open(encoder: Any) -> AbstractContextManager[None]:
-    """Keeps the VAE that `encoder.shown` decodes with open."""
-    vae = getattr(encoder, "vae", None)
-    return nullcontext() if vae is None else vae.kept()  # type: ignore[no-any-return]
+def kept_open(collator: Any) -> AbstractContextManager[None]:
+    """Within it, the VAE of `collator.decode` stays open; the collator of a user's encoder has none."""
+    return collator.vae_kept_open() if isinstance(collator, ImageCollator) else nullcontext()
 
 
 __all__ = ["guidance_of", "is_conditioned", "kept_open", "shape_of", "takes_texts"]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fullshard.commands.chosen_run import Chosen
-from fullshard.contracts.data import Encoder
+from fullshard.contracts.data import Collator, Encoder
 from fullshard.contracts.model import Family, Weights
 from fullshard.data.prepare import prepare
 from fullshard.dist import reduce
@@ -26,6 +26,8 @@ from fullshard.dist.world import World
 from fullshard.errors import CheckpointError, DataError, NumericalError, SetupError
 from fullshard.export.source import Values, open_trained
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, texts_of
+from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.sampling.conditioning import guidance_of, kept_open, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import SamplerSettings, collected, make_images
 from fullshard.log.console import Console
@@ -62,7 +64,9 @@ class Loaded:
     family: Family
     weights: Weights
     encoder: Any
-    """How its data was encoded and scaled."""
+    """The settings its data was encoded with."""
+    collator: Collator
+    """Undoes the scaling of its data."""
     shape: tuple[int, ...] | None
     """The shape of the model's output; None: as in its config."""
     is_latent: bool
@@ -89,19 +93,20 @@ def load(chosen: Chosen, options: SampleOptions, console: Console) -> Loaded:
     asked = options.sampler.guidance
     guidance = guidance_of(module, recipe.objective, asked, usual=2.0, where="--guidance")
     sampler = replace(options.sampler, guidance=guidance)
-    shape = _shape(module, recipe.objective, encoder)
+    shape = _shape(module, recipe.objective, encoder, None)
     if getattr(encoder, "is_measured", False) or shape == ():
-        _measure(chosen, encoder, console)
-        shape = shape or _shape(module, recipe.objective, encoder)
-    return Loaded(module, family, weights, encoder, shape, _is_latent(module, recipe, encoder), sampler)
+        collator = _measure(chosen, encoder, console)
+        shape = shape or _shape(module, recipe.objective, encoder, getattr(collator, "shape", None))
+    else:
+        collator = ImageCollator(encoder) if isinstance(encoder, Images) else Collator(encoder)
+    return Loaded(module, family, weights, encoder, collator, shape, _is_latent(module, recipe, encoder), sampler)
 
 
-def _shape(module: Any, objective: Any, encoder: Any) -> tuple[int, ...] | None:
+def _shape(module: Any, objective: Any, encoder: Any, found: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The shape of the model's output; None if its config says it, and () if only the data does. Text-conditioned
-    models take many sizes: theirs is that of the data."""
+    models take many sizes: theirs is that of the data, `found`."""
     if not takes_texts(module):
         return None
-    found = encoder.shape
     if found is None and encoder.size is not None and (settings := _vae(objective, encoder)) is not None:
         from fullshard.families.diffusion.vae.autoencoder_kl import latent_shape
 
@@ -118,10 +123,10 @@ def _is_latent(module: Any, recipe: Any, encoder: Any) -> bool:
     """By the model's channels; if an image could have as many, by the first record, if the data is still there."""
     if "vae" in recipe.objective.frozen() or getattr(encoder, "vae", None) is not None:
         return False
-    if module.image_channels not in (1, 3) or not hasattr(encoder, "gives_latent"):
+    if module.image_channels not in (1, 3) or not isinstance(encoder, Images):
         return module.image_channels not in (1, 3)
     try:
-        return bool(encoder.gives_latent(recipe.data.train.open()[0]))
+        return encoder.read(recipe.data.train.open()[0]).is_latent
     except (DataError, OSError):
         return False
 
@@ -185,12 +190,12 @@ def _check_texts(encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
         )
 
 
-def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> None:
+def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> Collator:
     """Measures the scaling of the data again; the encoded data is usually still in the cache."""
     recipe = chosen.reading.recipe
     try:
-        prepare(
-            train=recipe.data.train,
+        return prepare(
+            train=recipe.data.train.open(),
             validation=None,
             encode=encoder,
             processor=None,
@@ -200,7 +205,7 @@ def _measure(chosen: Chosen, encoder: Encoder, console: Console) -> None:
             seed=recipe.seed,
             cache=cache_folder(recipe),
             say=console.note,
-        )
+        ).collator
     except DataError as error:
         error.add_note("The scaling of the images, or their size, comes from data.train.")
         raise
@@ -228,7 +233,7 @@ def make(
     rows = tuple(range(len(options.texts))) or classes_of(module, options) or (0,)
     labels = torch.tensor(rows).repeat_interleave(options.per_class)
     each = -(-len(labels) // world.size)
-    with kept_open(loaded.encoder), watch(-(-each // options.batch_size) * options.sampler.steps) as bar:
+    with kept_open(loaded.collator), watch(-(-each // options.batch_size) * options.sampler.steps) as bar:
         made = make_images(
             recipe.objective,
             module,
@@ -247,7 +252,7 @@ def make(
             made,
             gather=reduce.gather_rows,
             keep=world.is_main,
-            shown=lambda images: loaded.encoder.shown(images).float().cpu(),
+            shown=lambda images: loaded.collator.decode(images).float().cpu(),
         )
     return _finite(found, chosen) if found is not None else None
 

@@ -6,13 +6,11 @@ Must not know records, stores, losses or ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import PrivateAttr
 
 from fullshard.config.part import Section
 from fullshard.errors import RecipeError
@@ -32,9 +30,6 @@ class Latents(Section):
     """A folder or hub name: of an AutoencoderKL of diffusers, or of a pipeline that has one."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
-
-    _keeps: bool = PrivateAttr(False)
-    _opened: Any = PrivateAttr(None)
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -79,26 +74,13 @@ class Latents(Section):
 
         return autoencoder_kl.load(self.folder(), device=device or pipeline_parts.device(), where=WHERE)
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Within it the VAE that decodes is opened once, and freed at the end."""
-        from fullshard.families.diffusion.pipeline_parts import give_back
 
-        self._keeps = True
-        try:
-            yield
-        finally:
-            self._keeps, self._opened = False, None
-            give_back()
+def decode(opened: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Images of latents, a few at a time."""
+    import torch
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Images of latents, with a VAE that is freed again, unless it is kept."""
-        import torch
-
-        opened = self._opened or self.open(latents.device)
-        self._opened = opened if self._keeps else None
-        with torch.no_grad():
-            return torch.cat([opened.decode_latents(some) for some in latents.split(8)])
+    with torch.no_grad():
+        return torch.cat([opened.decode_latents(some) for some in latents.split(8)])
 
 
 def encode(opened: Any, images: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
@@ -115,4 +97,14 @@ def encode(opened: Any, images: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
                 yield from opened.encode_images(values).cpu().numpy()
 
 
-__all__ = ["Latents", "encode"]
+def as_strips(latents: torch.Tensor) -> torch.Tensor:
+    """Latents (N, C, H, W) as grey pictures (N, 1, H, C * W): channels side by side, each scaled to -1 to 1 by its
+    minimum and maximum over all latents."""
+    values = latents.float()
+    least, most = values.amin((0, 2, 3), keepdim=True), values.amax((0, 2, 3), keepdim=True)
+    grey = 2 * (values - least) / (most - least).clamp(min=1e-12) - 1
+    count, channels, height, width = grey.shape
+    return grey.permute(0, 2, 1, 3).reshape(count, 1, height, channels * width)
+
+
+__all__ = ["Latents", "as_strips", "decode", "encode"]

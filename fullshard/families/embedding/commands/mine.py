@@ -104,7 +104,7 @@ def mine(
         _check_reach(rules, task)
         console.say(f"Loading {place}")
         loaded = search.load(place, device=device)
-        console.note("; ".join(encoders[0].notes(loaded)))
+        console.note("; ".join(encoders[0].prompt_notes(loaded)))
         embedder = search.Embedder(loaded, *encoders[0].prompts_for(loaded), batch_size)
         mined, tally = _mine(embedder, task, rules, console)
         _write(file, task, mined)

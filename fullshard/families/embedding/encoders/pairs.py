@@ -1,8 +1,7 @@
-"""Texts and images that belong together: a query, its positive, and perhaps negatives and a label. One sample for each
-record.
+"""Texts and images that belong together: a query, its positive, optional negatives and label. One sample per record.
 
-With a vision-language model every text goes through its chat template, and pixels are made with the batch. Must not
-know files of records, ranks or how texts are laid out in rows.
+With a vision-language model every text goes through the chat template, and pixels are computed with the batch. Must not
+know source files, ranks or how texts are laid out in rows.
 """
 
 from __future__ import annotations
@@ -10,18 +9,23 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, field_validator
 
 from fullshard.config.part import Section, did_you_mean
-from fullshard.contracts.data import Encoder, Features, Record
-from fullshard.data.columns import ALIASES, IMAGES, KINDS, MAPPING, Columns, Pair
+from fullshard.contracts.data import Collator, Encoded, Encoder, Features, OpenEncoder, Record
+from fullshard.data.records import MAPPING
 from fullshard.errors import DataError, RecipeError
+from fullshard.families.embedding.pair_columns import ALIASES, IMAGES, KINDS, Columns, Pair
+from fullshard.formatting.plural import counted
 from fullshard.images.multimodal_tokens import Input, tokenise_written
-from fullshard.images.reading import Picture, Unreadable, features_of, look_at, read_again, stored_in
+from fullshard.images.reading import UNREADABLE, Picture, Unreadable, features_of, look_at, read_again, stored_in
 from fullshard.text.tokens import tokenizer_of
+
+if TYPE_CHECKING:
+    from fullshard.data.store import Store
 
 FORMS = (
     'pairs: {"query": "...", "positive": "..."} (with optional "negatives" and "label"; images in "query_image", '
@@ -29,7 +33,7 @@ FORMS = (
 )
 
 _SURE = (("anchor", "positive"), ("sentence1", "sentence2"), ("query_text", "pos_text"))
-"""Columns that together are a pair and nothing else."""
+"""Columns that together can only be a pair."""
 _DOCUMENT = ("document", "passage", "corpus")
 """What models call the prompt of a document."""
 
@@ -51,6 +55,7 @@ class Pairs(Encoder):
     forms: ClassVar[str] = FORMS
     last_resort: ClassVar[bool] = True
     lays_out: ClassVar[bool] = True
+    length_feature: ClassVar[str] = "tokens"
 
     column_mapping: dict[str, str] = {}
     """Which column of a record is its query, positive, negatives or label, or its query_image, positive_image or
@@ -67,9 +72,6 @@ class Pairs(Encoder):
     """What is put before each text."""
     negatives: int | None = Field(None, ge=0)
     """At most this many negatives of a record, the first ones, texts before images; null: all."""
-
-    _vision: Any = PrivateAttr(None)
-    """The processor that makes pixels, in whatever process a batch is made."""
 
     @field_validator("column_mapping")
     @classmethod
@@ -89,77 +91,145 @@ class Pairs(Encoder):
         keys = {key for key, value in record.items() if value is not None}
         return bool(keys & {"query", "query_image", "positive_image"}) or any(keys.issuperset(p) for p in _SURE)
 
-    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
-        return self.encode_many([record], processor, length=length)[0]
-
-    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
-        tokenizer = tokenizer_of(processor, needed_by="pairs")
-        pairs = [self._pair(record) for record in records]
-        if _sees(processor):
-            self._vision = processor
-            return self._encode_seen(pairs, processor, length=length)
-        for pair in pairs:
-            _refuse_images(pair, "this model takes none. Use a vision-language model")
-        query, document = self.prompts_for(processor)
-        texts = [(document if at else query) + text for pair in pairs for at, text in enumerate(pair.texts)]
-        tokenised = iter(_tokenise(texts, tokenizer, length=length))
-        return [[_features([next(tokenised) for _ in pair.texts], pair.label)] for pair in pairs]
-
-    def _encode_seen(self, pairs: Sequence[Pair], processor: Any, *, length: int) -> list[Sequence[Features]]:
-        """The same for a processor that takes images."""
-        prompts = self.prompts_for(processor)
-        images = [image for pair in pairs for image in pair.images]
-        looked = iter(look_at(images, root=self.image_root, num_tokens=processor.image_tokens))
-        found = [[None if entry.image is None else next(looked) for entry in pair.entries] for pair in pairs]
-        whole = [self._readable(row) for row in found]
-        inputs = [
-            Input(entry.text, picture.tokens if picture else 0, prompts[at > 0])
-            for pair, row in zip(pairs, whole, strict=True)
-            if row is not None
-            for at, (entry, picture) in enumerate(zip(pair.entries, row, strict=True))
-        ]
-        tokenised = iter(tokenise_written(inputs, processor, length=length))
-        return [
-            [{"unreadable": np.array([True])}]
-            if row is None
-            else [_features([next(tokenised) for _ in row], pair.label) | features_of(row)]
-            for pair, row in zip(pairs, whole, strict=True)
-        ]
-
-    def _readable(self, row: Sequence[Picture | Unreadable | None]) -> list[Picture | None] | None:
-        """The images of a record; None where one cannot be read and the record is to be left out."""
-        problem = next((picture for picture in row if isinstance(picture, Unreadable)), None)
-        if problem is not None and self.unreadable == "error":
-            raise problem
-        return None if problem else [picture for picture in row if not isinstance(picture, Unreadable)]
+    def open(self, processor: Any, *, length: int) -> OpenPairs:
+        return OpenPairs(self, processor, length=length)
 
     def texts(self, record: Record) -> list[str]:
-        return self._pair(record).texts
+        return self.read(record).texts
 
-    def notes(self, processor: Any) -> list[str]:
+    def columns_read(self, record: Record) -> list[str]:
+        return Columns(self.column_mapping).report(record)
+
+    def pair(self, record: Record) -> Pair:
+        """A record that must hold texts alone."""
+        found = self.read(record)
+        _refuse_images(found, "only texts are read here. Leave such records out")
+        return found
+
+    def document(self, record: Record) -> str:
+        """The text of a record that is a single document: in a column of the positive, or in `text`."""
+        return Columns(self.column_mapping).document(record)
+
+    def read(self, record: Record) -> Pair:
+        """A record, with at most `negatives` negatives."""
+        pair = Columns(self.column_mapping).pair(record)
+        if self.mode is not None:
+            _check_mode(pair, self.mode)
+        stop = None if self.negatives is None else 2 + self.negatives
+        return Pair(pair.entries[:stop], pair.label)
+
+    def prompts_for(self, processor: Any) -> tuple[str, str]:
+        """The prompts of queries and of documents."""
+        own = getattr(processor, "prompts", None) or {}
+        query, document = self.prompts.query, self.prompts.document
+        if query is None:
+            query = own.get("query")
+        if document is None:
+            document = next((own[name] for name in _DOCUMENT if own.get(name)), None)
+        return query or "", document or ""
+
+    def prompt_notes(self, processor: Any) -> list[str]:
+        """The prompts in use, for the report."""
         said = []
         for side, used in zip(("query", "document"), self.prompts_for(processor), strict=True):
             whose = " (the model's own)" if used and getattr(self.prompts, side) is None else ""
             said.append(f"{side} {used!r}{whose}" if used else f"{side} none")
         return [f"prompts: {', '.join(said)}"]
 
-    def reads(self, record: Record) -> list[str]:
-        return Columns(self.column_mapping).report(record)
 
-    def leave_on(self, processor: Any, *, length: int) -> None:
-        if _sees(processor):
-            self._vision = processor
-        own = getattr(processor, "prompts", None) or {}
-        query, document = self.prompts_for(processor)
-        # Under every name that the model has for it; what it puts before texts of other uses stays.
+class OpenPairs(OpenEncoder):
+    """Tokenizes the texts of pairs, each with its prompt, and reads their images."""
+
+    def __init__(self, settings: Pairs, processor: Any, *, length: int) -> None:
+        super().__init__(settings, processor, length=length)
+        self._prompts = settings.prompts_for(processor)
+
+    def encode(self, record: Record) -> Encoded:
+        return self.encode_many([record])[0]
+
+    def encode_many(self, records: Sequence[Record]) -> list[Encoded]:
+        tokenizer = tokenizer_of(self.processor, needed_by="pairs")
+        pairs = [self.settings.read(record) for record in records]
+        if _takes_images(self.processor):
+            return self._encode_with_images(pairs)
+        for pair in pairs:
+            _refuse_images(pair, "this model takes none. Use a vision-language model")
+        query, document = self._prompts
+        texts = [(document if at else query) + text for pair in pairs for at, text in enumerate(pair.texts)]
+        tokenised = iter(_tokenise(texts, tokenizer, length=self.length))
+        return [_encoded([next(tokenised) for _ in pair.texts], pair.label) for pair in pairs]
+
+    def _encode_with_images(self, pairs: Sequence[Pair]) -> list[Encoded]:
+        images = [image for pair in pairs for image in pair.images]
+        looked = iter(look_at(images, root=self.settings.image_root, num_tokens=self.processor.image_tokens))
+        found = [[None if entry.image is None else next(looked) for entry in pair.entries] for pair in pairs]
+        rows = [self._readable(row) for row in found]
+        inputs = [
+            Input(entry.text, picture.tokens if picture else 0, self._prompts[at > 0])
+            for pair, row in zip(pairs, rows, strict=True)
+            if row is not None
+            for at, (entry, picture) in enumerate(zip(pair.entries, row, strict=True))
+        ]
+        tokenised = iter(tokenise_written(inputs, self.processor, length=self.length))
+        return [
+            Encoded(dropped=[UNREADABLE])
+            if row is None
+            else _encoded([next(tokenised) for _ in row], pair.label, features_of(row))
+            for pair, row in zip(pairs, rows, strict=True)
+        ]
+
+    def _readable(self, row: Sequence[Picture | Unreadable | None]) -> list[Picture | None] | None:
+        """The images of a record; None if one cannot be read and the record is skipped."""
+        problem = next((picture for picture in row if isinstance(picture, Unreadable)), None)
+        if problem is not None and self.settings.unreadable == "error":
+            raise problem
+        return None if problem else [picture for picture in row if not isinstance(picture, Unreadable)]
+
+    def single_texts(self, texts: Sequence[str], side: str) -> list[Features]:
+        """Samples of one text each, a `query` or a `document`, cut and with prompts as in training."""
+        prompt = self._prompts[side != "query"]
+        if _takes_images(self.processor):
+            tokenised = tokenise_written([Input(text, 0, prompt) for text in texts], self.processor, length=self.length)
+            return [_features([ids], 0.0) | features_of([None]) for ids in tokenised]
+        tokenizer = tokenizer_of(self.processor, needed_by="pairs")
+        tokenised = _tokenise([prompt + text for text in texts], tokenizer, length=self.length)
+        return [_features([ids], 0.0) for ids in tokenised]
+
+    def collator(self, store: Store) -> PairCollator:
+        return PairCollator(self.settings, self.processor if _takes_images(self.processor) else None)
+
+    def notes(self) -> list[str]:
+        found: list[str] = self.settings.prompt_notes(self.processor)
+        return found
+
+    def contents(self, store: Store, chosen: np.ndarray) -> str:
+        features = {"text": "lengths", "image": "image_sizes"}
+        return ", ".join(
+            counted(int(store.sizes(feature)[chosen].sum()), noun)
+            for noun, feature in features.items()
+            if feature in store.names
+        )
+
+    def annotate_processor(self) -> None:
+        own = getattr(self.processor, "prompts", None) or {}
+        query, document = self._prompts
+        # Under every name that the model has for it; prompts for other uses stay.
         documents = ["document", *(name for name in _DOCUMENT if name in own)]
         used = {**own, "query": query, **dict.fromkeys(documents, document)}
-        processor.prompts = {name: prompt for name, prompt in used.items() if prompt}
-        tokenizer = getattr(processor, "tokenizer", processor)
+        self.processor.prompts = {name: prompt for name, prompt in used.items() if prompt}
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
         if hasattr(tokenizer, "init_kwargs"):
-            # Saved with the tokenizer, so that they are in a checkpoint and not only in the final export.
-            tokenizer.init_kwargs["prompts"] = dict(processor.prompts)
-            tokenizer.init_kwargs["trained_length"] = length
+            # Saved with the tokenizer, so checkpoints have them too.
+            tokenizer.init_kwargs["prompts"] = dict(self.processor.prompts)
+            tokenizer.init_kwargs["trained_length"] = self.length
+
+
+class PairCollator(Collator):
+    """Joins the texts of pairs, and computes the pixels of their images."""
+
+    def __init__(self, settings: Pairs, vision: Any = None) -> None:
+        super().__init__(settings)
+        self._vision = vision
 
     def blank(self, sample: Features) -> Features:
         starts = np.cumsum(sample["lengths"]) - sample["lengths"]
@@ -168,9 +238,10 @@ class Pairs(Encoder):
         return {**sample, **texts, **images}
 
     def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
-        """`tokens` of all texts on one axis, and what tells the texts apart; `lengths` and `texts` stay on the host.
+        """`tokens` of all texts on one axis, the `lengths` of texts and the number of `texts` in each sample; the last
+        two stay on the host.
 
-        Where the model takes images, also how many `images` each text has, and of each image the `pixels` and the
+        With a model that takes images also the number of `images` of each text, and for each image `pixels` and
         `grids`, its patches in time, height and width; all on the host."""
         import torch
 
@@ -190,22 +261,21 @@ class Pairs(Encoder):
         }
 
     def _see(self, samples: Sequence[Features], pieces: Sequence[np.ndarray], digests: Sequence[Any]) -> dict[str, Any]:
-        """What a batch has of images; the digest of a text takes in its image."""
+        """The images of a batch; adds each image to the digest of its text."""
         vision = self._vision
-        assert vision is not None, "pixels need the processor: encode or leave_on comes first"
         pixels, grids = [], []
         images = [image for sample in samples for image in stored_in(sample)]
         for image, piece, digest in zip(images, pieces, digests, strict=True):
             if image is None:
                 continue
-            name, encoded, picture = read_again(image[0], is_file=image[1], root=self.image_root)
+            name, encoded, picture = read_again(image[0], is_file=image[1], root=self.settings.image_root)
             digest.update(hashlib.blake2b(encoded).digest())
             patches, grid = vision.pixels(picture)
             then, now = int((piece == vision.image_token_id).sum()), int(grid.prod()) // vision.merge**2
             if now != then:
                 raise DataError(
                     f"{name} has changed since it was encoded: it takes {now:,} tokens now, {then:,} then. Put the "
-                    "earlier one back, or remove the folder of data.cache to have it encoded again."
+                    "old one back, or delete the folder of data.cache to encode the data again."
                 )
             pixels.append(patches)
             grids.append(grid)
@@ -215,48 +285,8 @@ class Pairs(Encoder):
             "grids": np.array(grids, dtype=np.int64).reshape(-1, 3),
         }
 
-    def prompts_for(self, processor: Any) -> tuple[str, str]:
-        """What is put before queries and before documents."""
-        own = getattr(processor, "prompts", None) or {}
-        query, document = self.prompts.query, self.prompts.document
-        if query is None:
-            query = own.get("query")
-        if document is None:
-            document = next((own[name] for name in _DOCUMENT if own.get(name)), None)
-        return query or "", document or ""
 
-    def lone(self, texts: Sequence[str], side: str, processor: Any, *, length: int) -> list[Features]:
-        """Samples of one text each, a `query` or a `document`, cut and with the prompts as in training."""
-        prompt = self.prompts_for(processor)[side != "query"]
-        if _sees(processor):
-            self._vision = processor
-            given = [Input(text, 0, prompt) for text in texts]
-            return [
-                _features([ids], 0.0) | features_of([None]) for ids in tokenise_written(given, processor, length=length)
-            ]
-        tokenizer = tokenizer_of(processor, needed_by="pairs")
-        return [_features([ids], 0.0) for ids in _tokenise([prompt + text for text in texts], tokenizer, length=length)]
-
-    def pair(self, record: Record) -> Pair:
-        """What a record of texts alone holds."""
-        found = self._pair(record)
-        _refuse_images(found, "only texts are read here. Leave such records out")
-        return found
-
-    def document(self, record: Record) -> str:
-        """The text of a record that is no pair but one document: what a pair has as its positive, or a `text`."""
-        return Columns(self.column_mapping).document(record)
-
-    def _pair(self, record: Record) -> Pair:
-        pair = Columns(self.column_mapping).pair(record)
-        if self.mode is not None:
-            _check_mode(pair, self.mode)
-        stop = None if self.negatives is None else 2 + self.negatives
-        return Pair(pair.entries[:stop], pair.label)
-
-
-def _sees(processor: Any) -> bool:
-    """Whether a processor takes images beside texts."""
+def _takes_images(processor: Any) -> bool:
     return hasattr(processor, "image_tokens")
 
 
@@ -265,7 +295,7 @@ def _refuse_images(pair: Pair, why: str) -> None:
         columns = dict.fromkeys(image.column.partition("[")[0] for image in pair.images)
         asked = " and ".join(map(repr, columns))
         raise DataError(
-            f"{asked} in the record asks for images; {why}, or take the column out, and give texts in 'query', "
+            f"{asked} in the record asks for images; {why}, or remove the column, and give texts in 'query', "
             f"'positive' and 'negatives', or name their columns in {MAPPING}."
         )
 
@@ -304,7 +334,7 @@ def _tokenise(texts: list[str], tokenizer: Any, *, length: int) -> list[tuple[li
     cut = {at for at, ids in zip(full, whole, strict=True) if len(ids) > length}
     for text, ids in zip(texts, tokenised, strict=True):
         if not ids:
-            raise DataError(f"the tokenizer makes no token of the text {text[:40]!r}. Take the record out.")
+            raise DataError(f"the tokenizer makes no token of the text {text[:40]!r}. Remove the record.")
     return [(ids, at in cut) for at, ids in enumerate(tokenised)]
 
 
@@ -313,8 +343,11 @@ def _features(tokenised: list[tuple[list[int], bool]], label: float) -> Features
         "tokens": np.concatenate([np.array(ids, dtype=np.int32) for ids, _ in tokenised]),
         "lengths": np.array([len(ids) for ids, _ in tokenised], dtype=np.int32),
         "label": np.array([label], dtype=np.float64),
-        "cut": np.array([any(cut for _, cut in tokenised)]),
     }
+
+
+def _encoded(tokenised: list[tuple[list[int], bool]], label: float, images: Features | None = None) -> Encoded:
+    return Encoded([_features(tokenised, label) | (images or {})], truncated=any(cut for _, cut in tokenised))
 
 
 __all__ = ["Pairs"]

@@ -21,6 +21,7 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
+from fullshard.families.embedding.encoders.pairs import Pairs
 from fullshard.families.embedding.evaluations.retrieval import BLOCK, Retrieval, require_embeddings
 from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
 from fullshard.families.embedding.relevance_files import Judged, read_judged
@@ -64,7 +65,7 @@ class Search(Evaluation):
         self._read()
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
-        if not hasattr(encoder, "lone"):
+        if not isinstance(encoder, Pairs):
             raise RecipeError(
                 f"evaluate: search embeds texts that stand alone, and data.encode = {encoder.kind()} makes no samples "
                 "of such. Use data.encode: pairs."
@@ -117,8 +118,8 @@ class Search(Evaluation):
         for turn in range(self._turns(len(texts))):
             some = mine[turn * self.batch_size :][: self.batch_size]
             # A rank without texts left embeds one again, which is thrown away.
-            samples = inputs.encoder.lone(some or texts[:1], side, inputs.processor, length=inputs.length)
-            batch = inputs.encoder.collate(samples, length=None)
+            samples = inputs.encoder.single_texts(some or texts[:1], side)
+            batch = inputs.collator.collate(samples, length=None)
             batch["sample_ids"] = torch.arange(len(samples))
             _, vectors = objective.embeddings(inputs.model, to_device(batch, inputs.device))
             found.append(vectors[: len(some)].float())

@@ -1,24 +1,25 @@
-"""Conversations and question-answer pairs, learned on the answers only.
+"""Conversations and question-answer pairs; only the answers are learned.
 
-A record is `messages`, `conversations`, `instruction` with `input` and `output`, or one of the pairs in `PAIRS`; its
-other columns (`tools`, `documents`, ...) are variables of the chat template. The tokenizer's template lays it out, or a
-plain one. Must not know files or ranks.
+A record has `messages`, `conversations`, `instruction` with `input` and `output`, or one of the pairs in `PAIRS`. Its
+other columns (`tools`, `documents`, ...) are variables of the chat template: the tokenizer's, or a plain one. Must not
+know files or ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from fullshard.config.problems import sort_of
-from fullshard.contracts.data import Encoder, Features, Record
+from fullshard.contracts.data import Encoded, Encoder, Features, OpenEncoder, Record, token_samples
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError
 from fullshard.text.conversation import LISTS, Message, joined, read_messages, read_variables, written
-from fullshard.text.rendering import Layout, Rendered, Template, render
+from fullshard.text.rendering import Layout, Template, render
 from fullshard.text.tokens import collate_tokens, sample, shifted, tokenizer_of
 
 PAIRS = (
@@ -52,7 +53,7 @@ PLAIN = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""The layout for a tokenizer without a chat template; `leave_on` puts it on the exported tokenizer."""
+"""The layout for a tokenizer without a chat template; exported with the tokenizer."""
 
 _KNOWN = frozenset(key for pair in PAIRS for key in pair)
 
@@ -77,46 +78,6 @@ class Chat(Encoder):
         keys = {key for key, value in record.items() if value is not None}
         return bool(keys & LISTS.keys()) or _is_instructed(record) or any(keys >= set(pair) for pair in PAIRS)
 
-    def chat_template(self, tokenizer: Any) -> str | None:
-        plain = self.template == "plain" or tokenizer.chat_template in (None, "", PLAIN)
-        return "plain (User: ... / Assistant: ...)" if plain else "the tokenizer's own"
-
-    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
-        return self.encode_many([record], processor, length=length)[0]
-
-    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
-        tokenizer = tokenizer_of(processor, needed_by="chat")
-        if not tokenizer.is_fast:
-            raise DataError(
-                f"{type(tokenizer).__name__} does not tell which characters a token covers, so answers cannot be found "
-                "exactly. Use a tokenizer with a tokenizer.json."
-            )
-        rendered = [render(*self._to_render(record, tokenizer)) for record in records]
-        samples = iter(self._tokenise([layout for one in rendered for layout in one.layouts], tokenizer))
-        return [_with_remarks([next(samples) for _ in one.layouts], one) for one in rendered]
-
-    def _to_render(self, record: Record, tokenizer: Any) -> tuple[list[Message], Template]:
-        messages, variables = self.conversation(record), self.variables(record)
-        # A tokenizer may have a template of its own for conversations with tools.
-        is_plain, tools = self._is_plain(tokenizer), variables.get("tools")
-        text = PLAIN if is_plain else tokenizer.get_chat_template(tools=tools)
-        return messages, Template(text, tokenizer.special_tokens_map, variables)
-
-    def notes(self, processor: Any) -> list[str]:
-        tokenizer = tokenizer_of(processor, needed_by="chat")
-        if not self._is_plain(tokenizer):
-            return ["chat template: the tokenizer's own"]
-        why = "as data.encode says" if self.template == "plain" else "the tokenizer has none"
-        return [f"chat template: plain (User: ... / Assistant: ...), {why}"]
-
-    def leave_on(self, processor: Any, *, length: int) -> None:
-        tokenizer = tokenizer_of(processor, needed_by="chat")
-        if self._is_plain(tokenizer):
-            tokenizer.chat_template = PLAIN
-
-    def _is_plain(self, tokenizer: Any) -> bool:
-        return self.template == "plain" or not tokenizer.chat_template
-
     def texts(self, record: Record) -> list[str]:
         said = [
             text
@@ -124,6 +85,9 @@ class Chat(Encoder):
             for text in (joined(message.get("content")), *map(written, message.get("tool_calls", ())))
         ]
         return [*said, *map(written, self.variables(record).get("tools", ()))]
+
+    def open(self, processor: Any, *, length: int) -> OpenChat:
+        return OpenChat(self, processor, length=length)
 
     def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
         return collate_tokens(samples, length=length)
@@ -178,9 +142,55 @@ class Chat(Encoder):
             raise DataError(f"it is not clear which columns are question and answer. {_choose(record)}")
         return [fitting[0][0]], fitting[0][1]
 
-    def _tokenise(self, layouts: list[Layout], tokenizer: Any) -> list[Features]:
+
+class OpenChat(OpenEncoder):
+    """Renders conversations with the chat template and tokenizes them."""
+
+    def __init__(self, settings: Chat, processor: Any, *, length: int) -> None:
+        super().__init__(settings, processor, length=length)
+        self._tokenizer = tokenizer_of(processor, needed_by="chat")
+        if not self._tokenizer.is_fast:
+            raise DataError(
+                f"{type(self._tokenizer).__name__} does not tell which characters a token covers, so answers cannot be "
+                "found exactly. Use a tokenizer with a tokenizer.json."
+            )
+        self._is_plain = settings.template == "plain" or self._tokenizer.chat_template in (None, "", PLAIN)
+
+    def encode(self, record: Record) -> Encoded:
+        return self.encode_many([record])[0]
+
+    def encode_many(self, records: Sequence[Record]) -> list[Encoded]:
+        rendered = [render(*self._to_render(record)) for record in records]
+        samples = iter(self._tokenise([layout for one in rendered for layout in one.layouts]))
+        return [
+            replace(
+                token_samples([next(samples) for _ in one.layouts], length=self.length), lost=one.lost, noted=one.noted
+            )
+            for one in rendered
+        ]
+
+    def chat_template(self) -> str:
+        return "plain (User: ... / Assistant: ...)" if self._is_plain else "the tokenizer's own"
+
+    def notes(self) -> list[str]:
+        why = ", as data.encode says" if self.settings.template == "plain" else ""
+        why = why or ("" if self._tokenizer.chat_template else ", the tokenizer has none")
+        return [f"chat template: {self.chat_template()}{why}"]
+
+    def annotate_processor(self) -> None:
+        if self._is_plain:
+            self._tokenizer.chat_template = PLAIN
+
+    def _to_render(self, record: Record) -> tuple[list[Message], Template]:
+        messages, variables = self.settings.conversation(record), self.settings.variables(record)
+        # A tokenizer may have another template for conversations with tools.
+        text = PLAIN if self._is_plain else self._tokenizer.get_chat_template(tools=variables.get("tools"))
+        return messages, Template(text, self._tokenizer.special_tokens_map, variables)
+
+    def _tokenise(self, layouts: list[Layout]) -> list[Features]:
         if not layouts:
             return []
+        tokenizer = self._tokenizer
         encoded = tokenizer(
             [layout.text for layout in layouts],
             add_special_tokens=False,
@@ -200,10 +210,10 @@ class Chat(Encoder):
                 and ids[-1] not in special
                 and tokenizer.eos_token_id is not None
             ):
-                # The template ends the answer with nothing the model could learn to stop at.
+                # The template writes no token after the answer at which the model could learn to stop.
                 ids, learned = [*ids, tokenizer.eos_token_id], np.append(learned, True)
             array = np.array(ids, dtype=np.int32)
-            samples.append(sample(array, shifted(array, learned if self.train_on == "answers" else None)))
+            samples.append(sample(array, shifted(array, learned if self.settings.train_on == "answers" else None)))
         return samples
 
 
@@ -229,13 +239,6 @@ def _string(record: Record, key: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{key!r} must be a string, found {sort_of(value)}.")
     return value
-
-
-def _with_remarks(samples: list[Features], rendered: Rendered) -> list[Features]:
-    """The first sample of a record carries what is to be said of it, to be counted."""
-    remarks = {"lost": rendered.lost, "noted": rendered.noted}
-    samples[0] |= {name: np.array(lines) for name, lines in remarks.items() if lines}
-    return samples
 
 
 def _answer_tokens(layout: Layout, ids: list[int], offsets: np.ndarray, special: set[int]) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Running text: `{"text": ...}`, or tokens made elsewhere: `{"input_ids": [...]}`. Every token is learned.
+"""Running text: `{"text": ...}`, or token ids: `{"input_ids": [...]}`. Every token is learned.
 
 Must not know files or ranks.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fullshard.config.problems import found
-from fullshard.contracts.data import IGNORE, Encoder, Features, Record
+from fullshard.contracts.data import IGNORE, Encoded, Encoder, Features, OpenEncoder, Record, token_samples
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError
 from fullshard.formatting.plural import counted
@@ -34,29 +34,18 @@ class Text(Encoder):
     def accepts(record: Record) -> bool:
         return any(record.get(key) is not None for key in ("text", _IDS))
 
-    def encode(self, record: Record, processor: Any, *, length: int) -> Sequence[Features]:
-        return self.encode_many([record], processor, length=length)[0]
-
-    def encode_many(self, records: Sequence[Record], processor: Any, *, length: int) -> list[Sequence[Features]]:
-        columns = [self._column(record) for record in records]
-        texts = [_text(record, column) for record, column in zip(records, columns, strict=True) if column != _IDS]
-        tokenised = iter(_tokenise(texts, processor))
-        # Tokens made elsewhere need no tokenizer; where there is one, it says which ids exist.
-        vocabulary = len(tokenizer_of(processor, needed_by="text")) if processor is not None else 2**31
-        documents = [
-            _given(record, vocabulary) if column == _IDS else next(tokenised)
-            for record, column in zip(records, columns, strict=True)
-        ]
-        return [_pieces(ids, labels, length) for ids, labels in documents]
-
     def texts(self, record: Record) -> list[str]:
-        column = self._column(record)
+        column = self.column_of(record)
         return [] if column == _IDS else [_text(record, column)]
+
+    def open(self, processor: Any, *, length: int) -> OpenText:
+        return OpenText(self, processor, length=length)
 
     def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
         return collate_tokens(samples, length=length)
 
-    def _column(self, record: Record) -> str:
+    def column_of(self, record: Record) -> str:
+        """The column to read."""
         wanted = (self.column,) if self.column else ("text", _IDS)
         found = [key for key in wanted if record.get(key) is not None]
         if len(found) == 1:
@@ -70,12 +59,31 @@ class Text(Encoder):
         if null:
             raise DataError(
                 f"{' and '.join(map(repr, null))} {'is' if len(null) == 1 else 'are'} null in the record. Give it a "
-                "text, or take the record out."
+                "text, or remove the record."
             )
         raise DataError(
             f"no {' or '.join(map(repr, wanted))} in the record. {keys_found(record)} Accepted: {FORMS}. "
             f"For another column set data.encode = {{kind: text, column: NAME}}."
         )
+
+
+class OpenText(OpenEncoder):
+    """Tokenizes text; takes token ids as they are."""
+
+    def encode(self, record: Record) -> Encoded:
+        return self.encode_many([record])[0]
+
+    def encode_many(self, records: Sequence[Record]) -> list[Encoded]:
+        columns = [self.settings.column_of(record) for record in records]
+        texts = [_text(record, column) for record, column in zip(records, columns, strict=True) if column != _IDS]
+        tokenised = iter(_tokenise(texts, self.processor))
+        # Token ids need no tokenizer; if there is one, it says which ids exist.
+        vocabulary = 2**31 if self.processor is None else len(tokenizer_of(self.processor, needed_by="text"))
+        documents = [
+            _given(record, vocabulary) if column == _IDS else next(tokenised)
+            for record, column in zip(records, columns, strict=True)
+        ]
+        return [token_samples(_pieces(*document, self.length), length=self.length) for document in documents]
 
 
 def _text(record: Record, column: str) -> str:
@@ -89,7 +97,7 @@ def _tokenise(texts: list[str], processor: Any) -> list[tuple[np.ndarray, np.nda
     if not texts:
         return []
     tokenizer = tokenizer_of(processor, needed_by="text")
-    # verbose=False: the tokenizer need not warn of long documents, rows are cut to length later.
+    # verbose=False: no warning about long documents, which are cut later.
     encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)[_IDS]
     end = tokenizer.eos_token_id
     documents = []
@@ -102,7 +110,7 @@ def _tokenise(texts: list[str], processor: Any) -> list[tuple[np.ndarray, np.nda
 
 
 def _given(record: Record, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens made elsewhere, taken as they are, without the positions that their attention mask calls padding."""
+    """Token ids of a record, without the positions that its attention mask calls padding."""
     ids = _whole_numbers(record, _IDS)
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:
         raise DataError(

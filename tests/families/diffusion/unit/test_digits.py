@@ -16,6 +16,7 @@ from fullshard.config.part import decode
 from fullshard.contracts.data import Record, Records, Source
 from fullshard.errors import DataError, RecipeError, SetupError
 from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.sources.digits import Digits
 from fullshard.families.diffusion.sources.image_folder import ImageFolder
 
@@ -80,8 +81,8 @@ def test_the_recipes_words_for_digits() -> None:
 def test_digits_as_they_are_learned() -> None:
     encoder = Images(classes=10)
     records = Digits(part="held_out").open()
-    samples = [found[0] for found in encoder.encode_many(rows(records)[:4], None, length=1)]
-    batch = encoder.collate(samples, length=None)
+    samples = [found.samples[0] for found in encoder.open(None, length=1).encode_many(rows(records)[:4])]
+    batch = ImageCollator(encoder).collate(samples, length=None)
     theirs = load_digits()
     assert batch["images"].shape == (4, 1, 8, 8)
     assert np.allclose(batch["images"][:, 0].numpy(), theirs.images[1:8:2] / 8 - 1, atol=0.004)
@@ -179,4 +180,4 @@ def test_a_relative_folder_is_found_whatever_the_root(tmp_path: Path, monkeypatc
         Image.new("L", (4, 4), ord(name)).save(tmp_path / "pets" / name / "x.png")
     encoder = Images(root=tmp_path / "elsewhere")
     for row, colour in zip(rows(ImageFolder(path=Path("pets")).open()), b"ab", strict=True):
-        assert (encoder.encode(row, None, length=1)[0]["image"] == colour).all()
+        assert (encoder.open(None, length=1).encode(row).samples[0]["image"] == colour).all()

@@ -18,6 +18,7 @@ from fullshard.data.prepare import Prepared, prepare
 from fullshard.data.sources.files import Files
 from fullshard.errors import CheckpointError, DataError, RecipeError
 from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.image_samples import ImageCollator
 from tests.families.diffusion.parts import clip_folder, t5_folder, tokenizer_folder, vae_folder
 from tests.near import assert_near
 
@@ -48,11 +49,11 @@ def prepared(records: list[dict[str, Any]], cache: Path, chosen: Images, **setti
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     rest: dict[str, Any] = {"validation": None, "length": 64, "pack": False, "holdout": 0.0, "seed": 0, **settings}
     files = Files(path=str(path))
-    return prepare(train=files, encode=chosen, processor=None, cache=cache / "c", say=lambda line: None, **rest)
+    return prepare(train=files.open(), encode=chosen, processor=None, cache=cache / "c", say=lambda line: None, **rest)
 
 
 def batch_of(data: Prepared) -> dict[str, Any]:
-    (batch,) = Loader(data.train, data.encoder, per_device=len(data.train)).once()
+    (batch,) = Loader(data.train, data.collator, per_device=len(data.train)).once()
     return batch
 
 
@@ -73,7 +74,7 @@ def test_latents_are_those_of_diffusers(folder: Path, tmp_path: Path) -> None:
     assert "latents: 2 x 4 x 4, by data.encode.vae" in data.report
     expected = by_hand(folder / "pipeline" / "vae", PIXELS[:, None])
     assert_near(batch_of(data)["images"], expected)
-    assert data.encoder._opened is None, "freed when all is encoded"  # type: ignore[attr-defined]
+    assert data.encoder._vae is None, "freed when all is encoded"  # type: ignore[attr-defined]
 
 
 def test_grey_images_become_coloured_and_records_of_files_are_one_batch(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_numbers_for_each_channel(tmp_path: Path) -> None:
     each = {"latents_mean": [1.0, -2.0], "latents_std": [0.5, 4.0], "shift_factor": None, "scaling_factor": 3.0}
     chosen = encoder(vae=str(vae_folder(tmp_path / "scaled", **each)))
     plain = encoder(vae=str(vae_folder(tmp_path / "plain", shift_factor=None, scaling_factor=1.0)))
-    (found,), (latent,) = (e.encode(rows()[0], None, length=1) for e in (chosen, plain))
+    (found,), (latent,) = (e.open(None, length=1).encode(rows()[0]).samples for e in (chosen, plain))
     mean, deviation = np.array([1.0, -2.0])[:, None, None], np.array([0.5, 4.0])[:, None, None]
     assert_near(found["image"], (latent["image"] - mean) * 3 / deviation)
 
@@ -101,7 +102,7 @@ def test_latents_are_shown_as_images(folder: Path) -> None:
     latents = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = vae.decode((latents / 2 + 0.5) / vae.config.scaling_factor + vae.config.shift_factor).sample
-    assert_near(chosen.shown(latents), expected, within=1e-4)
+    assert_near(ImageCollator(chosen).decode(latents), expected, within=1e-4)
 
 
 def test_the_attention_of_older_files_is_read(folder: Path, tmp_path: Path) -> None:
@@ -114,8 +115,8 @@ def test_the_attention_of_older_files_is_read(folder: Path, tmp_path: Path) -> N
     assert any(".query." in key for key in stored)
     save_file(stored, tmp_path / name)
     (tmp_path / "config.json").write_text((folder / "pipeline" / "vae" / "config.json").read_text())
-    (found,) = encoder(vae=str(tmp_path)).encode(rows()[0], None, length=1)
-    (expected,) = encoder(vae=str(folder / "pipeline")).encode(rows()[0], None, length=1)
+    (found,) = encoder(vae=str(tmp_path)).open(None, length=1).encode(rows()[0]).samples
+    (expected,) = encoder(vae=str(folder / "pipeline")).open(None, length=1).encode(rows()[0]).samples
     assert np.array_equal(found["image"], expected["image"])
 
 

@@ -25,13 +25,15 @@ from fullshard.data.sources.files import Files
 from fullshard.data.store import Store, encoded
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.image_samples import ImageCollator
+from fullshard.images.reading import UNREADABLE
 
 NOISE = np.random.default_rng(0).integers(0, 256, (12, 20, 4), dtype=np.uint8)
 COLOUR = NOISE[:, :, :3]
 
 
 def encode(record: dict[str, Any], **settings: Any) -> Features:
-    (sample,) = Images(**settings).encode(record, None, length=1)
+    (sample,) = Images(**settings).open(None, length=1).encode(record).samples
     return sample
 
 
@@ -49,8 +51,8 @@ def fault(record: dict[str, Any], **settings: Any) -> str:
 
 
 def batch_of(records: list[dict[str, Any]], encoder: Images) -> dict[str, Any]:
-    samples = [sample for found in encoder.encode_many(records, None, length=1) for sample in found]
-    return encoder.collate(samples, length=None)
+    samples = [sample for found in encoder.open(None, length=1).encode_many(records) for sample in found.samples]
+    return ImageCollator(encoder).collate(samples, length=None)
 
 
 def latents(
@@ -74,12 +76,14 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> Files:
 
 def run(train: Source, cache: Path, encoder: Images, **settings: Any) -> Prepared:
     rest: dict[str, Any] = {"validation": None, "length": 64, "pack": False, "holdout": 0.0, "seed": 0, **settings}
-    return prepare(train=train, encode=encoder, processor=None, cache=cache, say=lambda line: None, **rest)
+    if rest["validation"] is not None:
+        rest["validation"] = rest["validation"].open()
+    return prepare(train=train.open(), encode=encoder, processor=None, cache=cache, say=lambda line: None, **rest)
 
 
 def store_of(rows: list[dict[str, Any]], cache: Path, encoder: Images) -> Store:
     records = Listed(rows, place=lambda index: f"row {index}", fingerprint=lambda: repr(rows))
-    return encoded(records, encoder, None, length=1, cache=cache, say=lambda line: None)
+    return encoded(records, encoder.open(None, length=1), cache=cache, say=lambda line: None)
 
 
 def file_of(image: Image.Image, **options: Any) -> bytes:
@@ -99,7 +103,7 @@ def test_a_table_of_latent_files(tmp_path: Path) -> None:
     assert data.report[0] == "encoder: image"
     assert "columns: image from latent_vector_path (by the keys of the first record)" in data.report
     assert "train: 6 records, 6 samples, not packed" in data.report
-    batches = list(Loader(data.train, data.encoder, per_device=4).once())
+    batches = list(Loader(data.train, data.collator, per_device=4).once())
     found = torch.cat([batch["images"] for batch in batches])
     assert found.dtype == torch.float32
     # As they are, bit by bit; the last two places are fillers.
@@ -130,7 +134,7 @@ def test_lines_with_relative_and_absolute_paths_arrays_and_nulls(
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = run(Files(path="rows.jsonl"), tmp_path / "cache", Images())
-    (batch,) = Loader(data.train, data.encoder, per_device=4).once()
+    (batch,) = Loader(data.train, data.collator, per_device=4).once()
     given = np.array([[[0.5, 1.0], [1.5, 2.0]]], dtype=np.float32)
     assert np.array_equal(batch["images"].numpy(), np.stack([first, second, given, first]))
     assert batch["label"].tolist() == [4, -1, 7, 2]
@@ -148,7 +152,7 @@ def test_a_data_set_with_images(tmp_path: Path) -> None:
     Dataset.from_dict(table, features=columns).save_to_disk(str(tmp_path / "saved"))
     data = run(Files(path=str(tmp_path / "saved")), tmp_path / "cache", Images(classes=2))
     assert not [line for line in data.report if line.startswith("columns")]
-    (batch,) = Loader(data.train, data.encoder, per_device=2).once()
+    (batch,) = Loader(data.train, data.collator, per_device=2).once()
     assert batch["label"].tolist() == [1, 0]
     expected = COLOUR.transpose(2, 0, 1) / 127.5 - 1
     assert np.abs(batch["images"].numpy() - expected).max() < 1e-6
@@ -164,12 +168,12 @@ def test_bytes_in_a_parquet_file(tmp_path: Path) -> None:
         pq.write_table(pa.table({"picture": [content] * 2, "class": [3, 5]}), tmp_path / f"{name}.parquet")
     encoder = Images(column_mapping={"image": "picture", "label": "class"})
     data = run(Files(path=str(tmp_path / "images.parquet")), tmp_path / "cache", encoder)
-    (batch,) = Loader(data.train, data.encoder, per_device=2).once()
+    (batch,) = Loader(data.train, data.collator, per_device=2).once()
     assert np.array_equal(np.rint((batch["images"][1].numpy() + 1) * 127.5), COLOUR.transpose(2, 0, 1))
     assert batch["label"].tolist() == [3, 5]
     again = Images(column_mapping={"image": "picture", "label": "class"})
     data = run(Files(path=str(tmp_path / "latents.parquet")), tmp_path / "cache", again)
-    assert next(iter(Loader(data.train, data.encoder, per_device=2).once()))["images"].eq(1).all()
+    assert next(iter(Loader(data.train, data.collator, per_device=2).once()))["images"].eq(1).all()
 
 
 def test_a_column_that_serves_as_label_is_no_image() -> None:
@@ -307,16 +311,16 @@ def test_broken_files_of_a_folder_are_left_out_and_counted(tmp_path: Path) -> No
     assert str(caught.value).startswith(f"{first}: the file {first} of 'path' cannot be read: ")
     prepared = run(source, tmp_path / "cache", Images(unreadable="skip"))
     counts = prepared.train_from.store.counts
-    assert (counts.records, counts.samples, counts.unreadable) == (6, 4, 2)
+    assert (counts.records, counts.samples, counts.drop_reasons[UNREADABLE.reason]) == (6, 4, 2)
     assert "data: 2 samples were dropped; 2 with an image that cannot be read" in prepared.report
     assert [int(sample["label"][0]) for sample in prepared.train] == [0, 0, 1, 1]  # type: ignore[attr-defined]
     for path in (tmp_path / "images").rglob("*.png"):
         path.write_bytes(b"")
-    with pytest.raises(DataError, match=r"no sample is left of 6 records.* relative paths begin at data.encode.root"):
+    with pytest.raises(DataError, match=r"no sample is left of 6 records.* relative paths start at data.encode.root"):
         run(source, tmp_path / "cache", Images(unreadable="skip"))
     # A mistake in the record itself is none of the image's.
     with pytest.raises(DataError, match="must be the number of a class"):
-        Images(unreadable="skip").encode({"image": COLOUR, "label": "cat"}, None, length=1)
+        Images(unreadable="skip").open(None, length=1).encode({"image": COLOUR, "label": "cat"})
 
 
 def test_damaged_latents_and_bytes(tmp_path: Path) -> None:
@@ -402,13 +406,13 @@ def test_a_wrong_shape_names_the_record_and_both_shapes(tmp_path: Path) -> None:
 )
 def test_unlike_images(second: np.ndarray, words: str) -> None:
     with pytest.raises(DataError, match=re.escape(words)):
-        Images().encode_many([{"image": COLOUR}, {"image": second}], None, length=1)
+        Images().open(None, length=1).encode_many([{"image": COLOUR}, {"image": second}])
 
 
 def test_unlike_samples_of_two_runs_do_not_share_a_batch() -> None:
     samples = [encode({"image": COLOUR}), encode({"image": COLOUR[:8]})]
     with pytest.raises(DataError, match=r"a sample of 3 x 8 x 20 .* with others of 3 x 12 x 20"):
-        Images().collate(samples, length=None)
+        ImageCollator(Images()).collate(samples, length=None)
 
 
 def test_settings_for_images_are_refused_with_latents() -> None:
@@ -496,10 +500,10 @@ def test_pixels_from_minus_one_to_one_then_mean_and_scale() -> None:
 
 
 def test_a_filler_is_a_sample_like_others() -> None:
-    encoder = Images()
+    collator = ImageCollator(Images())
     sample = encode({"image": COLOUR, "label": 3})
-    blank = encoder.blank(sample)
-    batch = encoder.collate([sample, blank], length=None)
+    blank = collator.blank(sample)
+    batch = collator.collate([sample, blank], length=None)
     assert batch["images"][0].equal(batch["images"][1])
     assert batch["label"].tolist() == [3, 3]
 
@@ -509,22 +513,21 @@ def test_measured_numbers_make_mean_0_and_deviation_1(tmp_path: Path) -> None:
     rows = [{"path": str(tmp_path / f"{at}.npy")} for at in range(40)]
     encoder = Images(scale="measure", mean="measure")
     store = store_of(rows, tmp_path / "cache", encoder)
-    encoder.settle(store)
+    collator = ImageCollator(encoder, store)
     whole = np.stack(values).astype(np.float64)
-    mean, scale = encoder.scaling
+    mean, scale = collator.scaling
     assert mean == pytest.approx(whole.mean(), rel=1e-8)
     assert scale == pytest.approx(1 / whole.std(), rel=1e-8)
-    images = encoder.collate([store[at] for at in range(40)], length=None)["images"].double()
+    images = collator.collate([store[at] for at in range(40)], length=None)["images"].double()
     assert abs(float(images.mean())) < 1e-6
     assert float(images.std(correction=0)) == pytest.approx(1, abs=1e-6)
-    # What is told is what is used, and the same for whoever finds the store on disk, or gets the encoder by mail.
-    (told,) = [line for line in encoder.notes(None) if line.startswith("scaling")]
+    # The report shows the numbers in use, which are the same for a store found on disk and for a pickled collator.
+    (told,) = [line for line in collator.notes if line.startswith("scaling")]
     assert told == f"scaling: mean = {mean!r}, scale = {scale!r} (measured over 40 samples of data.train)"
-    other = Images(scale="measure", mean="measure")
-    other.settle(Store(store.folder))
-    assert other.scaling == pickle.loads(pickle.dumps(encoder)).scaling == (mean, scale)
-    by_hand = Images(mean=mean, scale=scale)
-    assert by_hand.collate([store[3]], length=None)["images"].equal(encoder.collate([store[3]], length=None)["images"])
+    other = ImageCollator(Images(scale="measure", mean="measure"), Store(store.folder))
+    assert other.scaling == pickle.loads(pickle.dumps(collator)).scaling == (mean, scale)
+    by_hand = ImageCollator(Images(mean=mean, scale=scale))
+    assert by_hand.collate([store[3]], length=None)["images"].equal(collator.collate([store[3]], length=None)["images"])
 
 
 def test_one_of_the_two_numbers_can_be_measured(tmp_path: Path) -> None:
@@ -536,40 +539,40 @@ def test_one_of_the_two_numbers_can_be_measured(tmp_path: Path) -> None:
         ({"mean": "measure", "scale": "measure"}, (0.5, 0.75**-0.5)),
     ):
         encoder = Images(**settings)
-        encoder.settle(store_of(rows, tmp_path, encoder))
-        assert encoder.scaling == pytest.approx(expected, rel=1e-8)
-        assert encoder.notes(None)[0] == "images: 1 x 2 x 2, pixels from -1 to 1"
+        collator = ImageCollator(encoder, store_of(rows, tmp_path, encoder))
+        assert collator.scaling == pytest.approx(expected, rel=1e-8)
+        assert collator.notes[0] == "images: 1 x 2 x 2, pixels from -1 to 1"
 
 
 def test_values_without_a_spread(tmp_path: Path) -> None:
     encoder = Images(scale="measure")
     store = store_of([{"image": [[[2.5, 2.5]]]}] * 3, tmp_path, encoder)
     with pytest.raises(DataError, match=r"data\.encode\.scale = measure: all values of data\.train are 2\.5, so there"):
-        encoder.settle(store)
-    centred = Images(mean="measure")
-    centred.settle(store_of([{"image": [[[2.5, 2.5]]]}], tmp_path, centred))
+        ImageCollator(encoder, store)
+    settings = Images(mean="measure")
+    centred = ImageCollator(settings, store_of([{"image": [[[2.5, 2.5]]]}], tmp_path, settings))
     assert centred.scaling == (2.5, 1.0)
-    assert centred.notes(None)[0] == "latents: 1 x 1 x 2, as they are"
+    assert centred.notes[0] == "latents: 1 x 1 x 2, as they are"
 
 
 def test_other_data_is_held_to_the_shape_of_the_training_data(tmp_path: Path) -> None:
     first = Images()
     store = store_of([{"image": COLOUR}], tmp_path, first)
-    later = Images()
-    later.settle(store)
+    later = Images().open(None, length=1)
+    collator = later.collator(store)
     with pytest.raises(
         DataError, match=r"is an image of 3 x 8 x 20 .*, but the first sample is an image of 3 x 12 x 20"
     ):
-        later.encode({"image": COLOUR[:8]}, None, length=1)
+        later.encode({"image": COLOUR[:8]})
     with pytest.raises(DataError, match=r"a sample of 3 x 8 x 20"):
-        later.collate([encode({"image": COLOUR[:8]})], length=None)
+        collator.collate([encode({"image": COLOUR[:8]})], length=None)
 
 
 def test_the_fingerprint_of_files_outside_follows_them(tmp_path: Path) -> None:
     latents(tmp_path, 3)
 
     def now(rows: list[dict[str, Any]], **settings: Any) -> str:
-        return Images(**settings).outside(Listed(rows, place=str, fingerprint=str))
+        return Images(**settings).open(None, length=1).external_fingerprint(Listed(rows, place=str, fingerprint=str))
 
     rows = [{"latent_vector_path": f"{at}.npy"} for at in range(3)]
     first = now(rows, root=tmp_path)
@@ -586,45 +589,44 @@ def test_the_fingerprint_of_files_outside_follows_them(tmp_path: Path) -> None:
 # --- flips
 
 
-def images_of(count: int) -> tuple[Images, dict[str, Any], np.ndarray]:
+def images_of(count: int) -> tuple[ImageCollator, dict[str, Any], np.ndarray]:
     encoder = Images(flip=True)
     batch = batch_of([{"image": np.resize(NOISE + at % 256, (3, 4)), "label": at} for at in range(count)], encoder)
-    return encoder, batch, np.random.default_rng(1).integers(-(2**63), 2**63, count)
+    return ImageCollator(encoder), batch, np.random.default_rng(1).integers(-(2**63), 2**63, count)
 
 
 def test_half_of_the_images_are_flipped_by_their_draws() -> None:
-    encoder, batch, draws = images_of(400)
+    collator, batch, draws = images_of(400)
     before = batch["images"].clone()
-    found = encoder.augment(batch, draws)
+    found = collator.augment(batch, draws)
     assert batch["images"].equal(before)
     assert found["label"].equal(batch["label"])
     flipped = [bool(image.equal(old.flip(-1))) for image, old in zip(found["images"], before, strict=True)]
     assert all(flip or image.equal(old) for flip, image, old in zip(flipped, found["images"], before, strict=True))
     assert 150 < sum(flipped) < 250
     # Another epoch has other draws.
-    assert not encoder.augment(batch, draws + 1)["images"].equal(found["images"])
+    assert not collator.augment(batch, draws + 1)["images"].equal(found["images"])
 
 
 def test_flips_do_not_depend_on_the_split_or_the_order() -> None:
-    encoder, batch, draws = images_of(12)
-    whole = encoder.augment(batch, draws)["images"]
+    collator, batch, draws = images_of(12)
+    whole = collator.augment(batch, draws)["images"]
     assert not whole.equal(batch["images"])
     for places in (np.arange(0, 5), np.arange(5, 12), np.array([11, 3, 0])):
         part = {key: value[places] for key, value in batch.items()}
-        assert encoder.augment(part, draws[places])["images"].equal(whole[places])
+        assert collator.augment(part, draws[places])["images"].equal(whole[places])
 
 
 def test_nothing_is_flipped_unless_asked_for() -> None:
     _, batch, draws = images_of(12)
-    assert Images().augment(batch, draws) is batch
+    assert ImageCollator(Images()).augment(batch, draws) is batch
 
 
 def test_batches_made_by_worker_processes_are_the_same(tmp_path: Path) -> None:
     encoder = Images(scale="measure")
     store = store_of([{"image": np.resize(NOISE + at, (3, 4))} for at in range(4)], tmp_path, encoder)
-    encoder.settle(store)
-    samples = [store[at] for at in range(4)]
-    here, there = (list(Loader(samples, encoder, per_device=2, workers=workers).once()) for workers in (0, 1))
+    samples, collator = [store[at] for at in range(4)], ImageCollator(encoder, store)
+    here, there = (list(Loader(samples, collator, per_device=2, workers=workers).once()) for workers in (0, 1))
     assert len(here) == len(there) == 2
     assert all(a["images"].equal(b["images"]) for a, b in zip(here, there, strict=True))
 
@@ -640,11 +642,11 @@ def test_measured_over_the_training_data_and_used_for_validation(tmp_path: Path)
     for _ in range(2):  # the second time with all of it on disk
         data = run(train, tmp_path / "cache", Images(mean="measure", scale="measure"), validation=held)
         whole = np.stack(values).astype(np.float64)
-        mean, scale = data.encoder.scaling  # type: ignore[attr-defined]
+        mean, scale = data.collator.scaling  # type: ignore[attr-defined]
         assert (mean, scale) == pytest.approx((whole.mean(), 1 / whole.std()), rel=1e-8)
         told = f"scaling: mean = {mean!r}, scale = {scale!r} (measured over 20 samples of data.train)"
         assert data.report[1:3] == ["latents: 4 x 2 x 3, as they are", told]
-        (batch,) = Loader(data.validation, data.encoder, per_device=3).once()
+        (batch,) = Loader(data.validation, data.collator, per_device=3).once()
         assert np.allclose(batch["images"].numpy(), (np.stack(values[:3]) - mean) * scale, atol=1e-5)
 
 
@@ -656,7 +658,7 @@ def test_latents_written_anew_are_encoded_anew(tmp_path: Path, monkeypatch: pyte
 
     def first() -> float:
         data = run(Files(path="t.csv"), tmp_path / "cache", Images())
-        return float(data.encoder.collate([data.train[0]], length=None)["images"][0, 0, 0, 0])
+        return float(data.collator.collate([data.train[0]], length=None)["images"][0, 0, 0, 0])
 
     # The same table in two folders names two files.
     for name in ("one", "two"):
@@ -687,8 +689,8 @@ def test_a_change_of_code_that_is_imported_whole_is_another_store(
     from fullshard.families.diffusion import captions
 
     records = Listed([{"image": COLOUR}], place=str, fingerprint=lambda: "one")
-    before = store_key(records, Images(), None, length=1)
+    before = store_key(records, Images().open(None, length=1))
     changed = tmp_path / "captions.py"
     changed.write_text(Path(captions.__file__).read_text() + "# other\n")
     monkeypatch.setattr(captions, "__file__", str(changed))
-    assert store_key(records, Images(), None, length=1) != before
+    assert store_key(records, Images().open(None, length=1)) != before

@@ -19,6 +19,7 @@ from fullshard.errors import RecipeError
 from fullshard.families.diffusion.encoders.image import Images
 from fullshard.families.diffusion.evaluations.fid import Fid
 from fullshard.families.diffusion.evaluations.recognition import Recognition
+from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
 from fullshard.families.diffusion.sampling.image_batches import FILLER, shares
 from fullshard.families.diffusion.sampling.sampler import sample
@@ -111,7 +112,8 @@ def evaluated(kind: str, settings: dict[str, Any]) -> list[dict[str, float]]:
 
     ranks, rank = reduce.place()
     encoder, samples = data()
-    loader = Loader(samples, encoder, per_device=4, rank=rank, world=ranks)
+    collator = ImageCollator(encoder)
+    loader = Loader(samples, collator, per_device=4, rank=rank, world=ranks)
     inputs = EvaluationInputs(
         model=Model(),
         objective=FlowMatching(),
@@ -123,6 +125,7 @@ def evaluated(kind: str, settings: dict[str, Any]) -> list[dict[str, float]]:
         device=torch.device("cpu"),
         bar=Bar,
         show=lambda *_: None,
+        collator=collator,
     )
     part = {"fid": Fid, "recognition": Recognition}[kind](**settings)
     part.check(inputs.objective, inputs.model, SimpleNamespace(chosen=np.arange(SAMPLES)))

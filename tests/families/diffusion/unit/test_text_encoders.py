@@ -15,6 +15,7 @@ from fullshard.config.part import decode
 from fullshard.contracts.data import Encoder
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.models.text_encoder import TextEncoder
 from fullshard.families.diffusion.text.encoder_model import TextWeights, empty
 from fullshard.families.diffusion.text.encoder_stack import NO_TOKEN, Texts, TextStack
@@ -289,17 +290,18 @@ def test_tokens_of_all_encoders_lie_side_by_side(folder: Path) -> None:
     encoder = decode(Encoder, {"kind": "image", "text": text}, where="data.encode")
     assert isinstance(encoder, Images)
     records = [{"image": np.zeros((4, 4), dtype=int).tolist(), "text": text} for text in TEXTS]
-    samples = [found for (found,) in encoder.encode_many(records, None, length=1)]
-    assert [bool(sample["cut"].any()) for sample in samples] == [False, True]
+    found = encoder.open(None, length=1).encode_many(records)
+    assert [each.truncated for each in found] == [0, 1]
+    samples = [sample for each in found for sample in each.samples]
     each = [[1, 4, 5, 7, 3], [1, 16, 15, 14, 3]]
-    assert encoder.collate(samples, length=None)["text_tokens"].tolist() == [ids * 2 for ids in each]
+    assert ImageCollator(encoder).collate(samples, length=None)["text_tokens"].tolist() == [ids * 2 for ids in each]
 
 
 def test_the_vae_that_decodes_is_opened_once_while_it_is_kept(tmp_path: Path) -> None:
-    vae = Latents(path=str(vae_folder(tmp_path / "vae")))
+    collator = ImageCollator(Images(vae=Latents(path=str(vae_folder(tmp_path / "vae")))))
     latents = torch.ones(1, 2, 4, 4)
-    with vae.kept():
-        expected = vae.decode(latents)
+    with collator.vae_kept_open():
+        expected = collator.decode(latents)
         vae_folder(tmp_path / "vae", seed=1)
-        assert torch.equal(vae.decode(latents), expected)
-    assert not torch.equal(vae.decode(latents), expected)
+        assert torch.equal(collator.decode(latents), expected)
+    assert not torch.equal(collator.decode(latents), expected)

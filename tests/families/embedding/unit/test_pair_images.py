@@ -20,8 +20,9 @@ from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, choose_encoder, prepare
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError, RecipeError
-from fullshard.families.embedding.encoders.pairs import Pairs, Prompts
+from fullshard.families.embedding.encoders.pairs import PairCollator, Pairs, Prompts
 from fullshard.images.processor import Vision, load_vision
+from fullshard.images.reading import UNREADABLE
 from tests.families.embedding.vision import own_processor, tokenizer, vision_folder
 
 LONG = 10_000
@@ -77,7 +78,7 @@ def shots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one(record: dict[str, Any], vision: Any, *, length: int = LONG, **settings: Any) -> Features:
-    samples = Pairs(**settings).encode(record, vision, length=length)
+    samples = Pairs(**settings).open(vision, length=length).encode(record).samples
     assert len(samples) == 1
     return samples[0]
 
@@ -89,8 +90,8 @@ def split(features: Features) -> list[list[int]]:
 
 def batch_of(records: list[dict[str, Any]], vision: Any, **settings: Any) -> dict[str, Any]:
     encoder = Pairs(**settings)
-    samples = [encoder.encode(record, vision, length=LONG)[0] for record in records]
-    return encoder.collate(samples, length=None)
+    samples = [encoder.open(vision, length=LONG).encode(record).samples[0] for record in records]
+    return PairCollator(encoder, vision).collate(samples, length=None)
 
 
 def theirs(own: Any, *, text: str | None = None, image: Any = None, prompt: str = "") -> dict[str, Any]:
@@ -116,7 +117,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Files:
 def run(train: Source, cache: Path, processor: Any, **settings: Any) -> Prepared:
     encode = Pairs(**settings)
     rest: dict[str, Any] = {"validation": None, "length": 64, "pack": True, "holdout": 0.0, "seed": 0}
-    return prepare(train=train, encode=encode, processor=processor, cache=cache, say=lambda line: None, **rest)
+    return prepare(train=train.open(), encode=encode, processor=processor, cache=cache, say=lambda line: None, **rest)
 
 
 # --- against Transformers
@@ -250,7 +251,7 @@ def test_every_source_gives_the_same_batches(vision: Vision, shots: Path, tmp_pa
         source = Files(path=str(tmp_path / "a.parquet"))
     prepared = run(source, tmp_path / "cache", vision)
     assert prepared.report[2 if form != "csv" else 3] == "mode: t2i (query text, positive image)"
-    batch = prepared.encoder.collate([prepared.train[0], prepared.train[1]], length=None)
+    batch = prepared.collator.collate([prepared.train[0], prepared.train[1]], length=None)
     expected = batch_of(rows(shots), vision)
     assert batch["tokens"].equal(expected["tokens"])
     assert batch["texts"].tolist() == [3, 2]
@@ -262,7 +263,7 @@ def test_every_source_gives_the_same_batches(vision: Vision, shots: Path, tmp_pa
 
 
 def kinds(record: dict[str, Any], **settings: Any) -> str:
-    return Pairs(**settings).reads(record)[-1].partition(" (")[0]
+    return Pairs(**settings).columns_read(record)[-1].partition(" (")[0]
 
 
 @pytest.mark.parametrize(
@@ -287,17 +288,17 @@ def kinds(record: dict[str, Any], **settings: Any) -> str:
     ],
 )
 def test_what_a_record_holds_is_told_by_its_columns(record: dict[str, Any], mode: str) -> None:
-    told = Pairs().reads(record)
+    told = Pairs().columns_read(record)
     if mode == "t2t":
         assert told == []
     else:
         words = {"t": "text", "i": "image", "m": "text and image"}
         assert told[-1] == f"mode: {mode} (query {words[mode[0]]}, positive {words[mode[2]]})"
     if "m" not in mode[2:]:
-        assert Pairs(mode=mode)._pair(record).mode == mode  # type: ignore[arg-type]
+        assert Pairs(mode=mode).read(record).mode == mode  # type: ignore[arg-type]
         other = "i2t" if mode != "i2t" else "t2t"
         with pytest.raises(DataError, match=rf"^the record is {mode} \(query .*mode = {other} wants "):
-            Pairs(mode=other)._pair(record)  # type: ignore[arg-type]
+            Pairs(mode=other).read(record)  # type: ignore[arg-type]
 
 
 def test_all_six_modes_become_samples(vision: Vision, shots: Path) -> None:
@@ -337,7 +338,7 @@ def test_a_mode_holds_every_part_of_a_record_to_it() -> None:
 def test_a_mapping_says_that_a_column_holds_images(vision: Vision, shots: Path) -> None:
     record = {"query": "red cat", "positive": "wide.png", "negatives": ["small.png"], "image": "gone.png"}
     assert Pairs().texts(record) == ["red cat", "wide.png", "small.png"]
-    assert Pairs().reads(record) == [
+    assert Pairs().columns_read(record) == [
         "columns: 'image' is not read; data.encode.column_mapping = {positive_image: image} would take it"
     ]
     mapping = {"positive_image": "positive", "negative_images": "negatives"}
@@ -462,7 +463,7 @@ def test_records_with_such_images_are_counted_when_they_are_skipped(
         run(source, tmp_path / "cache", vision, image_root=shots)
     prepared = run(source, tmp_path / "cache", vision, image_root=shots, unreadable="skip")
     counts = prepared.train_from.store.counts
-    assert (counts.records, counts.samples, counts.unreadable, counts.dropped) == (6, 3, 3, 3)
+    assert (counts.records, counts.samples, counts.drop_reasons[UNREADABLE.reason], counts.dropped) == (6, 3, 3, 3)
     assert "data: 3 samples were dropped; 3 with an image that cannot be read" in prepared.report
     assert prepared.train_from.store.records.tolist() == [0, 2, 4]
     none = write_lines(tmp_path / "b.jsonl", [{"query": "a", "positive_image": "wide.png"}])
@@ -493,12 +494,12 @@ def test_images_that_go_away_or_change_stop_the_run_with_their_name(
 
     def after(data: bytes | None) -> str:
         place.write_bytes((shots / "wide.png").read_bytes())
-        sample = encoder.encode({"query": "a", "positive_image": "shot.png"}, vision, length=LONG)[0]
+        sample = encoder.open(vision, length=LONG).encode({"query": "a", "positive_image": "shot.png"}).samples[0]
         place.unlink()
         if data is not None:
             place.write_bytes(data)
         with pytest.raises(DataError) as caught:
-            encoder.collate([sample], length=None)
+            PairCollator(encoder, vision).collate([sample], length=None)
         assert "remove the folder of data.cache" in str(caught.value)
         return str(caught.value)
 
@@ -518,8 +519,8 @@ def test_a_text_is_cut_at_its_end_and_the_template_stays(vision: Vision, own: An
     assert whole == theirs(own, text=text, image=str(shots / "wide.png"))["input_ids"][0].tolist()
     sample = one(record, vision, length=len(whole) - 4)
     assert split(sample)[0] == theirs(own, text=text[:-4], image=str(shots / "wide.png"))["input_ids"][0].tolist()
-    assert sample["cut"].tolist() == [True]
-    assert one(record, vision, length=len(whole))["cut"].tolist() == [False]
+    assert Pairs().open(vision, length=len(whole) - 4).encode(record).truncated
+    assert not Pairs().open(vision, length=len(whole)).encode(record).truncated
     # With a prompt, and without an image.
     prompted = Prompts(query="Find it")
     plain_text = {"query": text, "positive": "s"}
@@ -531,7 +532,7 @@ def test_a_text_is_cut_at_its_end_and_the_template_stays(vision: Vision, own: An
 def test_an_image_that_does_not_fit_says_what_it_takes(vision: Vision, shots: Path) -> None:
     wide = str(shots / "wide.png")
     alone = len(split(one({"query": "a", "positive_image": wide}, vision))[1])
-    assert one({"query": "a", "positive_image": wide}, vision, length=alone)["cut"].tolist() == [False]
+    assert not Pairs().open(vision, length=alone).encode({"query": "a", "positive_image": wide}).truncated
     message = fault({"query": "a", "positive_image": wide}, vision, length=alone - 1)
     assert message.startswith(f"the image takes 3 tokens, and with the chat template {alone} are needed, but data.seq")
     assert message.endswith(
@@ -561,12 +562,11 @@ def test_a_text_that_speaks_of_the_image_token_is_refused(vision: Vision, shots:
 def test_features_are_the_same_with_and_without_images(vision: Vision, shots: Path, tmp_path: Path) -> None:
     record = {"query": "a", "positive": "b", "label": 3}
     for found in (one(record, vision), one({**record, "query_image": str(shots / "wide.png")}, vision)):
-        del found["cut"]
         assert {name: values.dtype for name, values in found.items()} == FEATURES
     prepared = run(write_lines(tmp_path / "a.jsonl", [record] * 3), tmp_path / "cache", vision)
     assert prepared.train_from.store.names == list(FEATURES)
     assert prepared.report[-1].startswith("train: 3 records, 3 samples,")
-    batch = Loader(prepared.train, prepared.encoder, per_device=2).first_batch()
+    batch = Loader(prepared.train, prepared.collator, per_device=2).first_batch()
     assert batch["pixels"] == []
     assert batch["grids"].shape == (0, 3)
     assert batch["images"].tolist() == [0, 0, 0, 0]
@@ -589,36 +589,36 @@ def test_a_batch_has_pixels_for_each_image(vision: Vision, shots: Path) -> None:
     assert len({wide, other, small}) == 3
     assert small == again
     bare = Pairs()
-    text = bare.collate([bare.encode({"query": "a", "positive": "b"}, vision, length=LONG)[0]], length=None)
+    samples = bare.open(vision, length=LONG).encode({"query": "a", "positive": "b"}).samples
+    text = PairCollator(bare, vision).collate(samples, length=None)
     assert text["keys"].tolist() == [batch["keys"][0], batch["keys"][5]]
 
 
 def test_a_filler_has_no_images(vision: Vision, shots: Path) -> None:
     encoder = Pairs(image_root=shots)
     records = [{"query_image": "wide.png", "positive_image": "small.png"}] * 3
-    samples = [encoder.encode(record, vision, length=LONG)[0] for record in records]
-    blank = encoder.blank(samples[0])
+    samples = [encoder.open(vision, length=LONG).encode(record).samples[0] for record in records]
+    collator = PairCollator(encoder, vision)
+    blank = collator.blank(samples[0])
     assert split(blank) == [[1], [1]]
-    assert {name: values.dtype for name, values in blank.items() if name != "cut"} == FEATURES
-    batch = Loader(samples, encoder, per_device=2, rank=1, world=2).first_batch()
+    assert {name: values.dtype for name, values in blank.items()} == FEATURES
+    batch = Loader(samples, collator, per_device=2, rank=1, world=2).first_batch()
     assert batch["sample_ids"].tolist() == [1, -1]
     assert batch["images"].tolist() == [1, 1, 0, 0]
     assert len(batch["pixels"]) == 2
 
 
-def test_the_processor_travels_with_the_encoder_and_is_no_setting(vision: Vision, shots: Path) -> None:
+def test_the_processor_travels_with_the_collator_and_is_no_setting(vision: Vision, shots: Path) -> None:
     encoder = Pairs(image_root=shots)
     before = plain(encoder)
-    sample = encoder.encode({"query": "a", "positive_image": "wide.png"}, vision, length=LONG)[0]
+    sample = encoder.open(vision, length=LONG).encode({"query": "a", "positive_image": "wide.png"}).samples[0]
+    collator = PairCollator(encoder, vision)
+    expected = collator.collate([sample], length=None)
     assert plain(encoder) == before
     assert before["image_root"] == str(shots)
-    moved = pickle.loads(pickle.dumps(encoder))
-    expected = encoder.collate([sample], length=None)
+    moved = pickle.loads(pickle.dumps(collator))
     assert moved.collate([sample], length=None)["pixels"][0].equal(expected["pixels"][0])
-    # Where another process has encoded.
-    fresh = Pairs(image_root=shots, prompts=Prompts(query="find"))
-    fresh.leave_on(vision, length=64)
-    assert fresh.collate([sample], length=None)["pixels"][0].equal(expected["pixels"][0])
+    Pairs(image_root=shots, prompts=Prompts(query="find")).open(vision, length=64).annotate_processor()
     assert vision.prompts == {"query": "find"}
     assert vision.tokenizer.init_kwargs["prompts"] == {"query": "find"}
 
@@ -626,8 +626,9 @@ def test_the_processor_travels_with_the_encoder_and_is_no_setting(vision: Vision
 def test_batches_made_by_worker_processes_are_the_same(vision: Vision, shots: Path) -> None:
     encoder = Pairs(image_root=shots)
     records = [{"query": f"{at}", "positive_image": ("wide.png", "other.png")[at % 2]} for at in range(4)]
-    samples = [encoder.encode(record, vision, length=LONG)[0] for record in records]
-    here, there = (list(Loader(samples, encoder, per_device=2, workers=workers).once()) for workers in (0, 1))
+    samples = [encoder.open(vision, length=LONG).encode(record).samples[0] for record in records]
+    collator = PairCollator(encoder, vision)
+    here, there = (list(Loader(samples, collator, per_device=2, workers=workers).once()) for workers in (0, 1))
     assert len(here) == 2
     for one_batch, other in zip(here, there, strict=True):
         assert all(a.equal(b) for a, b in zip(one_batch["pixels"], other["pixels"], strict=True))

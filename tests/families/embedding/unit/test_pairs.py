@@ -23,7 +23,7 @@ from fullshard.data.prepare import Prepared, choose_encoder, prepare, texts
 from fullshard.data.sources.files import Files
 from fullshard.data.store import processor_fingerprint
 from fullshard.errors import DataError, RecipeError
-from fullshard.families.embedding.encoders.pairs import Pairs, Prompts
+from fullshard.families.embedding.encoders.pairs import PairCollator, Pairs, Prompts
 from fullshard.families.language.encoders.chat import Chat
 from fullshard.families.language.encoders.text import Text
 
@@ -65,7 +65,7 @@ def reference() -> Callable[[str], list[int]]:
 
 
 def one(record: dict[str, Any], tokenizer: Any, *, length: int = LONG, **settings: Any) -> Features:
-    samples = Pairs(**settings).encode(record, tokenizer, length=length)
+    samples = Pairs(**settings).open(tokenizer, length=length).encode(record).samples
     assert len(samples) == 1
     return samples[0]
 
@@ -89,7 +89,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Files:
 
 def run(train: Source, cache: Path, **settings: Any) -> Prepared:
     defaults: dict[str, Any] = {"validation": None, "encode": None, "length": 16, "pack": True, "holdout": 0.0}
-    return prepare(train=train, cache=cache, seed=0, say=lambda line: None, **{**defaults, **settings})
+    return prepare(train=train.open(), cache=cache, seed=0, say=lambda line: None, **{**defaults, **settings})
 
 
 # --- tokens
@@ -99,13 +99,12 @@ def test_a_sample_is_query_positive_and_negatives(bert: Any, reference: Callable
     record = {"query": "who wrote it", "positive": "she did", "negatives": ["nobody", "a dog / a cat.jpg"], "label": 3}
     sample = one(record, bert)
     assert split(sample) == [reference(t) for t in ("who wrote it", "she did", "nobody", "a dog / a cat.jpg")]
-    assert {name: values.dtype for name, values in sample.items() if name != "cut"} == {
+    assert {name: values.dtype for name, values in sample.items()} == {
         "tokens": np.int32,
         "lengths": np.int32,
         "label": np.float64,
     }
     assert sample["label"].tolist() == [3.0]
-    assert not sample["cut"].any()
     alone = one({"query": "a", "positive": "b", "negatives": "one text"}, bert)
     assert split(alone)[2:] == [reference("one text")]
     pair: dict[str, Any] = {"query": "a", "positive": "b"}
@@ -117,9 +116,9 @@ def test_a_sample_is_query_positive_and_negatives(bert: Any, reference: Callable
 
 def test_many_records_at_once_equal_one_by_one(bert: Any) -> None:
     records = [{"query": f"q {i}", "positive": "p " * i + "p", "negatives": ["n"] * (i % 3)} for i in range(9)]
-    many = Pairs().encode_many(records, bert, length=6)
+    many = Pairs().open(bert, length=6).encode_many(records)
     assert len(many) == 9
-    for record, samples in zip(records, many, strict=True):
+    for record, samples in zip(records, (found.samples for found in many), strict=True):
         single = one(record, bert, length=6)
         assert [s.keys() for s in samples] == [single.keys()]
         assert all(np.array_equal(samples[0][name], single[name], equal_nan=True) for name in single)
@@ -136,9 +135,9 @@ def test_each_text_is_cut_by_itself_and_keeps_its_end(bert: Any, reference: Call
     sample = one(record, bert, length=5)
     whole = reference(long)
     assert split(sample) == [reference("one two three"), [*whole[:4], SEP], reference("one")]
-    assert sample["cut"].tolist() == [True]
+    assert Pairs().open(bert, length=5).encode(record).truncated
     # Five tokens are no more than five.
-    assert one({"query": "one two three", "positive": "one"}, bert, length=5)["cut"].tolist() == [False]
+    assert not Pairs().open(bert, length=5).encode({"query": "one two three", "positive": "one"}).truncated
     with pytest.raises(RecipeError, match=r"^data\.sequence_length = 2 leaves no room .* adds 2 special .* least 3\."):
         one(record, bert, length=2)
 
@@ -158,22 +157,22 @@ def test_prompts_are_the_recipes_or_the_models(bert: Any, prompted: Any, referen
     assert split(one(record, prompted)) == own
     given = Prompts(query="find ", document="")
     assert split(one(record, prompted, prompts=given)) == [reference(t) for t in ("find fox", "dog", "cat")]
-    assert Pairs().notes(bert) == ["prompts: query none, document none"]
-    assert Pairs().notes(prompted) == [
+    assert Pairs().prompt_notes(bert) == ["prompts: query none, document none"]
+    assert Pairs().prompt_notes(prompted) == [
         "prompts: query 'query: ' (the model's own), document 'passage: ' (the model's own)"
     ]
-    assert Pairs(prompts=given).notes(prompted) == ["prompts: query 'find ', document none"]
+    assert Pairs(prompts=given).prompt_notes(prompted) == ["prompts: query 'find ', document none"]
     assert Pairs().texts(record) == ["fox", "dog", "cat"]
 
 
 def test_the_prompts_used_go_with_the_model(bert: Any, prompted: Any) -> None:
-    Pairs().leave_on(prompted, length=64)
+    Pairs().open(prompted, length=64).annotate_processor()
     both = {"document": "passage: ", "passage": "passage: "}
     assert prompted.prompts == {"query": "query: ", **both}
-    Pairs(prompts=Prompts(query="")).leave_on(prompted, length=64)
+    Pairs(prompts=Prompts(query="")).open(prompted, length=64).annotate_processor()
     assert prompted.prompts == both
     plain = copy.deepcopy(bert)
-    Pairs(prompts=Prompts(query="find ")).leave_on(plain, length=64)
+    Pairs(prompts=Prompts(query="find ")).open(plain, length=64).annotate_processor()
     assert plain.prompts == {"query": "find "}
 
 
@@ -219,18 +218,18 @@ def test_numbered_negatives_come_in_order_and_may_end_early(bert: Any) -> None:
     record = {"query": "q", "positive": "p", **{f"negative_{i}": f"n{i}" for i in (10, 2, 1)}}
     assert Pairs().texts(record) == ["q", "p", "n1", "n2", "n10"]
     assert Pairs().texts({**record, "negative_10": None, "negative_2": ""}) == ["q", "p", "n1"]
-    assert Pairs().reads(record) == [
+    assert Pairs().columns_read(record) == [
         "columns: negatives from negative_1, negative_2, negative_10 (by the keys of the first record)"
     ]
 
 
 def test_which_columns_were_taken_is_told() -> None:
     record = {"sentence1": "a", "sentence2": "b", "score": 0.5}
-    assert Pairs().reads(record) == [
+    assert Pairs().columns_read(record) == [
         "columns: query from sentence1; positive from sentence2; label from score (by the keys of the first record)"
     ]
-    assert Pairs().reads({"query": "a", "positive": "b", "label": 1}) == []
-    assert Pairs(column_mapping={"query": "x", "positive": "y"}).reads({"x": "a", "y": "b"}) == []
+    assert Pairs().columns_read({"query": "a", "positive": "b", "label": 1}) == []
+    assert Pairs(column_mapping={"query": "x", "positive": "y"}).columns_read({"x": "a", "y": "b"}) == []
 
 
 def test_a_column_mapping_goes_first() -> None:
@@ -338,7 +337,7 @@ def test_a_model_without_images_refuses_them_in_words(bert: Any) -> None:
     assert refusal({"source_image": "a.jpg", "positive": "b"}).startswith(f"'source_image' in the record {words}")
     # Columns that hold nothing ask for nothing, and an image beside a whole pair is just another column.
     empty = {**pair, "query_image": None, "negative_images": [], "positive_image": {"bytes": None, "path": None}}
-    assert set(one({**empty, "image": "b.jpg"}, bert)) == {"tokens", "lengths", "label", "cut"}
+    assert set(one({**empty, "image": "b.jpg"}, bert)) == {"tokens", "lengths", "label"}
     assert Pairs().texts({**empty, "image": "b.jpg"}) == ["a", "b"]
     for image in (b"\x89PNG", {"bytes": b"", "path": "a.png"}):
         message = fault({"query": "a", "positive": image})
@@ -396,7 +395,7 @@ def test_a_table_has_pairs_too(tmp_path: Path, bert: Any) -> None:
     assert [len(prepared.train[i]["lengths"]) for i in (0, 1)] == [4, 3]
     assert prepared.train[0]["label"].tolist() == [0.5]
     assert math.isnan(prepared.train[1]["label"][0])
-    assert list(texts(Files(path=str(path)), None)) == ["a/b", "c", "d", "e", "f", "g", "h"]
+    assert list(texts(Files(path=str(path)).open(), None)) == ["a/b", "c", "d", "e", "f", "g", "h"]
 
 
 def test_a_batch_has_all_texts_on_one_axis(bert: Any) -> None:
@@ -405,7 +404,7 @@ def test_a_batch_has_all_texts_on_one_axis(bert: Any) -> None:
         {"query": "dog", "positive": "the quick fox", "label": 4},
     ]
     samples = [one(record, bert) for record in records]
-    batch = Pairs().collate(samples, length=None)
+    batch = PairCollator(Pairs()).collate(samples, length=None)
     assert set(batch) == {"tokens", "lengths", "texts", "label", "keys"}
     flat = [text for sample in samples for text in split(sample)]
     assert batch["tokens"].tolist() == [token for text in flat for token in text]
@@ -422,18 +421,20 @@ def test_a_batch_has_all_texts_on_one_axis(bert: Any) -> None:
     first = hashlib.blake2b(np.array(flat[0], dtype=np.int32).tobytes(), digest_size=8).digest()
     assert keys[0] == int.from_bytes(first, "little", signed=True)
     # The same in another batch, on another rank.
-    assert Pairs().collate(samples[1:], length=None)["keys"].tolist() == keys[4:]
+    assert PairCollator(Pairs()).collate(samples[1:], length=None)["keys"].tolist() == keys[4:]
 
 
 def test_a_filler_has_the_same_texts_of_one_token_each(bert: Any) -> None:
     records = [{"query": f"fox {i}", "positive": "dog", "negatives": ["a cat"] * 2} for i in range(3)]
     samples = [one(record, bert) for record in records]
     before = copy.deepcopy(samples[0])
-    blank = Pairs().blank(samples[0])
+    blank = PairCollator(Pairs()).blank(samples[0])
     assert split(blank) == [[CLS]] * 4
     assert {name: values.dtype for name, values in blank.items()} == {n: v.dtype for n, v in samples[0].items()}
     assert all(np.array_equal(samples[0][name], before[name], equal_nan=True) for name in before)
-    batches = [Loader(samples, Pairs(), per_device=2, rank=rank, world=2).first_batch() for rank in (0, 1)]
+    batches = [
+        Loader(samples, PairCollator(Pairs()), per_device=2, rank=rank, world=2).first_batch() for rank in (0, 1)
+    ]
     assert [batch["sample_ids"].tolist() for batch in batches] == [[0, 2], [1, -1]]
     assert [batch["texts"].tolist() for batch in batches] == [[4, 4], [4, 4]]
     assert batches[1]["lengths"].tolist()[4:] == [1, 1, 1, 1]

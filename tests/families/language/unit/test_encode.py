@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fullshard.config.part import decode, kinds
-from fullshard.contracts.data import IGNORE, Encoder, Features
+from fullshard.contracts.data import IGNORE, NOTHING_LEARNED, Encoder, Features
 from fullshard.data.prepare import choose_encoder
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.language.encoders.chat import PAIRS, PLAIN, Chat
@@ -53,7 +53,7 @@ def fault(call: Callable[[], Any]) -> str:
 
 
 def test_text_ends_with_eos_and_learns_every_next_token(tokenizer: Any) -> None:
-    features = one(Text().encode({"text": "the quick fox"}, tokenizer, length=LONG))
+    features = one(Text().open(tokenizer, length=LONG).encode({"text": "the quick fox"}).samples)
     expected = [*tokenizer("the quick fox")["input_ids"], tokenizer.eos_token_id]
     assert features["input_ids"].tolist() == expected
     assert features["labels"].tolist() == [*expected[1:], IGNORE]
@@ -61,16 +61,19 @@ def test_text_ends_with_eos_and_learns_every_next_token(tokenizer: Any) -> None:
 
 def test_text_without_eos_and_with_eos_already_there(tokenizer_with: Callable[..., Any]) -> None:
     bare = tokenizer_with(eos=None)
-    assert one(Text().encode({"text": "the"}, bare, length=LONG))["input_ids"].tolist() == bare("the")["input_ids"]
+    assert (
+        one(Text().open(bare, length=LONG).encode({"text": "the"}).samples)["input_ids"].tolist()
+        == bare("the")["input_ids"]
+    )
     ended = tokenizer_with()
-    ids = one(Text().encode({"text": "the<eos>"}, ended, length=LONG))["input_ids"].tolist()
+    ids = one(Text().open(ended, length=LONG).encode({"text": "the<eos>"}).samples)["input_ids"].tolist()
     assert ids.count(ended.eos_token_id) == 1
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 7, 100])
 def test_a_long_text_gives_pieces_that_predict_every_token_once(tokenizer: Any, length: int) -> None:
-    whole = one(Text().encode({"text": "the quick brown fox jumps"}, tokenizer, length=LONG))
-    pieces = Text().encode({"text": "the quick brown fox jumps"}, tokenizer, length=length)
+    whole = one(Text().open(tokenizer, length=LONG).encode({"text": "the quick brown fox jumps"}).samples)
+    pieces = Text().open(tokenizer, length=length).encode({"text": "the quick brown fox jumps"}).samples
     assert all(len(piece["input_ids"]) <= length for piece in pieces)
     targets = np.concatenate([piece["labels"] for piece in pieces])
     assert targets[targets != IGNORE].tolist() == whole["input_ids"][1:].tolist()
@@ -78,27 +81,27 @@ def test_a_long_text_gives_pieces_that_predict_every_token_once(tokenizer: Any, 
 
 def test_text_in_a_batch_equals_one_by_one(tokenizer: Any) -> None:
     records = [{"text": "the fox"}, {"input_ids": [5, 6, 7]}, {"text": ""}, {"text": "dog and dog"}]
-    many = Text().encode_many(records, tokenizer, length=3)
+    many = Text().open(tokenizer, length=3).encode_many(records)
     for record, samples in zip(records, many, strict=True):
-        single = Text().encode(record, tokenizer, length=3)
-        assert [s["input_ids"].tolist() for s in samples] == [s["input_ids"].tolist() for s in single]
+        single = Text().open(tokenizer, length=3).encode(record).samples
+        assert [s["input_ids"].tolist() for s in samples.samples] == [s["input_ids"].tolist() for s in single]
 
 
 def test_given_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
-    plain = one(Text().encode({"input_ids": [5, 6, 7]}, tokenizer, length=LONG))
+    plain = one(Text().open(tokenizer, length=LONG).encode({"input_ids": [5, 6, 7]}).samples)
     assert (plain["input_ids"].tolist(), plain["labels"].tolist()) == ([5, 6, 7], [6, 7, IGNORE])
     same = {"input_ids": [5, 6, 7], "labels": [IGNORE, 6, 7]}
-    assert one(Text().encode(same, tokenizer, length=LONG))["labels"].tolist() == [6, 7, IGNORE]
+    assert one(Text().open(tokenizer, length=LONG).encode(same).samples)["labels"].tolist() == [6, 7, IGNORE]
     moved = {"input_ids": [5, 6, 7], "labels": [IGNORE, 7, 8], "labels_shifted": True}
-    assert one(Text().encode(moved, tokenizer, length=LONG))["labels"].tolist() == [IGNORE, 7, 8]
+    assert one(Text().open(tokenizer, length=LONG).encode(moved).samples)["labels"].tolist() == [IGNORE, 7, 8]
     padded = {"input_ids": [0, 0, 5, 6, 7, 0], "attention_mask": [0, 0, 1, 1, 1, 0]}
-    cut = one(Text().encode(padded, tokenizer, length=LONG))
+    cut = one(Text().open(tokenizer, length=LONG).encode(padded).samples)
     assert (cut["input_ids"].tolist(), cut["labels"].tolist()) == ([5, 6, 7], [6, 7, IGNORE])
 
 
 def test_text_faults(tokenizer: Any) -> None:
     def message(record: dict[str, Any], **settings: Any) -> str:
-        return fault(lambda: Text(**settings).encode(record, tokenizer, length=LONG))
+        return fault(lambda: Text(**settings).open(tokenizer, length=LONG).encode(record).samples)
 
     assert "no 'text' or 'input_ids' in the record. Keys found: 'body', 'id'. Accepted: text:" in message(
         {"body": "x", "id": 1}
@@ -117,8 +120,8 @@ def test_text_faults(tokenizer: Any) -> None:
     assert "'labels' holds -1; allowed are -100 and" in message({"input_ids": [1, 2], "labels": [1, -1]})
     for encoder, record in ((Text(), {"text": "x"}), (Chat(), {"question": "x", "answer": "y"})):
         with pytest.raises(RecipeError, match=r"^model\.tokenizer: .*model\.tokenizer=\{train: \{vocab_size: 8192\}\}"):
-            encoder.encode(record, None, length=9)
-    chosen = one(Text(column="body").encode({"text": "no", "body": "the"}, tokenizer, length=LONG))
+            encoder.open(None, length=9).encode(record)
+    chosen = one(Text(column="body").open(tokenizer, length=LONG).encode({"text": "no", "body": "the"}).samples)
     assert tokenizer.decode(chosen["input_ids"]) == "the<eos>"
 
 
@@ -141,7 +144,7 @@ def chatml_reference(messages: list[dict[str, str]], tokenizer: Any) -> tuple[li
 
 
 def test_chat_masks_equal_a_reference_written_out(chatml: Any) -> None:
-    features = one(Chat().encode({"messages": CHAT}, chatml, length=LONG))
+    features = one(Chat().open(chatml, length=LONG).encode({"messages": CHAT}).samples)
     ids, labels = chatml_reference(CHAT, chatml)
     assert features["input_ids"].tolist() == ids == chatml.apply_chat_template(CHAT)["input_ids"]
     assert features["labels"].tolist() == labels
@@ -157,7 +160,7 @@ def test_chat_masks_equal_transformers_where_the_template_marks_them(tokenizer_w
     tokenizer = tokenizer_with(chat_template=template)
     for messages in (CHAT, CHAT[:3], CHAT[1:3]):
         truth = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        features = one(Chat().encode({"messages": messages}, tokenizer, length=LONG))
+        features = one(Chat().open(tokenizer, length=LONG).encode({"messages": messages}).samples)
         assert features["input_ids"].tolist() == truth["input_ids"]
         mask = np.array(truth["assistant_masks"][1:] + [0], dtype=bool)
         assert (features["labels"] != IGNORE).tolist() == mask.tolist()
@@ -175,8 +178,8 @@ def test_chat_masks_agree_between_marked_and_unmarked_templates(
             "{{ '\n' }}",
         )
     )
-    a = one(Chat().encode({"messages": CHAT}, chatml, length=LONG))
-    b = one(Chat().encode({"messages": CHAT}, marked, length=LONG))
+    a = one(Chat().open(chatml, length=LONG).encode({"messages": CHAT}).samples)
+    b = one(Chat().open(marked, length=LONG).encode({"messages": CHAT}).samples)
     assert a["labels"].tolist() == b["labels"].tolist()
 
 
@@ -190,7 +193,7 @@ def test_a_template_that_drops_earlier_thinking_gives_a_sample_for_each_answer(
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     tokenizer = tokenizer_with(chat_template=template)
-    samples = Chat().encode({"messages": CHAT}, tokenizer, length=LONG)
+    samples = Chat().open(tokenizer, length=LONG).encode({"messages": CHAT}).samples
     assert [tokenizer.decode(s["input_ids"]) for s in samples] == [
         tokenizer.apply_chat_template(CHAT[:3], tokenize=False),
         tokenizer.apply_chat_template(CHAT, tokenize=False),
@@ -204,7 +207,7 @@ def test_a_template_that_drops_earlier_thinking_gives_a_sample_for_each_answer(
 def test_a_prompt_that_opens_more_than_the_answer_keeps(tokenizer_with: Callable[..., Any], chatml: Any) -> None:
     template = chatml.chat_template.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>'")
     tokenizer = tokenizer_with(chat_template=template)
-    features = one(Chat().encode({"messages": CHAT[1:3]}, tokenizer, length=LONG))
+    features = one(Chat().open(tokenizer, length=LONG).encode({"messages": CHAT[1:3]}).samples)
     assert tokenizer.decode(learned(features)) == "the lazy dog<|im_end|>"
 
 
@@ -214,12 +217,12 @@ def test_a_template_without_an_end_of_turn_token_gets_eos(tokenizer_with: Callab
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     tokenizer = tokenizer_with(chat_template=template)
-    features = one(Chat().encode({"messages": CHAT[1:3]}, tokenizer, length=LONG))
+    features = one(Chat().open(tokenizer, length=LONG).encode({"messages": CHAT[1:3]}).samples)
     assert tokenizer.decode(learned(features)).strip() == "the lazy dog\n<eos>"
 
 
 def test_plain_template(tokenizer: Any, tokenizer_with: Callable[..., Any]) -> None:
-    features = one(Chat().encode({"messages": CHAT}, tokenizer, length=LONG))
+    features = one(Chat().open(tokenizer, length=LONG).encode({"messages": CHAT}).samples)
     assert tokenizer.decode(features["input_ids"]) == (
         "be brief\n\nUser: who are you\nAssistant: the lazy dog<eos>\nUser: and the fox?\n"
         "Assistant:  jumps\n\nover <eos>\n"
@@ -231,16 +234,18 @@ def test_plain_template(tokenizer: Any, tokenizer_with: Callable[..., Any]) -> N
     prompt = carrier.apply_chat_template(CHAT[:2], tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(features["input_ids"]).startswith(prompt)
     begun = tokenizer_with(bos="<bos>")
-    assert begun.decode(one(Chat().encode({"messages": CHAT}, begun, length=LONG))["input_ids"]).startswith("<bos>be")
+    assert begun.decode(
+        one(Chat().open(begun, length=LONG).encode({"messages": CHAT}).samples)["input_ids"]
+    ).startswith("<bos>be")
 
 
 def test_plain_can_be_asked_for(chatml: Any, tokenizer: Any) -> None:
-    asked = one(Chat(template="plain").encode({"messages": CHAT}, chatml, length=LONG))
+    asked = one(Chat(template="plain").open(chatml, length=LONG).encode({"messages": CHAT}).samples)
     assert chatml.decode(asked["input_ids"]).startswith("be brief\n\nUser:")
 
 
 def test_train_on_all(chatml: Any) -> None:
-    features = one(Chat(train_on="all").encode({"messages": CHAT}, chatml, length=LONG))
+    features = one(Chat(train_on="all").open(chatml, length=LONG).encode({"messages": CHAT}).samples)
     assert features["labels"].tolist() == [*features["input_ids"][1:].tolist(), IGNORE]
 
 
@@ -248,14 +253,14 @@ def test_train_on_all(chatml: Any) -> None:
 def test_every_pair_form_is_the_same_conversation(chatml: Any, pair: tuple[str, str]) -> None:
     record = {pair[0]: "who are you", pair[1]: "the lazy dog", "id": 7, "system": "be brief"}
     assert isinstance(choose_encoder(record), Chat)
-    features = one(Chat().encode(record, chatml, length=LONG))
+    features = one(Chat().open(chatml, length=LONG).encode(record).samples)
     assert features["labels"].tolist() == chatml_reference(CHAT[:3], chatml)[1]
 
 
 def test_role_aliases_and_numbers(chatml: Any) -> None:
     for answering in ("gpt", "model"):
         messages = [{"role": "human", "content": "who are you"}, {"role": answering, "content": "the lazy dog"}]
-        features = one(Chat().encode({"messages": messages}, chatml, length=LONG))
+        features = one(Chat().open(chatml, length=LONG).encode({"messages": messages}).samples)
         assert features["labels"].tolist() == chatml_reference(CHAT[1:3], chatml)[1]
     assert Chat().conversation({"problem": "6 x 7", "expected_answer": 42})[1]["content"] == "42"
 
@@ -289,7 +294,7 @@ def test_conversations_of_from_and_value(chatml: Any) -> None:
     record = {"id": 3, "conversations": [{"from": speakers[m["role"]], "value": m["content"]} for m in CHAT]}
     assert isinstance(choose_encoder(record), Chat)
     assert Chat().conversation(record) == CHAT
-    features = one(Chat().encode(record, chatml, length=LONG))
+    features = one(Chat().open(chatml, length=LONG).encode(record).samples)
     assert features["labels"].tolist() == chatml_reference(CHAT, chatml)[1]
 
 
@@ -297,35 +302,38 @@ def test_conversations_of_from_and_value(chatml: Any) -> None:
 def test_a_blank_answer_is_never_learned(chatml: Any, tokenizer: Any, blank: str) -> None:
     half = [*CHAT[:2], {"role": "assistant", "content": blank}, *CHAT[3:]]
     for own, said in ((chatml, " jumps\n\nover <|im_end|>"), (tokenizer, "  jumps\n\nover <eos>")):
-        nothing = one(Chat().encode({"question": "who", "answer": blank}, own, length=LONG))
-        assert (nothing["labels"] == IGNORE).all()
-        assert own.decode(learned(one(Chat().encode({"messages": half}, own, length=LONG)))) == said
-        every = one(Chat(train_on="all").encode({"question": "who", "answer": blank}, own, length=LONG))
+        nothing = Chat().open(own, length=LONG).encode({"question": "who", "answer": blank})
+        assert (nothing.samples, nothing.dropped) == ([], [NOTHING_LEARNED])
+        assert own.decode(learned(one(Chat().open(own, length=LONG).encode({"messages": half}).samples))) == said
+        every = one(Chat(train_on="all").open(own, length=LONG).encode({"question": "who", "answer": blank}).samples)
         assert (every["labels"][:-1] != IGNORE).all()
 
 
 def test_the_layout_is_told(chatml: Any, tokenizer: Any) -> None:
     plain = "chat template: plain (User: ... / Assistant: ...), "
-    assert Chat().notes(tokenizer) == [plain + "the tokenizer has none"]
-    assert Chat(template="plain").notes(chatml) == [plain + "as data.encode says"]
-    assert Chat().notes(chatml) == ["chat template: the tokenizer's own"]
-    assert Text().notes(tokenizer) == []
+    assert Chat().open(tokenizer, length=64).notes() == [plain + "the tokenizer has none"]
+    assert Chat(template="plain").open(chatml, length=64).notes() == [plain + "as data.encode says"]
+    assert Chat().open(chatml, length=64).notes() == ["chat template: the tokenizer's own"]
+    assert Text().open(tokenizer, length=64).notes() == []
 
 
 def test_a_conversation_without_an_answer_has_nothing_to_learn(chatml: Any) -> None:
-    features = one(Chat().encode({"messages": CHAT[:2]}, chatml, length=LONG))
+    features = one(Chat().open(chatml, length=LONG).encode({"messages": CHAT[:2]}).samples)
     assert (features["labels"] == IGNORE).all()
 
 
 def test_chat_in_a_batch_equals_one_by_one(chatml: Any) -> None:
     records = [{"messages": CHAT}, {"question": "who", "answer": "you"}, {"messages": CHAT[:2]}]
-    for record, samples in zip(records, Chat().encode_many(records, chatml, length=LONG), strict=True):
-        assert one(samples)["labels"].tolist() == one(Chat().encode(record, chatml, length=LONG))["labels"].tolist()
+    for record, samples in zip(records, Chat().open(chatml, length=LONG).encode_many(records), strict=True):
+        assert (
+            one(samples.samples)["labels"].tolist()
+            == one(Chat().open(chatml, length=LONG).encode(record).samples)["labels"].tolist()
+        )
 
 
 def test_chat_faults(chatml: Any, tokenizer_with: Callable[..., Any]) -> None:
     def message(record: dict[str, Any], **settings: Any) -> str:
-        return fault(lambda: Chat(**settings).encode(record, chatml, length=LONG))
+        return fault(lambda: Chat(**settings).open(chatml, length=LONG).encode(record).samples)
 
     nothing = message({"title": "x", "body": "y"})
     assert "no conversation found in the record. Keys found: 'title', 'body'. Accepted: chat:" in nothing
@@ -363,7 +371,7 @@ def test_chat_faults(chatml: Any, tokenizer_with: Callable[..., Any]) -> None:
     assert "no 'b' in the record" in message({"a": "1"}, question="a", answer="b")
     strict = tokenizer_with(chat_template="{{ raise_exception('roles must alternate') }}")
     assert "chat template refuses this conversation: roles must alternate" in fault(
-        lambda: Chat().encode({"messages": CHAT}, strict, length=LONG)
+        lambda: Chat().open(strict, length=LONG).encode({"messages": CHAT}).samples
     )
 
 
@@ -375,9 +383,11 @@ def test_the_first_record_decides_the_encoder() -> None:
     assert isinstance(choose_encoder({"input_ids": [1]}), Text)
     assert isinstance(choose_encoder({"messages": CHAT, "text": None}), Chat)
     unknown = fault(lambda: choose_encoder({"title": "x"}))
-    assert "no form that is known. Keys found: 'title'. Accepted: text:" in unknown
+    assert "no known form. Keys found: 'title'. Accepted: text:" in unknown
     assert "chat:" in unknown
-    assert "both a text and a conversation" in fault(lambda: choose_encoder({"text": "x", "messages": CHAT}))
+    assert "has the form of several encoders: chat and text" in fault(
+        lambda: choose_encoder({"text": "x", "messages": CHAT})
+    )
     assert kinds(Encoder) == ["chat", "image", "pairs", "text"]
     assert decode(Encoder, "chat", where="data.encode") == Chat()
 
@@ -407,11 +417,11 @@ def test_the_plain_layout_goes_with_the_tokenizer(tokenizer: Any) -> None:
     """Whoever loads the export lays conversations out as in training; a template of its own is left alone."""
     bare = copy.deepcopy(tokenizer)
     bare.chat_template = None
-    Chat().leave_on(bare, length=64)
+    Chat().open(bare, length=64).annotate_processor()
     asked = bare.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
     assert asked.startswith("User: Hi")
     assert asked.rstrip().endswith("Assistant:")
     own = copy.deepcopy(tokenizer)
     own.chat_template = "mine"
-    Chat().leave_on(own, length=64)
+    Chat().open(own, length=64).annotate_processor()
     assert own.chat_template == "mine"

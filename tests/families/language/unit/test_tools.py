@@ -167,7 +167,7 @@ def with_template(tokenizer_with: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def encode(record: dict[str, Any], tokenizer: Any, **settings: Any) -> list[Features]:
-    return list(Chat(**settings).encode(record, tokenizer, length=100_000))
+    return list(Chat(**settings).open(tokenizer, length=100_000).encode(record).samples)
 
 
 def learned(sample: Features, tokenizer: Any) -> str:
@@ -433,7 +433,7 @@ def test_records_of_which_something_is_lost_are_counted(chatml: Any, tmp_path: P
     records = [{"messages": CHAT, "tools": TOOLS}] * 3 + [{"messages": CHAT[4:]}] * 2
     (tmp_path / "chat.jsonl").write_text("\n".join(map(json.dumps, records)))
     made = prepare(
-        train=Files(path=str(tmp_path / "chat.jsonl")),
+        train=Files(path=str(tmp_path / "chat.jsonl")).open(),
         validation=None,
         encode=None,
         processor=chatml,

@@ -1,7 +1,7 @@
 """The columns of a record that hold a pair: query, positive, negatives and label, as texts and as images.
 
-A column is what its name says: a text with a "/" in it is a text, and images are never guessed. Must not know tokens,
-files or ranks.
+Only the name of a column decides: a text with a "/" in it is a text, and images are never guessed. Must not know
+tokens, files or ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from fullshard.config.problems import found
 from fullshard.contracts.data import Record
-from fullshard.data.records import keys_found
+from fullshard.data.records import MAPPING, is_empty, keys_found
 from fullshard.errors import DataError
 from fullshard.images.reading import Given, given
 
@@ -26,14 +26,13 @@ ALIASES = {
     "negatives": ("negative_samples", "hard_negatives", "distractors"),
     "label": ("score", "class_id"),
 }
-"""What a record holds, and other columns that are taken for it where only one of them is there."""
+"""The parts of a pair, and other columns that are read as them if exactly one is present."""
 IMAGES: dict[str, tuple[str, ...]] = {
     "query_image": ("source_image",),
     "positive_image": ("image",),
     "negative_images": (),
 }
-"""The same for images. `image` is the positive's only where it has no text: beside one it could be anything."""
-MAPPING = "data.encode.column_mapping"
+"""The same for images. `image` is the positive's only if it has no text: beside one it could be anything."""
 KINDS = {"t": "text", "i": "image", "m": "text and image"}
 
 _IMAGE_OF = {"query": "query_image", "positive": "positive_image", "negatives": "negative_images"}
@@ -42,7 +41,7 @@ _NUMBERED = {
     "negative_images": re.compile(r"negative_image(?:_(\d+))?"),
 }
 _ALONE = ("text", "passage")
-"""Other columns of a record that is a document and no pair."""
+"""Other columns of a record that is a single document."""
 
 T = TypeVar("T")
 
@@ -54,17 +53,17 @@ class Column:
     text: str | None = None
     image: Given | None = None
     column: str = ""
-    """Where the text comes from."""
+    """The column of the text."""
 
     @property
     def kind(self) -> str:
-        """t, i or m, as retrieval modes are written."""
+        """t, i or m, as in retrieval modes."""
         return "t" if self.image is None else "i" if self.text is None else "m"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What a record holds: the query, the positive, then the negatives."""
+    """The query, the positive, then the negatives of a record."""
 
     entries: list[Column]
     label: float
@@ -87,10 +86,10 @@ class Columns:
     """Finds the parts of a pair in records."""
 
     mapping: Mapping[str, str] = field(default_factory=dict)
-    """Columns with names of their own."""
+    """The user's names of columns."""
 
     def pair(self, record: Record) -> Pair:
-        """What a record holds. Negatives are texts first, then images; each is one or the other."""
+        """Reads a record. Negatives are texts first, then images; each is one or the other."""
         sides = [self._side(record, "query"), self._side(record, "positive")]
         negatives = [
             entry
@@ -102,13 +101,13 @@ class Columns:
         return Pair([*sides, *negatives], labels[0] if labels else math.nan)
 
     def document(self, record: Record) -> str:
-        """The text of a record that is no pair but one document: what a pair has as its positive, or a `text`."""
+        """The text of a record that is a single document: in a column of the positive, or in `text`."""
         columns = self.of(record, "positive") or [key for key in _ALONE if key in record]
         for key in self.of(record, "positive_image"):
-            # An alias beside a text is just another column.
+            # An alias beside a text is an unrelated column.
             if given(record[key], key) and not (columns and key in IMAGES["positive_image"]):
                 raise DataError(
-                    f"{key!r} in the record asks for an image, but a document is a text here. Take the column out, and "
+                    f"{key!r} in the record asks for an image, but a document is a text here. Remove the column, and "
                     "give the text in 'positive'."
                 )
         if len(columns) != 1:
@@ -118,7 +117,7 @@ class Columns:
         return _text(record[columns[0]], columns[0], "positive")
 
     def report(self, record: Record) -> list[str]:
-        """Which columns were taken for what, where their names are not the plain ones."""
+        """Which columns were read as what, if their names differ from the parts'."""
         names = [name for name in (*ALIASES, *IMAGES) if name not in self.mapping]
         found = {name: self.of(record, name) for name in names}
         said = [f"{name} from {', '.join(columns)}" for name, columns in found.items() if columns not in ([], [name])]
@@ -142,7 +141,7 @@ class Columns:
                     f"one of these{'' if name in ('query', 'positive') else ', or give the record a null there'}."
                 )
             return [mapped]
-        # A column that serves for one name is none of another, be it called so.
+        # A mapped column is not read as another part, even if its name says so.
         free = [key for key in record if key not in self.mapping.values()]
         if name in free:
             return [name]
@@ -162,7 +161,7 @@ class Columns:
         return found[0] if found else []
 
     def _side(self, record: Record, name: str) -> Column:
-        """The query or the positive. An empty text beside an image is how a table says that there is none."""
+        """The query or the positive. In a table, an empty text beside an image means no text."""
         images = [given(record[column], column) for column in self.of(record, _IMAGE_OF[name])]
         image = images[0] if images else None
         columns = [key for key in self.of(record, name) if image is None or not is_empty(record[key])]
@@ -178,13 +177,6 @@ class Columns:
         return Column(_text(record[columns[0]], columns[0], name), image, columns[0])
 
 
-def is_empty(value: Any) -> bool:
-    """Whether a column holds nothing; an empty cell is how a table says so, two nulls how an image does."""
-    if isinstance(value, Mapping):
-        return all(part is None for part in value.values())
-    return value is None or (isinstance(value, (str, list, tuple)) and not value)
-
-
 def _text_entry(value: Any, column: str) -> Column:
     return Column(_text(value, column, "negatives"), column=column.partition("[")[0])
 
@@ -192,12 +184,12 @@ def _text_entry(value: Any, column: str) -> Column:
 def _image_entry(value: Any, column: str) -> Column:
     found = given(value, column)
     if found is None:
-        raise DataError(f"{column!r} is null or blank in the record. Give it an image, or take it out of the list.")
+        raise DataError(f"{column!r} is null or blank in the record. Give it an image, or remove it from the list.")
     return Column(image=found)
 
 
 def _text(value: Any, column: str, name: str) -> str:
-    fix = "Give it a text, or take the record out."
+    fix = "Give it a text, or remove the record."
     if value is None:
         raise DataError(f"{column!r} is null in the record. {fix}")
     if not isinstance(value, str):
@@ -210,7 +202,7 @@ def _text(value: Any, column: str, name: str) -> str:
 
 
 def _several(value: Any, column: str, name: str, read: Callable[[Any, str], T]) -> list[T]:
-    """Negatives: a list, one, or none."""
+    """Negatives: a list, a single one, or nothing."""
     if is_empty(value):
         return []
     if isinstance(value, (list, tuple)):
@@ -219,7 +211,7 @@ def _several(value: Any, column: str, name: str, read: Callable[[Any, str], T]) 
     if not _NUMBERED[name].fullmatch(column) and isinstance(value, str) and _is_written_list(value):
         raise DataError(
             f"{column!r} must be a list or one negative, found a text that spells out a list: {value[:40]}. In a "
-            f"table give each negative a column of its own: {name[:-1]}_1, {name[:-1]}_2."
+            f"table give each negative its own column: {name[:-1]}_1, {name[:-1]}_2."
         )
     return [found]
 
@@ -234,7 +226,7 @@ def _is_written_list(text: str) -> bool:
 
 
 def _label(value: Any, column: str) -> float:
-    """A class or a similarity; NaN for none. A table gives numbers as text."""
+    """A class or a similarity; NaN if there is none. In tables, numbers are text."""
     if is_empty(value):
         return math.nan
     try:
@@ -242,7 +234,7 @@ def _label(value: Any, column: str) -> float:
         number = float(exact)
     except (TypeError, ValueError, OverflowError):
         exact, number = value, math.inf
-    # Two large classes that round to one number would be taken for the same.
+    # Two large classes could round to the same number.
     if math.isinf(number) or (isinstance(exact, Integral) and number != exact):
         raise DataError(
             f"{column!r} must be a number (a whole one of at most 2**53), found {found(value)}. "
