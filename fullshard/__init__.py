@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.contracts.data import Encoder, Records, Source
+    from fullshard.contracts.data import Collator, Encoded, Encoder, OpenEncoder, Records, Source, token_samples
     from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
     from fullshard.contracts.launcher import Launcher, Ranks
     from fullshard.contracts.model import Family, Weights
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 # Where each public name lives. They are imported on first use, so that `import fullshard` costs nothing.
 _HOMES = {
     "CheckpointError": "errors",
+    "Collator": "contracts.data",
     "DataError": "errors",
     "Embedded": "similarity.base",
+    "Encoded": "contracts.data",
     "Encoder": "contracts.data",
     "Evaluation": "contracts.evaluation",
     "EvaluationInputs": "contracts.evaluation",
@@ -39,6 +41,7 @@ _HOMES = {
     "Launcher": "contracts.launcher",
     "NumericalError": "errors",
     "Objective": "contracts.objective",
+    "OpenEncoder": "contracts.data",
     "OpenSink": "contracts.sink",
     "Optimizer": "contracts.optimizer",
     "Ranks": "contracts.launcher",
@@ -54,13 +57,16 @@ _HOMES = {
     "Terms": "contracts.objective",
     "Weights": "contracts.model",
     "load": "recipes.read",
+    "token_samples": "contracts.data",
     "train": "run",
 }
 
 __all__ = [
     "CheckpointError",
+    "Collator",
     "DataError",
     "Embedded",
+    "Encoded",
     "Encoder",
     "Evaluation",
     "EvaluationInputs",
@@ -70,6 +76,7 @@ __all__ = [
     "Launcher",
     "NumericalError",
     "Objective",
+    "OpenEncoder",
     "OpenSink",
     "Optimizer",
     "Ranks",
@@ -85,6 +92,7 @@ __all__ = [
     "Terms",
     "Weights",
     "load",
+    "token_samples",
     "train",
 ]
 

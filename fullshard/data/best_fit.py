@@ -1,4 +1,4 @@
-"""Which things of known lengths go into one row together. Must not know what they are."""
+"""Best-fit packing: which lengths share a row. Must not know what they are lengths of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def best_fit(lengths: np.ndarray, *, length: int) -> np.ndarray:
-    """The row of each sample by best-fit decreasing: longest first, each into the fullest row that still takes it.
+    """The row of each sample by best-fit decreasing: longest first, each into the fullest row with enough space.
 
-    Samples of one length and rows with equal room are handled together, so the work grows with the number of
-    different lengths, not of samples. Rows are numbered by their first sample.
+    Samples of equal length and rows with equal space are handled together, so the work grows with the number of
+    different lengths. Rows are numbered by their first sample.
     """
     order = np.argsort(-lengths, kind="stable")
     sizes, first = np.unique(-lengths[order], return_index=True)
@@ -37,7 +37,7 @@ def best_fit(lengths: np.ndarray, *, length: int) -> np.ndarray:
             count = min(end - at, len(used) * each)
             rows[order[at : at + count]] = np.repeat(used, each)[:count]
             at += count
-            # All used rows are filled alike, but for the last, which takes what is left over.
+            # All used rows are filled equally, except the last.
             last = count - (len(used) - 1) * each
             for left, group in ((free, rest), (free - each * size, used[:-1]), (free - last * size, used[-1:])):
                 if left and len(group):

@@ -1,7 +1,6 @@
 """One data file as records: jsonl, json, txt, csv, tsv, parquet.
 
-Whatever cannot be read is an error that names the file, the line and what is wrong with it. Must not know folders,
-tokens or ranks.
+Errors name the file, the line and the problem. Must not know folders, tokens or ranks.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from fullshard.errors import DataError
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
 PIECES = 20
-"""Text files together give at least so many records, so that some can be kept for validation."""
+"""The fewest records of all text files together, so that some can be held out for validation."""
 SHORTEST_CHARACTERS, PIECE_CHARACTERS = 1024, 64 * 1024
-"""A txt file is not cut below the first for the sake of `PIECES`; the second is the most that one record holds."""
+"""The length of a txt record: `PIECES` never cuts below the first; the second is the most."""
 
 _BOM = b"\xef\xbb\xbf"
 _NEWLINE, _SPACE = 10, 32
 
 
 def open_file(path: Path, *, pieces: int = PIECES) -> Records:
-    """The records of one file, by its suffix; of a txt file at least `pieces`, unless it is very short."""
+    """The records of one file; a txt file gives at least `pieces`, unless it is very short."""
     suffix = path.suffix.lower()
     if suffix not in SUFFIXES:
         raise DataError(
-            f"{path}: the suffix {path.suffix or '(none)'!r} is not known. Allowed: {', '.join(SUFFIXES)}. "
+            f"{path}: unknown suffix {path.suffix or '(none)'!r}. Allowed: {', '.join(SUFFIXES)}. "
             "Convert or rename the file."
         )
     try:
         if path.stat().st_size == 0:
-            raise DataError(f"{path}: the file is empty. Put records into it or take it out of the list.")
+            raise DataError(f"{path}: the file is empty. Put records into it or remove it from the list.")
         if suffix == ".jsonl":
             return JsonLines(path)
         if suffix == ".json":
@@ -57,7 +56,7 @@ def open_file(path: Path, *, pieces: int = PIECES) -> Records:
 
 
 class JsonLines:
-    """One JSON object a line. Only the places of the lines are held in memory; blank lines do not count."""
+    """One JSON object per line. Only the offsets of lines are in memory; blank lines do not count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -96,7 +95,7 @@ def _line_index(data: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if data[:3].tobytes() == _BOM:
         starts[0] = 3
     filled = ends > starts
-    # Only a line that opens with white space can be blank without being empty; the others need no look.
+    # Only lines that start with white space can be blank.
     first = data[np.minimum(starts, len(data) - 1)]
     for line in np.flatnonzero(filled & (first <= _SPACE)):
         filled[line] = bool(data[starts[line] : ends[line]].tobytes().strip())
@@ -129,7 +128,7 @@ def _json(path: Path) -> Records:
     if not isinstance(content, list):
         raise DataError(f"{path}: found {sort_of(content)}. {rule}")
     if not content:
-        raise DataError(f"{path}: the list is empty. Put records into it or take the file out of the list.")
+        raise DataError(f"{path}: the list is empty. Put records into it or remove the file from the list.")
     for number, record in enumerate(content, start=1):
         if not isinstance(record, dict):
             raise DataError(f"{path}, record {number}: found {sort_of(record)}, but each record must be an object.")
@@ -141,10 +140,9 @@ def _json(path: Path) -> Records:
 
 
 class TextPieces:
-    """A plain text, in order: cut at line ends into at least `pieces` records of 1 KiB to 64 KiB characters.
+    """A plain text, cut at line ends into at least `pieces` records of 1 to 64 KiB characters, if it is long enough.
 
-    A line is cut, between words, only where its end would leave a record less than half full. A text too short for so
-    many records of 1 KiB gives fewer."""
+    A line is cut, between words, only if its end would leave a record less than half full."""
 
     def __init__(self, path: Path, *, pieces: int = PIECES) -> None:
         self._path = path
@@ -153,7 +151,7 @@ class TextPieces:
         self._starts, self._lines = places[:-1, 0], places[:-1, 1]
         self._ends = places[1:, 0]
         if not any(self._text(index).strip() for index in range(len(self))):
-            raise DataError(f"{path}: the file has only white space. Put text into it or take it out of the list.")
+            raise DataError(f"{path}: the file has only white space. Put text into it or remove it from the list.")
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -175,7 +173,7 @@ class TextPieces:
 
 def _limit(path: Path, pieces: int) -> int:
     """The most characters of one record."""
-    # A character has at most four bytes, so a large file has enough pieces of the full size; others are counted.
+    # A character has at most four bytes, so a large file has enough pieces of full size.
     if path.stat().st_size >= 4 * pieces * PIECE_CHARACTERS:
         return PIECE_CHARACTERS
     characters = len(path.read_bytes().decode("utf-8", errors="replace"))
@@ -183,7 +181,7 @@ def _limit(path: Path, pieces: int) -> int:
 
 
 def _pieces(path: Path, *, limit: int) -> Iterator[tuple[int, int]]:
-    """Byte and line at which each piece starts, and the end of the file last."""
+    """Byte and line where each piece starts, then the end of the file."""
     with open(path, "rb") as file:
         at, held, number = (3 if file.read(3) == _BOM else 0), 0, 0
         file.seek(at)
@@ -192,7 +190,7 @@ def _pieces(path: Path, *, limit: int) -> Iterator[tuple[int, int]]:
             line = _utf8(raw, where=f"{path}:{number}")
             begin = 0
             while held + len(line) - begin > limit:
-                # At the line end; where that leaves less than half a piece, after a space or where the limit falls.
+                # At the line end; if that leaves less than half a piece, after a space or at the limit.
                 if held < limit // 2:
                     room = limit - held
                     cut = line.rfind(" ", begin + room // 2, begin + room) + 1 or begin + room
@@ -219,7 +217,7 @@ def _table(path: Path, *, delimiter: str) -> Records:
     with open(path, "rb") as file:
         for number, raw in enumerate(file, start=1):
             _utf8(raw, where=f"{path}:{number}")
-    # The module's own limit of 128 KiB a field is made for spreadsheets, not for documents.
+    # The default limit of 128 KiB per field is too small for documents.
     limit = csv.field_size_limit(sys.maxsize)
     try:
         header, rows, lines = _rows(path, delimiter=delimiter)
@@ -235,7 +233,7 @@ def _table(path: Path, *, delimiter: str) -> Records:
 
 
 def _rows(path: Path, *, delimiter: str) -> tuple[list[str], list[list[str]], list[int]]:
-    """The header, the rows, and the line each row ends on."""
+    """The header, the rows, and the line where each row ends."""
     rows: list[list[str]] = []
     lines: list[int] = []
     header: list[str] | None = None
@@ -279,7 +277,7 @@ class Parquet:
         groups = self._file.metadata
         self._ends = np.cumsum([groups.row_group(g).num_rows for g in range(groups.num_row_groups)], dtype=np.int64)
         if len(self) == 0:
-            raise DataError(f"{path}: the file has no rows. Put records into it or take it out of the list.")
+            raise DataError(f"{path}: the file has no rows. Put records into it or remove it from the list.")
         self._held: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:

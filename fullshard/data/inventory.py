@@ -1,4 +1,4 @@
-"""What a source is made of, file by file, so that changed data can be told as what changed and not as two hashes.
+"""The files of a source, so that an error can say which of them changed.
 
 Must not know checkpoints, tokens or ranks.
 """
@@ -6,6 +6,7 @@ Must not know checkpoints, tokens or ranks.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import size
 
 LIMIT = 2000
-"""The most parts that are listed one by one; a data set of more files is described as a whole."""
+"""The most files that are listed; a data set with more is not."""
 _SHOWN = 3
 
 Inventory = dict[str, dict[str, Any]]
@@ -22,7 +23,7 @@ Inventory = dict[str, dict[str, Any]]
 
 
 def inventory(records: Records) -> Inventory:
-    """The parts of open records, a file each where they come from files; empty where there are too many."""
+    """The parts of open records, such as files; empty if there are more than LIMIT."""
     parts = _parts(records)
     if len(parts) > LIMIT:
         return {}
@@ -46,8 +47,7 @@ def _parts(records: Records) -> list[Records]:
 
 
 def changes(before: Inventory, now: Inventory) -> list[str]:
-    """What was added, removed and changed between two inventories, in words; the same content under another name is no
-    change."""
+    """What was added, removed and changed between two inventories; renaming is no change."""
     contents = {entry["content"] for entry in before.values()}, {entry["content"] for entry in now.values()}
     added = [name for name, entry in now.items() if name not in before and entry["content"] not in contents[0]]
     removed = [name for name, entry in before.items() if name not in now and entry["content"] not in contents[1]]
@@ -68,8 +68,8 @@ def _amount(entry: dict[str, Any]) -> str:
     return records if held is None else f"{records} in {size(held) if held >= 2**20 else f'{held:,} bytes'}"
 
 
-def _some(names: list[str], told: Any) -> str:
-    shown = ", ".join(f"{name} ({told(name)})" for name in names[:_SHOWN])
+def _some(names: list[str], amount: Callable[[str], str]) -> str:
+    shown = ", ".join(f"{name} ({amount(name)})" for name in names[:_SHOWN])
     return shown + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
 
 

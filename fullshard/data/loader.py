@@ -1,6 +1,6 @@
-"""Micro-batches, step by step, made ahead of time by worker processes.
+"""The micro-batches of each step, made ahead of time by worker processes.
 
-A step is found from its number alone: no state is kept and none needs saving. Must not know record formats, models or
+The number of a step determines its data, so there is no state to save. Must not know record formats, models or
 torch.distributed.
 """
 
@@ -37,7 +37,7 @@ class Window:
     step: int
     epoch: int
     num_samples: int
-    """Rows over all ranks: samples, where they are not packed; fillers do not count."""
+    """Rows over all ranks, without fillers; a packed row counts once."""
     num_tokens: int
     """Real tokens over all ranks."""
     batches: list[Batch]
@@ -77,16 +77,16 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The partial last window of an epoch counts as a step."""
+        """Counts the partial last window."""
         return -(-self.num_samples // self._global_size)
 
     @property
     def num_batches(self) -> int:
-        """Batches of `once`, the same on every rank."""
+        """Batches of `once`; equal on all ranks."""
         return -(-self.num_samples // (self._per_device * self._world))
 
     def windows(self, start_step: int = 0) -> Iterator[Window]:
-        """Every step from `start_step` on, over as many epochs as are asked for."""
+        """Every step from `start_step` on, endlessly."""
         stream = _Stream(self._open(_Places(self, start_step)))
         try:
             for step in count(start_step):
@@ -99,8 +99,8 @@ class Loader:
             stream.close()
 
     def once(self) -> Iterator[Batch]:
-        """This rank's share of one pass in the order of the source: every sample once over all ranks."""
-        # Kept from one pass to the next, and its workers with it.
+        """This rank's share of one pass in the order of the source."""
+        # Kept for the next pass, with its workers.
         whole, self._whole = self._whole, None
         if whole is None:
             whole = self._open([(FIXED, places) for places in self._slices(np.arange(self.num_samples))])
@@ -114,20 +114,20 @@ class Loader:
             stream.close()
 
     def first_batch(self) -> Batch:
-        """This rank's first micro-batch, made here and now."""
+        """This rank's first micro-batch, made in this process."""
         return self._made(next(self.turns(0)))
 
     def long_sample(self, among: int = 32) -> Features:
-        """The longest of the first samples of the source, the same on every rank."""
+        """The longest of the first samples, the same on every rank."""
         first = (self._batches.samples[index] for index in range(min(among, self.num_samples)))
         return max(first, key=lambda sample: len(sample.get("input_ids", ())))
 
     def collate(self, rows: Sequence[Features], *, length: int | None) -> Batch:
-        """A micro-batch of rows that are in no source."""
+        """A micro-batch of other rows."""
         return self._batches.of(rows, np.zeros(len(rows), dtype=np.int64), length=length)
 
     def batch_of(self, places: np.ndarray) -> Batch:
-        """The micro-batch of these samples, made here and now."""
+        """The micro-batch of these samples, made in this process."""
         return self._made((FIXED, places))
 
     def turns(self, start_step: int) -> Iterator[Turn]:
@@ -144,7 +144,7 @@ class Loader:
         return batch
 
     def _order(self, epoch: int) -> np.ndarray:
-        # Two are kept: workers read ahead into the next epoch while this one is counted.
+        # Two are kept: workers read ahead into the next epoch.
         if epoch not in self._orders:
             kept = dict(sorted(self._orders.items())[-1:])
             order = permutation(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
@@ -162,23 +162,23 @@ class Loader:
 
     def _open(self, places: Any) -> DataLoader[Any]:
         if self._workers:
-            # A tokenizer's threads do not survive a fork; saying so beforehand keeps it from warning in every worker.
+            # A tokenizer's threads do not survive a fork; without this it warns in every worker.
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         return _Workers(
             self._batches,
             batch_size=None,
             sampler=places,
             num_workers=self._workers,
-            collate_fn=_as_it_is,
+            collate_fn=_unchanged,
             pin_memory=self._pin_memory,
-            worker_init_fn=_deaf,
+            worker_init_fn=_ignore_signals,
             persistent_workers=self._workers > 0,
             prefetch_factor=4 if self._workers else None,
         )
 
 
 class _Workers(DataLoader[Any]):
-    """torch's loader, without its word on their number: the check counts the workers of all ranks against the cores."""
+    """torch's loader without its warning about many workers; `fullshard check` counts those of all ranks."""
 
     def check_worker_number_rationality(self) -> None:
         pass
@@ -194,7 +194,7 @@ class _Places:
 
 
 class _Batches(torch.utils.data.Dataset[Any]):
-    """Indices in, one collated micro-batch out; the part that runs in a worker."""
+    """One collated micro-batch for given indices; runs in a worker."""
 
     def __init__(self, samples: Samples | Sequence[Features], collator: Collator, seed: int) -> None:
         self.samples, self._collator, self._seed = samples, collator, seed
@@ -205,16 +205,16 @@ class _Batches(torch.utils.data.Dataset[Any]):
         ids = _real_first(places)
         try:
             real = [self.samples[int(index)] for index in places if index != FILLER]
-            # A filler has the shape of a real sample, so that every rank runs the same kind of work.
+            # A filler has the shape of a real sample, so all ranks run the same work.
             blank = self._collator.blank(real[0] if real else self.samples[0])
             rows = real + [blank] * (len(places) - len(real))
             return self.of(rows, ids, length=self._length, stream=stream)
         except FullshardError as error:
-            # Raised in the main process: on its way there torch would wrap it in a traceback.
+            # The main process raises it; torch would wrap it in a traceback.
             return error
 
     def of(self, rows: Sequence[Features], ids: np.ndarray, *, length: int | None, stream: int = FIXED) -> Batch:
-        """One micro-batch of these features, which are the samples `ids`."""
+        """One micro-batch of these rows, which have the indices `ids`."""
         keys = draws(ids, seed=self._seed, stream=stream)
         batch = self._collator.collate(rows, length=length)
         if stream != FIXED:
@@ -227,16 +227,15 @@ def _real_first(places: np.ndarray) -> np.ndarray:
     return np.concatenate([real, np.full(len(places) - len(real), FILLER, dtype=np.int64)])
 
 
-def _as_it_is(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
 class _Stream:
-    """A running DataLoader. To be closed on the way out: an error may live long, and with it all that its traceback can
-    reach, the workers too."""
+    """A running DataLoader. Close it: the traceback of a kept error would keep its workers alive."""
 
     def __init__(self, batches: DataLoader[Any]) -> None:
-        # Signals are held back meanwhile, so that none reaches a worker before it is deaf to it.
+        # Signals are blocked until the workers ignore them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             self._iterator: Iterator[Any] | None = iter(batches)
@@ -254,10 +253,10 @@ class _Stream:
         self._iterator = None
 
 
-def _deaf(worker: int) -> None:
-    """Signals reach the whole process group; a worker that obeyed one would break the save of the main process.
+def _ignore_signals(worker: int) -> None:
+    """Signals reach the whole process group, but a worker that ends would break the save of the main process.
 
-    Only the main process may end it; who sent a signal is told by sigwaitinfo alone, which macOS does not have.
+    Only the main process may end a worker. Only sigwaitinfo names the sender, and macOS does not have it.
     """
     for number in _OF_THE_MAIN_PROCESS:
         signal.signal(number, signal.SIG_IGN)

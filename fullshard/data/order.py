@@ -1,7 +1,7 @@
-"""The global order of samples, and each rank's share of one step: pure functions.
+"""The global order of samples, and each rank's share of a step: pure functions.
 
-The order depends on (seed, epoch) alone, so a run can stop anywhere and go on with any number of ranks.
-Must not know what a sample holds.
+The order depends on (seed, epoch) alone, so a run can stop anywhere and resume with any number of ranks. Must not know
+what a sample holds.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 FILLER = -1
-"""The index of a place in a micro-batch that no sample is left for."""
-
+"""The index of a place in a micro-batch without a sample."""
 
 HOLDOUT, MIXTURE, FIXED = 2**63, 2**63 + 1, 2**63 + 2
-"""Streams of draws beside the epochs, which are numbered from 0."""
+"""Random streams besides those of the epochs, which are numbered from 0."""
 
 
 def generator(seed: int, *, stream: int) -> np.random.Generator:
-    """Randomness that depends on its two numbers alone."""
+    """A generator that depends on its two numbers alone."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
 
 
@@ -29,9 +28,9 @@ def permutation(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> np
 
 
 def draws(samples: np.ndarray, *, seed: int, stream: int) -> np.ndarray:
-    """A key for the randomness of each sample, int64: by the seed, the epoch or another stream, and the sample alone.
+    """A random key (int64) for each sample, which depends on the seed, the stream and the sample alone.
 
-    A bijective hash (splitmix64), so that no two samples share one."""
+    The hash (splitmix64) is bijective, so no two samples share a key."""
     base = generator(seed, stream=stream).integers(2**64, dtype=np.uint64)
     mixed = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + base
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -42,8 +41,8 @@ def draws(samples: np.ndarray, *, seed: int, stream: int) -> np.ndarray:
 def rank_slices(window: np.ndarray, *, per_device: int, rank: int, world: int) -> list[np.ndarray]:
     """This rank's micro-batches of one step.
 
-    Every rank gets the same number of micro-batches, and every micro-batch `per_device` places, so that shapes never
-    change; neighbours in the window go to neighbouring ranks, which shares a partial window out evenly.
+    Every rank gets the same number of micro-batches, each with `per_device` places, so shapes never change. Neighbours
+    in the window go to neighbouring ranks, which divides a partial window evenly.
     """
     size = per_device * world
     num_batches = -(-len(window) // size)

@@ -73,7 +73,7 @@ def given(value: Any, column: str) -> Given | None:
         return Given(value, column)
     raise DataError(
         f"{column!r} must be an image (a path, the bytes of a file, or {{bytes: ..., path: ...}}), found "
-        f"{found(value)}. Give it an image or null, or take the record out."
+        f"{found(value)}. Give it an image or null, or remove the record."
     )
 
 

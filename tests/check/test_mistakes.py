@@ -538,7 +538,7 @@ def other_columns(seed: Seed) -> None:
     seed.set("data", train=str(seed.lines({"title": "a", "body": "b"}, {"title": "c", "body": "d"})))
 
 
-@mistake("data", "data: data", "train.jsonl:2", "null", remedy="take the record out")
+@mistake("data", "data: data", "train.jsonl:2", "null", remedy="remove the record")
 def a_null_in_a_record(seed: Seed) -> None:
     seed.speak()
     seed.set("data", train=str(seed.lines({"text": "some words"}, {"text": None})))

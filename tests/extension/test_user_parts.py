@@ -309,6 +309,32 @@ def test_a_data_source_says_where_a_bad_record_is(parts: Path, folder: Path) -> 
         fullshard.train(fullshard.load(settings))
 
 
+COUNTED = SOURCE.replace(
+    "    def open(self):\n",
+    """    diary: str
+
+    def open(self):
+        import os
+        with open(self.diary, "a") as file:
+            file.write(f"{os.getpid()}\\n")
+""",
+)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_rank_opens_a_source_once(run: Train, parts: Path, world: int) -> None:
+    """Tokenizer, encoding, fingerprint and list of files all use the same open source."""
+    (parts / f"counted_{world}.py").write_text(COUNTED)
+    sources = {
+        name: {"kind": f"counted_{world}.Sequences", "first": first, "count": 40, "diary": str(parts / name)}
+        for name, first in (("train", 5), ("validation", 6))
+    }
+    run(f"counted-{world}", world=world, data=sources)
+    for name in sources:
+        opened = (parts / name).read_text().split()
+        assert len(opened) == len(set(opened)) == world, name
+
+
 ENCODER = """
 import numpy as np
 from fullshard import Encoder
@@ -328,6 +354,47 @@ class Digits(Encoder):
     def collate(self, samples, *, length):
         return collate_tokens(samples, length=length)
 """
+
+
+STATEFUL = """
+import numpy as np
+from fullshard import Collator, Encoder, OpenEncoder, token_samples
+from fullshard.text.tokens import collate_tokens
+
+class Shifted(Encoder):
+    def open(self, processor, *, length):
+        return OpenShifted(self, processor, length=length)
+
+class OpenShifted(OpenEncoder):
+    def encode(self, record):
+        ids = np.array(record["input_ids"], dtype=np.int32) + 100
+        labels = np.append(ids[1:], -100).astype(np.int32)
+        return token_samples([{"input_ids": ids, "labels": labels}], length=self.length)
+
+    def collator(self, store):
+        return ShiftedCollator(self.settings, least=int(store.flat("input_ids").min()))
+
+class ShiftedCollator(Collator):
+    def __init__(self, settings, least):
+        super().__init__(settings)
+        self.least = least
+
+    def collate(self, samples, *, length):
+        back = [
+            {**s, "input_ids": s["input_ids"] - self.least,
+             "labels": np.where(s["labels"] == -100, -100, s["labels"] - self.least)}
+            for s in samples
+        ]
+        return collate_tokens(back, length=length)
+"""
+
+
+def test_encoder_with_a_collator_that_measures_the_data(run: Train, parts: Path, folder: Path) -> None:
+    (parts / "my_stateful.py").write_text(STATEFUL)
+    found = run("stateful", data={"encode": "my_stateful.Shifted"})
+    assert min(map(min, rows(folder))) == 0, "so that the measured number undoes the shift"
+    expected = run("plain", data={})
+    assert curve(found, "loss", "grad_norm", "tokens") == curve(expected, "loss", "grad_norm", "tokens")
 
 
 def test_encoder(run: Train, parts: Path) -> None:

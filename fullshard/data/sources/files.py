@@ -1,4 +1,4 @@
-"""Records from files: a file, a folder, a glob pattern or a list of these; a data set saved by `datasets` too.
+"""Records from files: a file, a folder, a glob pattern or a list of these; also a data set saved by `datasets`.
 
 Must not know tokens or ranks.
 """
@@ -18,7 +18,7 @@ from fullshard.errors import DataError
 
 
 class Files(Source):
-    """Files on disk, in the order given; the files of a folder or pattern in the order of their names."""
+    """Files on disk, in the given order; files of a folder or pattern in the order of their names."""
 
     path: str | list[str]
     """A file (.jsonl, .json, .txt, .csv, .tsv, .parquet), a folder, a glob pattern, or a list of these. Text files are
@@ -40,7 +40,7 @@ class Files(Source):
         return Joined(parts, notes=notes)
 
     def _found(self, path: Path, notes: list[str]) -> list[Path]:
-        """The data files and saved data sets that a path stands for."""
+        """The data files and saved data sets of a path."""
         if _is_saved_dataset(path):
             return [path]
         if path.is_file():
@@ -60,13 +60,13 @@ class Files(Source):
 
 
 def _matches(text: str) -> list[Path]:
-    # os.path answers no where Path raises an error: a name that is too long, or ~ before a user who is not there.
+    # os.path returns False where Path raises: on names that are too long, or ~ with an unknown user.
     path = Path(os.path.expanduser(text))
     if os.path.exists(path):
         return [path]
     if glob.has_magic(text):
         matched = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
-        # `**` matches a folder and the files in it; reading both would count records twice.
+        # `**` matches a folder and its files; reading both would count records twice.
         files = [p for p in matched if p.is_file()]
         if matched:
             return files or matched
@@ -84,14 +84,14 @@ def _missing(path: Path, text: str) -> DataError:
         )
     names = sorted(p.name for p in folder.iterdir() if not p.name.startswith("."))
     near = difflib.get_close_matches(path.name, names, n=3)
-    # Without a near name, only what could be meant: a data file or a folder.
+    # Without a similar name: data files and folders.
     near = near or [name for name in names if Path(name).suffix.lower() in SUFFIXES or (folder / name).is_dir()][:5]
-    there = f"In {folder.absolute()} there is: {', '.join(near)}" if near else f"{folder.absolute()} holds no data"
+    there = f"In {folder.absolute()} there is: {', '.join(near)}" if near else f"{folder.absolute()} has no data"
     return DataError(f"{text}: no such file or folder. {there}. Check the path.")
 
 
 def _inside(folder: Path, *, split: str | None) -> tuple[list[Path], list[Path]]:
-    """Data files and saved data sets under a folder, by name; and the files that are neither."""
+    """Data files and saved data sets under a folder, by name, and all other files."""
     found: list[Path] = []
     left_out: list[Path] = []
     for child in sorted(folder.iterdir()):

@@ -11,12 +11,12 @@ from fullshard.errors import DataError
 
 
 class Hub(Source):
-    """A data set by its hub name; downloaded once, then read from the cache."""
+    """A data set by its hub name; downloaded once, then cached."""
 
     name: str
     """The data set, as on the hub: owner/name."""
     config: str | None = None
-    """The configuration (subset), where the data set has several."""
+    """The configuration (subset), if the data set has several."""
     split: str = "train"
     """The split; slices such as train[:5%] work."""
 

@@ -1,7 +1,6 @@
-"""Records from several sources, each with its share in percent.
+"""Records from several sources, each with a percentage.
 
-The mixture is drawn once, from the seed alone: the same on every rank and in every epoch.
-Must not know tokens or ranks.
+The mixture depends on the seed alone: it is the same on every rank and in every epoch. Must not know tokens or ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Mixture(Source):
 
 
 def shares(percents: list[float], *, total: int) -> list[int]:
-    """Whole numbers in proportion to `percents` that add up to `total`: the largest remainders are rounded up."""
+    """Integers in proportion to `percents` that add up to `total`; the largest remainders are rounded up."""
     exact = np.array(percents) / sum(percents) * total
     counts = np.floor(exact).astype(np.int64)
     late = np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]
@@ -70,7 +69,7 @@ def shares(percents: list[float], *, total: int) -> list[int]:
 
 
 def _draw(available: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Every record equally often, give or take one; which ones get one more is drawn."""
+    """Every record equally often; the remainder is drawn at random."""
     passes, rest = divmod(count, available)
     return np.concatenate([np.tile(np.arange(available), passes), np.sort(rng.permutation(available)[:rest])])
 
@@ -95,7 +94,7 @@ class _Mixed:
         return combine("mixture", self._settings, *(part.fingerprint() for part in self.parts))
 
     def origins(self) -> np.ndarray:
-        """The stored record behind each entry, so that a repeated one is never both trained and validated on."""
+        """The stored record behind each index, so that a repeated one is never both trained and validated on."""
         result = np.empty(len(self), dtype=np.int64)
         start = 0
         for number, part in enumerate(self.parts):

@@ -44,6 +44,8 @@ Form = tuple[tuple[int, ...], bool]
 class OpenImages(OpenEncoder):
     """Reads images, and runs the frozen VAE and text encoders."""
 
+    settings: Images
+
     def __init__(self, settings: Images, processor: Any, *, length: int) -> None:
         super().__init__(settings, processor, length=length)
         self._form: Form | None = None
@@ -139,6 +141,8 @@ class ImageCollator(Collator):
     """Scales images by the settings, or by what was measured over the training data.
 
     Every sample is stored with its mean and variance, so measured numbers are exact and equal on all ranks."""
+
+    settings: Images
 
     def __init__(self, settings: Images, store: Store | None = None) -> None:
         """Without `store` it knows no shape, and nothing can be measured."""

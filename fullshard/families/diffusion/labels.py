@@ -34,7 +34,7 @@ def label_of(record: Record, *, mapped: str | None, classes: int | None) -> int:
             return NO_LABEL
         raise DataError(
             f"no {column!r} in the record, but data.encode.classes = {classes} asks for one {allowed}. "
-            f"{keys_found(record)} Give it one, or take the record out."
+            f"{keys_found(record)} Give it one, or remove the record."
         )
     label = _whole_number(value)
     if label is None:
@@ -45,7 +45,7 @@ def label_of(record: Record, *, mapped: str | None, classes: int | None) -> int:
     if not 0 <= label < (2**63 if classes is None else classes):
         many = f", as data.encode.classes = {classes} has it" if classes is not None else ""
         raise DataError(
-            f"{column!r} is {label}, but classes go {allowed}{many}. Give the record another label, or take it out."
+            f"{column!r} is {label}, but classes go {allowed}{many}. Give the record another label, or remove it."
         )
     return label
 

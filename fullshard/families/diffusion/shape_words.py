@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-RESIZE = "Set data.encode.size to make the images alike, or take the record out."
+RESIZE = "Set data.encode.size to make the images alike, or remove the record."
 
 
 def by(shape: Sequence[int]) -> str:
@@ -22,10 +22,10 @@ def remedy(form: tuple[tuple[int, ...], bool], wanted: tuple[tuple[int, ...], bo
     """What to do about a sample of one shape, latent or not, among others of another."""
     (shape, is_latent), (first, _) = form, wanted
     if is_latent or wanted[1]:
-        return "Make all latents in one way, or take the record out."
+        return "Make all latents in one way, or remove the record."
     changed = {"data.encode.channels": shape[0] != first[0], "data.encode.size": shape[1:] != first[1:]}
     settings = " and ".join(key for key, differs in changed.items() if differs)
-    return f"Set {settings} to make them alike, or take the record out."
+    return f"Set {settings} to make them alike, or remove the record."
 
 
 __all__ = ["RESIZE", "by", "in_words", "remedy"]

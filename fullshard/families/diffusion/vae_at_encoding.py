@@ -44,7 +44,7 @@ class Frozen:
             if not np.isfinite(picture.values).all():
                 raise DataError(
                     f"{picture.name} becomes a latent with NaN or infinite values. Check the weights of "
-                    "data.encode.vae, or take the record out."
+                    "data.encode.vae, or remove the record."
                 )
         return found
 
@@ -61,7 +61,7 @@ class Frozen:
         try:
             latent_shape(self._vae.config, picture.values.shape)
         except ValueError as error:
-            raise DataError(f"{picture.name} {error}, or take the record out.") from None
+            raise DataError(f"{picture.name} {error}, or remove the record.") from None
         return picture
 
 

@@ -166,7 +166,7 @@ def test_text_packed_and_not_hold_the_same_targets(tmp_path: Path, tokenizer: An
     source = write_lines(tmp_path / "a.jsonl", rows)
     packed = run(source, tmp_path / "cache", processor=tokenizer)
     loose = run(source, tmp_path / "cache", processor=tokenizer, pack=False)
-    assert isinstance(packed.encoder, Text)
+    assert isinstance(packed.encoder.settings, Text)
     expected = [
         t for row in rows if row["text"] for t in tokenizer(row["text"])["input_ids"][1:] + [tokenizer.eos_token_id]
     ]
@@ -200,7 +200,7 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
     ]
     source = write_lines(tmp_path / "a.jsonl", rows)
     prepared = run(source, tmp_path / "cache", processor=chatml, length=32)
-    assert isinstance(prepared.encoder, Chat)
+    assert isinstance(prepared.encoder.settings, Chat)
     assert "data: 2 samples were cut at the sequence length" in prepared.report
     assert (
         "data: 3 samples were dropped; 2 with no answer or all labels masked, "

@@ -175,7 +175,7 @@ def _read(data: str, corpus: str | None, encoders: tuple[Pairs, Pairs], console:
     console.say(f"Reading {data}{f' and {corpus}' if corpus else ''}")
     records = open_source(data, where="DATA")
     pairs = read_pairs(records, encoders[0], console)
-    for note in [*getattr(records, "notes", []), *encoders[0].reads(records[0])]:
+    for note in [*getattr(records, "notes", []), *encoders[0].columns_read(records[0])]:
         console.note(note)
     if corpus is None:
         return lay_out(pairs, [])

@@ -140,6 +140,8 @@ class Pairs(Encoder):
 class OpenPairs(OpenEncoder):
     """Tokenizes the texts of pairs, each with its prompt, and reads their images."""
 
+    settings: Pairs
+
     def __init__(self, settings: Pairs, processor: Any, *, length: int) -> None:
         super().__init__(settings, processor, length=length)
         self._prompts = settings.prompts_for(processor)
@@ -199,8 +201,7 @@ class OpenPairs(OpenEncoder):
         return PairCollator(self.settings, self.processor if _takes_images(self.processor) else None)
 
     def notes(self) -> list[str]:
-        found: list[str] = self.settings.prompt_notes(self.processor)
-        return found
+        return self.settings.prompt_notes(self.processor)
 
     def contents(self, store: Store, chosen: np.ndarray) -> str:
         features = {"text": "lengths", "image": "image_sizes"}
@@ -226,6 +227,8 @@ class OpenPairs(OpenEncoder):
 
 class PairCollator(Collator):
     """Joins the texts of pairs, and computes the pixels of their images."""
+
+    settings: Pairs
 
     def __init__(self, settings: Pairs, vision: Any = None) -> None:
         super().__init__(settings)

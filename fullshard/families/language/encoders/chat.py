@@ -146,6 +146,8 @@ class Chat(Encoder):
 class OpenChat(OpenEncoder):
     """Renders conversations with the chat template and tokenizes them."""
 
+    settings: Chat
+
     def __init__(self, settings: Chat, processor: Any, *, length: int) -> None:
         super().__init__(settings, processor, length=length)
         self._tokenizer = tokenizer_of(processor, needed_by="chat")

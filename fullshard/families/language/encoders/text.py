@@ -70,6 +70,8 @@ class Text(Encoder):
 class OpenText(OpenEncoder):
     """Tokenizes text; takes token ids as they are."""
 
+    settings: Text
+
     def encode(self, record: Record) -> Encoded:
         return self.encode_many([record])[0]
 

@@ -388,7 +388,7 @@ def test_a_wrong_shape_names_the_record_and_both_shapes(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path}/t.csv:301: the file {tmp_path}/299.npy of 'path' is a latent of 4 x 2 x 3 (channels x height x "
         "width), but the first sample is a latent of 4 x 2 x 2 (channels x height x width), and all need one shape. "
-        "Make all latents in one way, or take the record out."
+        "Make all latents in one way, or remove the record."
     )
 
 
@@ -435,7 +435,7 @@ def test_labels_that_are_no_numbers(label: Any) -> None:
 def test_labels_outside_the_classes(label: Any, classes: int | None) -> None:
     said = fault({"image": COLOUR, "label": label}, classes=classes)
     allowed = "from 0 to 9, as data.encode.classes = 10 has it" if classes else "from 0 on"
-    assert said == f"'label' is {label}, but classes go {allowed}. Give the record another label, or take it out."
+    assert said == f"'label' is {label}, but classes go {allowed}. Give the record another label, or remove it."
 
 
 @pytest.mark.parametrize("label", [9, "9", "9.0", 9.0, np.int32(9), np.float32(9), " 9 "])
