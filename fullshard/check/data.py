@@ -26,7 +26,7 @@ from fullshard.recipe import Recipe
 from fullshard.setup.run_inputs import RunInputs
 
 MOST_MASKED = 0.95
-"""Share of positions without a loss term above which a warning is due."""
+"""Share of positions without a loss term; more is a warning, as with the others."""
 MOST_CUT = 0.1
 """Share of samples cut at the sequence length."""
 MOST_DROPPED = 0.01
@@ -38,13 +38,13 @@ MOST_LEAKED = 0.001
 MOST_REPEATED = 0.05
 """Share of training samples that repeat another one."""
 MOST_READ = 20_000
-"""Samples of each side whose content is read, evenly spread over the data."""
+"""Samples of train and of validation whose content is read, evenly spread."""
 MOST_TOKENS = 20_000_000
-"""Tokens of each side that are read."""
+"""Tokens of each that are read."""
 
 
 def look(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
-    """The findings about the data of a run, in the parent process."""
+    """The findings about the data of a run."""
     data = inputs.data
     yield from _encoder(data)
     yield _counts("train", data.train, data.train_from)
@@ -60,7 +60,7 @@ def look(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
 
 
 def longest_batch(data: Prepared, *, per_device: int) -> Batch:
-    """The largest micro-batch that a rank can meet in training: the longest rows together, on the CPU."""
+    """The largest micro-batch of a run: the longest rows together, on the CPU."""
     longest = np.argsort(-data.train.lengths, kind="stable")[:per_device]
     places = np.full(per_device, FILLER, dtype=np.int64)
     places[: len(longest)] = longest
@@ -68,7 +68,7 @@ def longest_batch(data: Prepared, *, per_device: int) -> Batch:
 
 
 def _encoder(data: Prepared) -> Iterator[Finding]:
-    """What was decided before any record was counted: the encoder and its layout, and notes of the source."""
+    """The encoder, its layout, and notes of the source."""
     for line in takewhile(lambda line: not line.startswith("data: "), data.report):
         name, _, rest = line.partition(": ")
         yield (
@@ -87,7 +87,7 @@ def _counts(name: str, samples: Samples, stored: Stored) -> Finding:
 
 
 def _losses(key: str, store: Store) -> Iterator[Finding]:
-    """What was cut and what was left out."""
+    """Samples that were cut, and those that were dropped."""
     counts = store.counts
     all_samples = counts.samples + counts.dropped
     cut, dropped = counts.truncated / max(all_samples, 1), counts.dropped / max(all_samples, 1)
@@ -115,12 +115,12 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
 
 
 def _unrendered(key: str, store: Store) -> Iterator[Finding]:
-    """What of the records is in no sample."""
+    """Parts of records that are in no sample."""
     for line in remarks(store.counts.lost):
         yield warning(
             "unrendered",
             f"{key}: {line}. The model never sees them.",
-            "Use a tokenizer whose chat template renders them, or take them out of the records.",
+            "Use a tokenizer whose chat template renders them, or remove them from the records.",
         )
     for line in remarks(store.counts.noted):
         yield ok("rendered", f"{key}: {line}")
@@ -148,7 +148,7 @@ def _validation(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
 
 
 def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
-    """The first and the longest batch, through encoder and collator."""
+    """The first and the longest batch."""
     data, plan = inputs.data, inputs.plan
     loader = Loader(
         data.train,
@@ -181,7 +181,7 @@ def _shapes(batch: Batch) -> str:
 
 
 def _padding(recipe: Recipe, samples: Samples, *, per_device: int) -> float:
-    """Share of padding when rows are as long as the longest of their micro-batch, in the order of the first epoch."""
+    """The share of padding in the first epoch, if rows are padded to the longest of their micro-batch."""
     order = permutation(len(samples), seed=recipe.seed, epoch=0, shuffle=recipe.data.shuffle)
     lengths = samples.lengths[order][: len(samples) // per_device * per_device].reshape(-1, per_device)
     full = int(lengths.max(axis=1).sum()) * per_device if len(lengths) else 0
@@ -189,11 +189,11 @@ def _padding(recipe: Recipe, samples: Samples, *, per_device: int) -> float:
 
 
 class _Read:
-    """What was found in some samples: their hashes, and their positions with and without a loss term."""
+    """Hashes of some samples, and their number of positions with and without a loss term."""
 
     def __init__(self, stored: Stored, indices: np.ndarray) -> None:
         self.indices = indices
-        """Places in the store."""
+        """Indices in the store."""
         self.hashes: list[bytes] = []
         self.positions = self.masked = 0
         for index in indices:
@@ -209,7 +209,7 @@ class _Read:
 
 
 def _read(stored: Stored) -> _Read:
-    """Every sample, or as many as the limits allow, evenly spread; a record that a mixture repeats is read once."""
+    """Reads all samples, or as many as the limits allow, evenly spread; records that a mixture repeats only once."""
     indices = _once(stored)
     tokens = int(stored.store.lengths[indices].sum())
     number = min(len(indices), MOST_READ, max(len(indices) * MOST_TOKENS // max(tokens, 1), 1))
@@ -225,7 +225,7 @@ def _once(stored: Stored) -> np.ndarray:
 
 
 def _compared(read: _Read, stored: Stored) -> str:
-    """How many samples were looked at."""
+    """The number of samples that were read."""
     number, whole = len(read.indices), len(_once(stored))
     return counted(number, "sample") + ("" if number == whole else f" drawn evenly from {whole:,}")
 
@@ -238,7 +238,7 @@ def _masked(stored: Stored, read: _Read) -> Iterator[Finding]:
     if share > MOST_MASKED:
         yield warning(
             "masked labels",
-            f"data.train: {text}; above {MOST_MASKED:.0%} nearly all of the computation teaches nothing.",
+            f"data.train: {text}; above {MOST_MASKED:.0%} nearly all computation is wasted.",
             "Shorten the questions, or learn every token with data.encode={kind: chat, train_on: all}.",
         )
     else:
@@ -259,7 +259,7 @@ def _repeated(stored: Stored, read: _Read) -> Iterator[Finding]:
         yield warning(
             "duplicates",
             f"data.train: {text}, such as {_examples(stored, stored, again)}.",
-            "Take repeated records out; to weight data on purpose use a mixture: data.train={kind: mixture, ...}.",
+            "Remove repeated records; to weight data on purpose use a mixture: data.train={kind: mixture, ...}.",
         )
     else:
         yield ok("duplicates", text if again else f"none among {_compared(read, stored)} of train")
@@ -278,7 +278,7 @@ def _leaked(train: Stored, validation: Stored, read: _Read) -> Iterator[Finding]
         yield warning(
             "leakage",
             f"{text}, such as {_examples(validation, train, both)}: the validation loss is too good.",
-            "Take them out of data.train or data.validation; without data.validation, remove repeated records.",
+            "Remove them from data.train or data.validation; without data.validation, remove repeated records.",
         )
     else:
         yield ok("leakage", text)

@@ -58,10 +58,12 @@ def choose_encoder(record: Record) -> Encoder:
     chosen = [cls for cls in accepting if not cls.last_resort] or accepting
     if len(chosen) == 1:
         return chosen[0]()
-    several = f"the record has the form of several encoders: {join_words(cls.kind() for cls in chosen)}"
+    problem = "the record has no known form"
+    if chosen:
+        problem = f"the record has the form of several encoders: {join_words(cls.kind() for cls in chosen)}"
     with_forms = [cls for cls in known if cls.forms]
     raise DataError(
-        f"{several if chosen else 'the record has no known form'}. {keys_found(record)} "
+        f"{problem}. {keys_found(record)} "
         f"Accepted: {'; '.join(cls.forms for cls in with_forms)}. "
         f"Choose with data.encode: {join_words((cls.kind() for cls in with_forms), 'or')}, and name other columns "
         "there."

@@ -1,7 +1,7 @@
-"""A record's conversation in the one form that chat templates are written for: Transformers' own messages and tools.
+"""Reads the conversation of a record into the form that chat templates expect: Transformers' messages and tools.
 
-Data sets hold the same thing in many ways: other names for the roles, JSON inside strings, keys filled with null. Must
-not know templates, tokens, files or ranks.
+Data sets use other names for roles, JSON inside strings, and nulls for missing keys. Must not know templates, tokens,
+files or ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fullshard.errors import DataError
 Message = dict[str, Any]
 
 LISTS = {"messages": ("role", "content"), "conversations": ("from", "value")}
-"""Columns that hold a whole conversation, and what their entries call the speaker and the text."""
+"""Columns with a whole conversation, and their keys for the speaker and the text."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 ALIASES = {
     "human": "user",
@@ -29,9 +29,9 @@ ALIASES = {
     "function": "tool",
 }
 CALLS = ("function_call", "tool_call")
-"""Roles of a message whose text is a tool call in JSON."""
+"""Roles of messages whose text is a tool call in JSON."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""What a message may call the thinking before its answer; Transformers takes them for the same."""
+"""Keys for the reasoning before an answer; Transformers treats them alike."""
 
 _CALL_FORM = '{"name": "...", "arguments": {...}}'
 _RESERVED = {
@@ -40,11 +40,11 @@ _RESERVED = {
     *("return_assistant_tokens_mask", "self"),
     *("cycler", "dict", "joiner", "lipsum", "namespace", "raise_exception", "range", "strftime_now"),
 }
-"""Columns that are no variables of a template: the conversation, how it is rendered, and the functions it may call."""
+"""Columns that are not template variables: the conversation, rendering options, and functions of the template."""
 
 
 def read_messages(value: Any, *, column: str) -> list[Message]:
-    """The messages of a conversation, with every key that is not null."""
+    """The messages of a conversation, without nulls."""
     speaker, said = LISTS[column]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise DataError(f"{column!r} must be a list of at least one {{{speaker}, {said}}}.")
@@ -52,7 +52,7 @@ def read_messages(value: Any, *, column: str) -> list[Message]:
 
 
 def read_variables(record: Record, *, used: Sequence[str]) -> dict[str, Any]:
-    """Every other column of a record, for the template to read; `used` columns are in the messages already."""
+    """All columns that the template may read; `used` ones are in the messages already."""
     more = record.get("chat_template_kwargs")
     more = _from_json(more, "'chat_template_kwargs'") if isinstance(more, str) else more
     if more is not None and not isinstance(more, Mapping):
@@ -65,7 +65,7 @@ def read_variables(record: Record, *, used: Sequence[str]) -> dict[str, Any]:
             _read_parameters(tool)
     if "documents" in found:
         found["documents"] = _documents(found["documents"])
-    # A template asks whether there are tools; an empty list would be taken for some.
+    # Templates test whether tools are defined; an empty list would count.
     return {key: value for key, value in found.items() if key not in ("tools", "documents") or value}
 
 
@@ -75,7 +75,7 @@ def written(value: Any) -> str:
 
 
 def joined(content: Any) -> str:
-    """The text of a message's content, whether it is given whole or in parts."""
+    """The text of a message's content, which may be a list of parts."""
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         return "".join(str(part["text"]) for part in content)
     return "" if content is None else written(content)
@@ -110,7 +110,7 @@ def _with_content(message: Message, entry: Mapping[str, Any], where: str, *, sai
             if said in entry:
                 raise DataError(f"{where}: {said!r} is null, and the message says nothing else.")
             raise DataError(f"{where} must have 'role' and {said!r}, found {', '.join(map(repr, entry))}.")
-        # Left out, as a null of a nested column means; a template that insists on one gets it when it is rendered.
+        # No key, since null in a table means missing; rendering adds it for templates that need it.
         return {key: value for key, value in message.items() if key != "content"}
     if isinstance(content, str) or (message["role"] in ("tool", "ipython") and isinstance(content, (Mapping, list))):
         return message
@@ -129,7 +129,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as an object, which templates write as JSON themselves."""
+    """Tool calls with their arguments as an object; templates write them as JSON."""
     found = []
     for number, call in enumerate(_objects(calls, f"{where}: 'tool_calls'"), start=1):
         place = f"{where}, tool call {number}"
@@ -149,14 +149,14 @@ def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_parameters(tool: dict[str, Any]) -> None:
-    """A schema that is written as a string, for the sake of a table's columns, is read."""
+    """Parses a schema that a table holds as a string."""
     for holder in (tool, tool.get("function")):
         if isinstance(holder, dict) and isinstance(holder.get("parameters"), str):
             holder["parameters"] = _from_json(holder["parameters"], "'tools': 'parameters'")
 
 
 def _documents(value: Any) -> list[dict[str, Any]]:
-    """Documents as objects with a text, which is what templates read; plain texts become such."""
+    """Documents as objects with a text, as templates expect; converts plain texts."""
     try:
         return _objects(value, "'documents'")
     except DataError:
@@ -167,7 +167,7 @@ def _documents(value: Any) -> list[dict[str, Any]]:
 
 
 def _objects(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects, each of which, or all of which, may be written as JSON in a string."""
+    """A list of objects; each of them, or the whole list, may be JSON in a string."""
     value = _from_json(value, where) if isinstance(value, str) and value.strip() else value or []
     entries = [value] if isinstance(value, Mapping) else value
     if not isinstance(entries, list):
@@ -180,7 +180,7 @@ def _objects(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _copied(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy whose nested objects can be changed without touching the record."""
+    """A deep copy, so that changes do not affect the record."""
     return {key: _copied(inner) if isinstance(inner, Mapping) else inner for key, inner in value.items()}
 
 

@@ -1,7 +1,7 @@
-"""A conversation as its chat template renders it: the text, where the answers stand in it, and what got lost.
+"""Renders a conversation with a chat template: the text, the spans of the answers, and what is missing from it.
 
-The text is what Transformers' own `apply_chat_template` gives for the same messages. Answers are found where the
-template marks them, or else by rendering the conversation up to each answer. Must not know records, tokens or ranks.
+The text equals that of Transformers' `apply_chat_template`. Answers are found by the template's generation blocks, or
+by rendering the conversation up to each answer. Must not know records, tokens or ranks.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from fullshard.text.conversation import REASONING, Message, joined, written
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _LABELS = ("tool_call_id", "id", "index")
-"""Keys of a message that only connect it to another one; few templates write them, and nothing is lost with them."""
+"""Keys that only link messages; few templates write them, and nothing is lost without them."""
 
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A conversation as text, and where in it the answers stand."""
+    """A conversation as text, with the spans of its answers."""
 
     text: str
     spans: list[Span]
     marked: bool
-    """The template itself marks what the model says, to the letter."""
+    """Whether the template itself marks what the model says."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a conversation gives to learn from."""
+    """The texts of a conversation."""
 
     layouts: list[Layout]
     lost: list[str] = field(default_factory=list)
-    """What the template leaves out of the text."""
+    """What the template does not render."""
     noted: list[str] = field(default_factory=list)
     """What is worth knowing about it."""
 
@@ -53,11 +53,11 @@ class Template:
 
     @property
     def marks(self) -> bool:
-        """Whether it marks what the model says by generation blocks."""
+        """Whether it marks what the model says, with generation blocks."""
         return bool(_GENERATION.search(self.text))
 
     def without(self, variable: str) -> Template:
-        """The same, for a record without this variable."""
+        """The same without one variable."""
         rest = {name: value for name, value in self.variables.items() if name != variable}
         return Template(self.text, self.special_tokens, rest)
 
@@ -74,14 +74,14 @@ class Template:
                 add_generation_prompt=prompt,
                 **{**self.variables, **self.special_tokens},
             )
-        # Besides its own errors, a template ends in those of Python: a text added to null, a key that is not there.
+        # A template may also raise Python's errors: text + null, a missing key.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise DataError(f"the tokenizer's chat template refuses this conversation: {error}") from error
         return texts[0], [(start, stop) for start, stop in (spans[0] if spans else [])]
 
 
 def render(messages: list[Message], template: Template) -> Rendered:
-    """The conversation as one text; or as several, where the template rewrites earlier turns later on."""
+    """The conversation as one text, or as several if the template rewrites earlier turns."""
     messages, whole, marked = _in_a_form_that_renders(messages, template)
     missing = list(_unrendered(messages, whole, template))
     lost = [f"{what} that the chat template does not render" for what in missing]
@@ -93,7 +93,7 @@ def render(messages: list[Message], template: Template) -> Rendered:
         return Rendered([Layout(whole, marked, marked=True)], lost)
     answered: list[tuple[str, Span]] = []
     for turn, message in enumerate(messages):
-        # An answer to nothing, at the very start, has no prompt and is context; a blank one says nothing.
+        # An answer at the very start has no prompt, so it is context.
         if message["role"] == "assistant" and turn > 0 and _says(message, missing):
             text = template.render(messages[: turn + 1])[0]
             answered.append((text, (_answer_start(messages[:turn], text, template), len(text))))
@@ -103,9 +103,9 @@ def render(messages: list[Message], template: Template) -> Rendered:
 
 
 def _gathered(whole: str, answered: list[tuple[str, Span]]) -> list[Layout]:
-    """As few texts as hold every answer the way it was rendered when it was given.
+    """The fewest texts that contain every answer as it was first rendered.
 
-    Reasoning templates drop the thinking of earlier turns, so an answer may never stand again as it was given."""
+    Reasoning templates drop the thinking of earlier turns, so a later text may not contain an answer unchanged."""
     texts = [text for text, _ in answered] + [whole]
     spans: dict[int, list[Span]] = {}
     for at, (text, span) in enumerate(answered):
@@ -115,31 +115,31 @@ def _gathered(whole: str, answered: list[tuple[str, Span]]) -> list[Layout]:
 
 
 def _answer_start(before: list[Message], answered: str, template: Template) -> int:
-    """Where the answer starts: after the prompt, less what the template opens for the model but does not keep."""
+    """Where the answer starts: after the prompt, without what the template opens for the model but does not keep."""
     asked = template.render(before, prompt=True)[0]
     if answered.startswith(asked):
         return len(asked)
     closed = template.render(before)[0]
     if not answered.startswith(closed):
         raise DataError(
-            "the tokenizer's chat template changes the question once it is answered, so the answer cannot be told "
-            "from it. Set data.encode = {kind: chat, template: plain}."
+            "the tokenizer's chat template changes the question once it is answered, so the answer cannot be "
+            "found. Set data.encode = {kind: chat, template: plain}."
         )
     pairs = zip(asked, answered, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(asked), len(answered)))
 
 
 def _says(message: Message, missing: Sequence[str]) -> bool:
-    """Whether anything of an answer is rendered."""
+    """Whether any part of an answer is rendered."""
     more = any(message.get(key) and key not in missing for key in ("tool_calls", "function_call", *REASONING))
     return more or bool(joined(message.get("content")).strip())
 
 
 def _in_a_form_that_renders(messages: list[Message], template: Template) -> tuple[list[Message], str, list[Span]]:
-    """The messages in the first form that the template can write out, with their text and marks.
+    """The messages in the first form that the template renders correctly, with their text and marks.
 
-    Templates differ in what they expect where a message has no text, where it has several parts, and whether arguments
-    are an object or JSON; given the other, they fail, or print the notation of Python."""
+    Templates differ in what they expect for a message without text, for several parts, and for arguments (an object or
+    JSON). Given another form they fail, or print Python objects."""
     refusal: DataError | None = None
     for form in _forms(messages):
         try:
@@ -156,7 +156,7 @@ def _in_a_form_that_renders(messages: list[Message], template: Template) -> tupl
 
 
 def _forms(messages: list[Message]) -> Iterator[list[Message]]:
-    """The same messages in every form, the most usual first."""
+    """The same messages in every form, the most common first."""
     in_parts = any(isinstance(message.get("content"), list) for message in messages)
     has_gap = any("content" not in message for message in messages)
     has_objects = any(_objects(message) for message in messages)
@@ -184,13 +184,13 @@ def _formed(message: Message, *, is_joined: bool, as_text: bool) -> Message:
 
 
 def _objects(message: Message) -> list[Mapping[str, Any]]:
-    """Arguments of calls, and a tool's result, that are given as objects."""
+    """Arguments of calls and results of tools that are objects."""
     found = [call["function"]["arguments"] for call in message.get("tool_calls", ())]
     return [value for value in (*found, message.get("content")) if isinstance(value, Mapping) and value]
 
 
 def _notations(messages: list[Message]) -> Iterator[str]:
-    """What would show that a template printed a Python object instead of writing its text."""
+    """Texts that appear only if a template printed a Python object."""
     for message in messages:
         yield from (repr(dict(value)) for value in _objects(message))
         content = message.get("content")
@@ -204,13 +204,13 @@ def _has_all_parts(messages: list[Message], text: str) -> bool:
 
 
 def _unrendered(messages: list[Message], whole: str, template: Template) -> Iterator[str]:
-    """What could be left out of the record without changing the text."""
+    """What can be removed from the record without changing the text."""
     for name in ("tools", "documents", "functions"):
         if name in template.variables and _same(messages, whole, template.without(name)):
             yield name
     keys = {key for message in messages for key in message if key not in ("role", "content", *_LABELS)}
     for group in ([key for key in REASONING if key in keys], *([key] for key in sorted(keys - {*REASONING}))):
-        # The name of a tool stands in the call that it answers.
+        # The name of a tool is in the call that it answers.
         holders = [
             at for at, m in enumerate(messages) if m.keys() & {*group} and (group, m["role"]) != (["name"], "tool")
         ]
@@ -228,7 +228,7 @@ def _unrendered(messages: list[Message], whole: str, template: Template) -> Iter
 
 
 def _matters(messages: list[Message], other: list[Message], changed: list[int], whole: str, template: Template) -> bool:
-    """Whether other messages give another text: the whole of it, or the part up to an answer that is changed."""
+    """Whether other messages give another text, in whole or up to a changed answer."""
     if not _same(other, whole, template):
         return True
     answers = [at for at in changed if messages[at]["role"] == "assistant"]
@@ -236,7 +236,7 @@ def _matters(messages: list[Message], other: list[Message], changed: list[int], 
 
 
 def _same(messages: list[Message], text: str | None, template: Template) -> bool:
-    """What the template cannot do without has an effect: without a text it is another."""
+    """Whether messages render to `text`; None if the template refuses them."""
     return _text(messages, template) == text
 
 

@@ -203,12 +203,12 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
     assert isinstance(prepared.encoder.settings, Chat)
     assert "data: 2 samples were cut at the sequence length" in prepared.report
     assert (
-        "data: 3 samples were dropped; 2 with no answer or all labels masked, "
-        "1 with all that is learned after data.sequence_length"
+        "data: 3 samples were dropped; 1 with all that is learned after data.sequence_length, "
+        "2 with no answer or all labels masked"
     ) in prepared.report
     assert "data: 5 records gave 2 samples" in prepared.report
     assert prepared.report[1] == "chat template: the tokenizer's own"
-    whole = Chat().open(chatml, length=32).encode(rows[1]).samples[0]
+    whole = Chat().open(chatml, length=10**6).encode(rows[1]).samples[0]
     cut = run(source, tmp_path / "cache", processor=chatml, length=32, pack=False).train[1]
     assert cut["input_ids"].tolist() == whole["input_ids"][:32].tolist()
     # The last label is the true next token, though that token was cut off.
@@ -230,7 +230,7 @@ def test_nothing_left_is_an_error_about_the_data_given(
     tmp_path: Path, chatml: Any, record: dict[str, Any], why: str, remedy: str, holdout: float
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", [record] * 60)
-    with pytest.raises(DataError, match=rf"^data\.train: no sample is left of 60 records, .*: 60 with {why}.*{remedy}"):
+    with pytest.raises(DataError, match=rf"^data\.train: no sample is left of 60 records: 60 with {why}.*{remedy}"):
         run(source, tmp_path / "cache", processor=chatml, holdout=holdout)
 
 
@@ -299,7 +299,7 @@ def test_a_validation_source_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
     assert (len(prepared.train), len(prepared.validation)) == (5, 2)
     assert "validation data: 2 records gave 2 samples" in prepared.report
     blank = write_lines(tmp_path / "c.jsonl", [{"text": ""}])
-    with pytest.raises(DataError, match=r"^data\.validation: no sample is left of 1 record,"):
+    with pytest.raises(DataError, match=r"^data\.validation: no sample is left of 1 record:"):
         run(train, tmp_path / "cache", processor=tokenizer, validation=blank)
 
 

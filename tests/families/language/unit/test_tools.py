@@ -167,7 +167,10 @@ def with_template(tokenizer_with: Callable[..., Any]) -> Callable[[str], Any]:
 
 
 def encode(record: dict[str, Any], tokenizer: Any, **settings: Any) -> list[Features]:
-    return list(Chat(**settings).open(tokenizer, length=100_000).encode(record).samples)
+    """The samples of a record; the first also holds the encoder's remarks about it."""
+    found = Chat(**settings).open(tokenizer, length=100_000).encode(record)
+    remarks = {name: np.array(lines) for name, lines in (("lost", found.lost), ("noted", found.noted)) if lines}
+    return [{**sample, **(remarks if at == 0 else {})} for at, sample in enumerate(found.samples)]
 
 
 def learned(sample: Features, tokenizer: Any) -> str:
@@ -281,10 +284,10 @@ def test_other_columns_reach_the_template(with_template: Callable[[str], Any]) -
     assert encode({"messages": CHAT[4:], **calls}, tokenizer)[0]["input_ids"].tolist() == reference(CHAT[4:], tokenizer)
     several = with_template("{{ 'none' }}")
     several.chat_template = {"default": "{{ 'no tools' }}", "tool_use": "{{ 'with ' + tools[0].function.name }}"}
-    assert several.decode(encode({"messages": CHAT, "tools": TOOLS}, several)[0]["input_ids"]).startswith(
-        "with weather"
-    )
-    assert several.decode(encode({"messages": CHAT}, several)[0]["input_ids"]).startswith("no tools")
+    assert several.decode(
+        encode({"messages": CHAT, "tools": TOOLS}, several, train_on="all")[0]["input_ids"]
+    ).startswith("with weather")
+    assert several.decode(encode({"messages": CHAT}, several, train_on="all")[0]["input_ids"]).startswith("no tools")
 
 
 def openai(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
