@@ -30,7 +30,7 @@ def make_validation(
 ) -> Validation:
     """`held_out` loads the validation data."""
     settings = recipe.evaluate
-    gallery = Gallery(recipe.folder, progress, report.write, inputs.data.encoder)
+    gallery = Gallery(recipe.folder, progress, report.write)
     return Validation(
         evaluations=evaluations(settings.parts, learner.average),
         inputs=evaluation_inputs(recipe, inputs, learner.model, learner.aux, held_out, world, report.console, gallery),

@@ -18,6 +18,7 @@ from fullshard.cli import app
 from fullshard.data.order import FIXED, draws, permutation
 from fullshard.errors import DataError
 from fullshard.families.diffusion.encoders.image import Images
+from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
 from tests.ranks import RankPool
 from tests.small import curve, train
@@ -216,7 +217,9 @@ def test_pictures_are_the_same_on_any_ranks(ranks: RankPool, folder: Path) -> No
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     part = {"kind": "pictures", "classes": [3, 0, 7], "per_class": 2, "steps": 2}
-    assert torch.equal(Images(mean=0.5, scale=4.0).shown(torch.tensor([-6.0, 2.0])), torch.tensor([-1.0, 1.0]))
+    assert torch.equal(
+        ImageCollator(Images(mean=0.5, scale=4.0)).decode(torch.tensor([-6.0, 2.0])), torch.tensor([-1.0, 1.0])
+    )
     found = []
     for world in (1, 2):
         shown = {"evaluate": {"every_epochs": None, "parts": [part]}, "log": {"sinks": ["tensorboard"]}}

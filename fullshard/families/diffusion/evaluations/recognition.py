@@ -96,7 +96,7 @@ class Recognition(MakesImages):
             ):
                 there = numbers != FILLER
                 if there.any():
-                    shown = self._encoder.shown(images[there.to(images.device)])
+                    shown = inputs.collator.decode(images[there.to(images.device)])
                     given = as_pixels(shown, as_bytes=self.pixels == "uint8")
                     labels = self._labels_in(self._classifier(given), len(given))
                     right = (labels == wanted[numbers[there]]).sum()

@@ -329,7 +329,7 @@ def test_a_model_without_images_refuses_them_in_words(bert: Any) -> None:
             one(record, bert)
         return str(caught.value)
 
-    words = "asks for images; this model takes none. Use a vision-language model, or take the column out"
+    words = "asks for images; this model takes none. Use a vision-language model, or remove the column"
     pair = {"query": "a", "positive": "b"}
     for name, value in (("query_image", "a.jpg"), ("positive_image", b"..."), ("negative_images", ["a.jpg", "b.jpg"])):
         assert refusal({**pair, name: value}).startswith(f"{name!r} in the record {words}")
@@ -354,7 +354,7 @@ def test_pairs_are_chosen_when_nothing_else_fits() -> None:
     assert isinstance(choose_encoder({"sentence1": "a", "sentence2": "b", "score": 0.1}), Pairs)
     assert isinstance(choose_encoder({"query": "a", "answer": "b"}), Chat)
     assert isinstance(choose_encoder({"query": "a", "positive": "b", "text": "c"}), Text)
-    with pytest.raises(DataError, match=r"no form that is known\. .*; pairs: \{\"query\": .* text, chat or pairs"):
+    with pytest.raises(DataError, match=r"no known form\. .*; pairs: \{\"query\": .* chat, pairs or text"):
         choose_encoder({"anchor": "a", "caption": "b"})
 
 
