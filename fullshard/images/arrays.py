@@ -1,7 +1,7 @@
-"""One image or latent as an array of (channels, height, width), whatever a record gives it as.
+"""Reads an image or latent into an array (channels, height, width).
 
-Whole numbers are pixels from 0 to 255 and become uint8; fractions are a latent and become float32, as they are. Must
-not know records, labels, batches or ranks.
+Integers are pixels from 0 to 255 and become uint8; floats are a latent and become float32. Must not know records,
+labels, batches or ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 _NPY = b"\x93NUMPY"
 _GREY = ("1", "L", "LA")
 _DEEP = ("I", "F")
-"""How the modes of images begin that have more than 8 bits a channel."""
-_MEND = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+"""Prefixes of image modes with more than 8 bits per channel."""
+_FIX = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What was read, and what to call it in an error."""
+    """An image or latent, and its name in errors."""
 
     name: str
     values: np.ndarray
@@ -39,32 +39,32 @@ class Picture:
         return bool(self.values.dtype == np.float32)
 
     def fingerprint(self) -> int:
-        """64 bits of a hash of what was read."""
+        """64 bits of a hash of the content."""
         found = hashlib.blake2b(f"{self.values.dtype}{self.values.shape}".encode(), digest_size=8)
         found.update(self.values.tobytes())
         return int.from_bytes(found.digest(), "little", signed=True)
 
 
 def floats(values: np.ndarray) -> np.ndarray:
-    """Pixels from -1 to 1; latents as they are."""
+    """Pixels scaled to -1 to 1; latents unchanged."""
     return values if values.dtype == np.float32 else values.astype(np.float32) / np.float32(127.5) - np.float32(1)
 
 
 def read(value: Any, column: str, *, root: Path | None, size: int | None, channels: Literal[1, 3] | None) -> Picture:
-    """Reads a path, the bytes of a file, an image or an array; raises DataError in words about it, which is Unreadable
-    where the content is missing or damaged."""
+    """Reads a path, the bytes of a file, an image or an array. Raises DataError; Unreadable if the content is missing
+    or damaged."""
     from PIL import Image
 
     name = _name(value, column, root)
     try:
         found = _opened(value, root)
     except MemoryError:
-        raise  # says nothing about the file
-    except Exception as error:  # every format fails in its own way
+        raise  # not the file's fault
+    except Exception as error:  # depends on the format
         hint = ""
         if isinstance(error, FileNotFoundError) and not Path(value).is_absolute():
             hint = f" Relative paths are taken from {root or Path.cwd()}: see data.encode.root."
-        raise Unreadable(f"{name} cannot be read: {reason(error)}.{hint} {_MEND}") from error
+        raise Unreadable(f"{name} cannot be read: {reason(error)}.{hint} {_FIX}") from error
     if not isinstance(found, Image.Image) and found.dtype.kind == "f":
         for setting, wanted in (("size", size), ("channels", channels)):
             if wanted is not None:
@@ -84,7 +84,7 @@ def _name(value: Any, column: str, root: Path | None) -> str:
 
 
 def _opened(value: Any, root: Path | None) -> np.ndarray | Image.Image:
-    """An array, or an image read to its end and turned as its camera says."""
+    """An array, or a complete image rotated by its EXIF tag."""
     from PIL import Image, ImageOps
 
     if isinstance(value, (np.ndarray, list)):
@@ -95,7 +95,7 @@ def _opened(value: Any, root: Path | None) -> np.ndarray | Image.Image:
     if isinstance(value, (str, bytes)):
         data = place(value, root).read_bytes() if isinstance(value, str) else value
         if data.startswith(_NPY) or (isinstance(value, str) and value.lower().endswith(".npy")):
-            # Not np.load: it takes a damaged file for a pickle, and says so.
+            # Not np.load, which takes a damaged file for a pickle.
             return np.asarray(np.lib.format.read_array(BytesIO(data), allow_pickle=False))
         value = Image.open(BytesIO(data))
     return ImageOps.exif_transpose(value)
@@ -115,7 +115,7 @@ def _latent(values: np.ndarray, name: str) -> np.ndarray:
     if wrong:
         raise Unreadable(
             f"{name} is a latent of {latent.size:,} values, and {wrong:,} of them {'is' if wrong == 1 else 'are'} NaN "
-            f"or infinite in float32. {_MEND}"
+            f"or infinite in float32. {_FIX}"
         )
     return latent
 

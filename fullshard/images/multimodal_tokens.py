@@ -1,4 +1,4 @@
-"""Texts and images as a model's chat template writes them, in tokens; cut so that only the text loses its end.
+"""Tokens of texts and images in a model's chat template; only the text is cut.
 
 The processor has `written`, `image_token` and a `tokenizer`. Must not know records, image formats or ranks.
 """
@@ -13,7 +13,7 @@ from fullshard.errors import DataError, RecipeError
 from fullshard.formatting.plural import counted
 
 _FILLERS = ("0", "1 2 3 4")
-"""Two texts that neither begin nor end with the same token: what their renderings share is the template's."""
+"""Two texts with different first and last tokens: what their renderings share belongs to the template."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _tokenise(inputs: Sequence[Input], processor: Any) -> list[list[int]]:
     if not inputs:
         return []
     texts = [processor.written(one.text, image_tokens=one.image_tokens, prompt=one.prompt) for one in inputs]
-    # As Transformers' processors do it: a template that writes the first special token writes all of them.
+    # As in Transformers' processors: a template that writes the first special token writes all of them.
     first = processor.tokenizer.bos_token
     adds = first is None or not texts[0].startswith(first)
     settings = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
@@ -57,9 +57,9 @@ def _tokenise(inputs: Sequence[Input], processor: Any) -> list[list[int]]:
 
 
 def _cut(ids: list[int], one: Input, processor: Any, *, length: int) -> list[int]:
-    """Without the end of the text; the image and what the template writes around them stay."""
+    """Cuts the end of the text; keeps the image and the template."""
     head, tail = (0, len(ids)) if one.text is None else _ends(one, processor)
-    # A text of which nothing is left would be the same as every other.
+    # At least one token of text, or all texts would be equal.
     least = head + tail + (one.text is not None)
     if least <= length:
         return ids[: length - tail] + ids[len(ids) - tail :]
@@ -75,13 +75,13 @@ def _cut(ids: list[int], one: Input, processor: Any, *, length: int) -> list[int
 
 
 def _ends(one: Input, processor: Any) -> tuple[int, int]:
-    """How many tokens stand before and after any text in the place of this one."""
+    """The number of template tokens before and after the text."""
     fillers = [Input(text, one.image_tokens, one.prompt) for text in _FILLERS]
     short, long = _tokenise(fillers, processor)
     return _shared(short, long), _shared(short[::-1], long[::-1])
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with together."""
+    """The length of the common prefix."""
     same = [a == b for a, b in zip(one, other, strict=False)]
     return same.index(False) if False in same else len(same)

@@ -1,7 +1,6 @@
-"""Images of records: what a record gives, whether it can be read, and how it is found again when a batch is made.
+"""Images of records: read once to find damage, stored by path or content, and read again for each batch.
 
-An image is a path, the bytes of a file, or an image in memory; none is taken for another. Must not know tokens, records
-or ranks.
+An image is a path, the bytes of a file, or an image in memory. Must not know tokens, records or ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 8
 _HF_KEYS = {"bytes", "path"}
-"""How the `datasets` library writes an image; it may have both, and then the bytes count."""
+"""The keys of an image of the `datasets` library; bytes win over a path."""
 
 
 UNREADABLE = DropReason(
@@ -38,12 +37,12 @@ UNREADABLE = DropReason(
 
 
 class Unreadable(DataError):
-    """An image that is not there, is damaged, or cannot be given to the model."""
+    """An image that is missing, damaged, or of a shape that the model does not take."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """An image as a record has it: a path, bytes, or an image in memory."""
+    """An image of a record: a path, bytes, or an image in memory."""
 
     value: Any
     column: str
@@ -51,16 +50,16 @@ class Given:
 
 @dataclass(frozen=True)
 class Picture:
-    """An image that was read once: where to find it again, and the tokens it takes."""
+    """An image that was read once: how to read it again, and its number of tokens."""
 
     data: bytes
-    """The path in UTF-8, as the record has it, or the encoded image itself."""
+    """The path in UTF-8, as in the record, or the encoded image."""
     is_file: bool
     tokens: int
 
 
 def given(value: Any, column: str) -> Given | None:
-    """What a column holds; None where it holds nothing."""
+    """The image in a column, if there is one."""
     if isinstance(value, Mapping) and value and _HF_KEYS.issuperset(value):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if value is None or (isinstance(value, str) and not value):
@@ -80,7 +79,7 @@ def given(value: Any, column: str) -> Given | None:
 def look_at(
     images: Sequence[Given], *, root: Path | None, num_tokens: Callable[[int, int], int]
 ) -> list[Picture | Unreadable]:
-    """Reads every image to its end: damage is found now, and not in the middle of a run."""
+    """Reads every image completely, so that damage is found before training."""
     if not images:
         return []
 
@@ -88,8 +87,8 @@ def look_at(
         try:
             data, size = _look(image, root)
         except MemoryError:
-            raise  # says nothing about the image
-        except Exception as error:  # every format fails in its own way
+            raise  # not the image's fault
+        except Exception as error:  # depends on the format
             return Unreadable(_complaint(image, error, root))
         try:
             return Picture(data, isinstance(image.value, str), num_tokens(*size))
@@ -101,7 +100,7 @@ def look_at(
 
 
 def _look(image: Given, root: Path | None) -> tuple[bytes, tuple[int, int]]:
-    """What to keep of an image, and its width and height."""
+    """What is stored of an image, and its width and height."""
     if isinstance(image.value, str):
         return image.value.encode(), _decoded(place(image.value, root).read_bytes()).size
     if isinstance(image.value, bytes):
@@ -112,7 +111,7 @@ def _look(image: Given, root: Path | None) -> tuple[bytes, tuple[int, int]]:
 
 
 def read_again(data: bytes, *, is_file: bool, root: Path | None) -> tuple[str, bytes, Image.Image]:
-    """What to call an image in an error, the bytes of its file, and the image itself."""
+    """The name of an image in errors, the bytes of its file, and the image."""
     name = f"the image {place(data.decode(), root)}" if is_file else "an image in the cache of encoded data"
     try:
         encoded = place(data.decode(), root).read_bytes() if is_file else data
@@ -120,13 +119,13 @@ def read_again(data: bytes, *, is_file: bool, root: Path | None) -> tuple[str, b
             return name, encoded, _decoded(encoded)
     except Exception as error:
         raise DataError(
-            f"{name} cannot be read any more: {reason(error)}. It could when the data was encoded. Put it back, or "
-            "remove the folder of data.cache to have all images looked at again."
+            f"{name} cannot be read any more: {reason(error)}. It could when the data was encoded. Restore it, "
+            "or delete the folder of data.cache to check all images again."
         ) from error
 
 
 def place(text: str, root: Path | None) -> Path:
-    """Where a path of a record leads to."""
+    """A path of a record, relative to `root`."""
     return root.expanduser() / text if root is not None else Path(text)
 
 
@@ -138,7 +137,7 @@ def _decoded(data: bytes) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """As Transformers loads it: turned as its camera says, three colours, no transparency."""
+    """As Transformers loads it: rotated by its EXIF tag, RGB, no transparency."""
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(image).convert("RGB")
@@ -146,7 +145,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without what the decoder has to say about odd files; what it cannot read it raises. For all threads at once."""
+    """Without the decoder's warnings, in all threads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"PIL\.")
         yield
@@ -163,17 +162,17 @@ def _complaint(image: Given, error: Exception, root: Path | None) -> str:
 
 
 def reason(error: Exception) -> str:
-    """Why something cannot be read, in words that end without a full stop."""
+    """Why something cannot be read, without a full stop."""
     from PIL import UnidentifiedImageError
 
     if isinstance(error, UnidentifiedImageError):
-        return "it has no image format that is known"
+        return "unknown image format"
     told = error.strerror if isinstance(error, OSError) else None
     return (told or str(error) or type(error).__name__).rstrip(".")
 
 
 def features_of(pictures: Sequence[Picture | None]) -> Features:
-    """The images of a sample, one or none for each of its texts, as they are stored."""
+    """The images of a sample as features; each of its texts has one or none."""
     found = [picture for picture in pictures if picture is not None]
     return {
         "images": np.array([picture is not None for picture in pictures], dtype=np.int32),
@@ -184,7 +183,7 @@ def features_of(pictures: Sequence[Picture | None]) -> Features:
 
 
 def stored_in(sample: Features) -> list[tuple[bytes, bool] | None]:
-    """The same the other way round: the data of each text's image, and whether it is a path."""
+    """The inverse: the data of each text's image, and whether it is a path."""
     ends = np.cumsum(sample["image_sizes"])
     found: list[tuple[bytes, bool] | None] = [None] * len(sample["images"])
     for at, text in enumerate(np.flatnonzero(sample["images"])):
