@@ -203,6 +203,3 @@ def _wait(there: Callable[[], bool], *, patience_s: float) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-__all__ = ["among_ranks"]

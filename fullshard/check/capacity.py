@@ -42,8 +42,9 @@ def disk(
 
     `weight_bytes` is the size of the parameters as they are stored, where that is not the precision's storage dtype;
     `adapters`: only they are exported; with `plan` no more checkpoints are counted than the run will write."""
-    sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": weight_bytes}
-    each, count, export = budget(recipe, **sizes, adapters=adapters, plan=plan)
+    each, count, export = budget(
+        recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes, adapters=adapters, plan=plan
+    )
     folder = standing(recipe.output)
     free = shutil.disk_usage(folder).free
     remote = recipe.checkpoint.store
@@ -198,6 +199,3 @@ def _writes(recipe: Recipe, plan: StepPlan) -> int:
             every = due.every_epochs * plan.steps_per_epoch
             steps |= set(range(every, total + 1, every))
     return len(steps)
-
-
-__all__ = ["budget", "disk", "memory", "standing", "weight_bytes"]

@@ -1,8 +1,8 @@
 """`fullshard check`: the sections in order, the last one on the ranks of a real launch.
 
-This process looks at environment, recipe, model and data by itself; the ranks it starts try the model and write what
-they found to files, so that even a rank that the system killed is a finding. Under a launcher every rank does it all,
-and rank 0 tells. Must not know what is looked at.
+This process checks environment, recipe, model and data by itself; the ranks it starts try the model and write their
+findings to files, so that even a rank killed by the system becomes a finding. Under a launcher every rank checks
+everything, and rank 0 reports. Must not know what is checked.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class CheckOptions:
     command: str = ""
     """The command that trains what is checked."""
     resume: str | None = None
-    """What `train --resume` would be given; None where it is not asked about."""
+    """The value of `--resume`; None without it."""
     resume_anyway: bool = False
 
 
 def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions) -> int:
-    """Checks in this process, then on ranks of its own; returns the exit code. Where the ranks that are asked for
-    cannot be had, why not is one finding among others."""
+    """Checks in this process, then on ranks that it starts; returns the exit code. An error in place of `ranks` (the
+    recipe asks for devices that do not exist) becomes a finding."""
     report = Report(as_json=options.as_json)
     with json_alone(options.as_json):
         extra = _look(reading, ranks, report, options)
@@ -67,7 +67,7 @@ def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions) ->
 
 
 def check_as_rank(reading: Reading, ranks: Ranks, options: CheckOptions, *, rank: int) -> int:
-    """The same in a rank that a launcher has started: all look, rank 0 tells."""
+    """The same in a rank that a launcher started: all ranks check, rank 0 reports."""
     problem, by_hand = _launch_problem(reading.recipe.topology)
     report = Report(as_json=options.as_json, silent=rank != 0 and not by_hand)
     with json_alone(options.as_json):
@@ -83,7 +83,7 @@ def check_as_rank(reading: Reading, ranks: Ranks, options: CheckOptions, *, rank
 
 def _launch_problem(topology: Topology) -> tuple[SetupError | None, bool]:
     """What is wrong with the launcher's variables, as `train` would find it; and whether they were set by hand, so that
-    there is no launcher to show what another rank says."""
+    no launcher shows what other ranks print."""
     from fullshard.dist import env
     from fullshard.setup.on_ranks import check_launch
 
@@ -96,7 +96,7 @@ def _launch_problem(topology: Topology) -> tuple[SetupError | None, bool]:
 
 
 def _as_one(reading: Reading, *, rank: int) -> list[Finding]:
-    """The trial as one rank of a launcher's; what another rank met is told by the launcher."""
+    """The trial as one rank of a launcher, which reports what other ranks raise."""
     from fullshard.check.trial import run_trial
 
     try:
@@ -108,7 +108,7 @@ def _as_one(reading: Reading, *, rank: int) -> list[Finding]:
 
 
 def refused(mistake: FullshardError, options: CheckOptions) -> int:
-    """A recipe that could not even be read, or a launcher that contradicts itself."""
+    """Reports a recipe that cannot be read, or a launcher that contradicts itself."""
     report = Report(as_json=options.as_json)
     section, check = ("Environment", "ranks") if isinstance(mistake, SetupError) else ("Recipe", "recipe")
     # A recipe with several mistakes has a line for each.
@@ -118,7 +118,7 @@ def refused(mistake: FullshardError, options: CheckOptions) -> int:
 
 
 def _look(reading: Reading, asked: Ranks | SetupError, report: Report, options: CheckOptions) -> dict[str, Any]:
-    """Sections 1 to 4, without any rank; gives what the verdict carries beside findings."""
+    """Sections 1 to 4, without starting ranks; returns what the JSON report has beside findings."""
     with report.working("Looking at this machine"):  # importing torch takes seconds
         from fullshard.check import earlier, environment, preflight
         from fullshard.check.machine import inspect
@@ -143,7 +143,7 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, options: 
 
 @dataclass
 class _Laid:
-    """As much of a run's inputs as could be laid."""
+    """As much of a run's inputs as could be prepared."""
 
     module: nn.Module | None = None
     inputs: RunInputs | None = None
@@ -154,7 +154,7 @@ class _Laid:
 
 
 def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
-    """Goes on after a mistake as far as it can, so that one check finds them all."""
+    """Continues after an error as far as possible, so that one check finds all of them."""
     from torch import nn
 
     from fullshard.setup.run_inputs import OpenSources, build_module, find_best, find_processor, prepare_data
@@ -165,7 +165,7 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
         try:
             return act()
         except FullshardError as mistake:
-            # Where it lies is in the message; a tokenizer is trained on the data, so either may be found by either.
+            # Training a tokenizer reads the data, so the model step may find an error in the data.
             where = "data" if isinstance(mistake, DataError) else where
             if str(mistake) not in {str(known) for _, known in laid.mistakes}:
                 laid.mistakes.append((where, mistake))
@@ -177,7 +177,7 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
     laid.module = attempt("model", lambda: build_module(recipe, processor))
     if (built := laid.module) is not None:
         attempt("recipe", lambda: find_best(recipe, built))
-    # Data can be looked at beside a model that cannot be built.
+    # The data can be checked even if the model cannot be built.
     module = nn.Module() if laid.module is None else laid.module
     laid.inputs = attempt(
         "data", lambda: prepare_data(recipe, sources, processor, module, world_size=world_size, console=console)
@@ -194,7 +194,7 @@ def _units(recipe: Recipe, ranks: Ranks, module: nn.Module, report: Report) -> d
 
 
 def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
-    """Starts ranks for the trial and collects what they wrote."""
+    """Starts ranks for the trial and collects their findings."""
     from fullshard.check.trial import clear
 
     with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
@@ -206,12 +206,12 @@ def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
         absent = [path for path in (output, *output.parents) if not path.exists()]
         said = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):  # the launcher's own words; the ranks have standard error itself
+            with contextlib.redirect_stderr(said):  # what the launcher prints; ranks write to stderr directly
                 code = reading.recipe.topology.launcher.start(command, ranks)
         except FullshardError as mistake:
             return [of("ranks", mistake)]
         finally:
-            if ranks.node_rank == 0:  # a rank that was killed could not tidy up
+            if ranks.node_rank == 0:  # a killed rank could not clean up
                 clear(reading.recipe)
                 for path in absent:
                     with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
 
 
 def _merged(told: dict[int, list[dict[str, Any]]], code: int, *, said: str = "") -> list[Finding]:
-    """What the ranks agreed on, or what each of them met, the same words once; `said` is what the launcher knows."""
+    """What the ranks agreed on, or what each raised, equal messages once; `said` is what the launcher printed."""
     lists = {rank: [Finding(**finding) for finding in findings] for rank, findings in told.items()}
     agreed = next((found for found in lists.values() if not any(f.check == "trial" for f in found)), [])
     met: dict[Finding, list[int]] = {}
@@ -235,20 +235,20 @@ def _merged(told: dict[int, list[dict[str, Any]]], code: int, *, said: str = "")
         failures.append(Finding(finding.level, finding.check, text, finding.remedy))
     if code and said.strip():
         advice = (
-            "Their last lines are above. Out of memory: a smaller batch.per_device, or fewer ranks; dmesg says more."
+            "Their last lines are above. If memory ran out (see dmesg): lower batch.per_device, or use fewer ranks."
         )
         failures.insert(0, error("trial", " ".join(said.split()), advice))
-    # A rank that lost the others says so too; what became of them says more.
+    # A rank that lost another one reports that too, but the other one's error is the cause.
     causes = [failure for failure in failures if not crash.is_victim(failure.text)]
     agreed += causes or failures
     if code and not any(finding.level == "error" for finding in agreed):
-        text = f"The trial ended with exit code {code} before the ranks could say why."
+        text = f"The trial ended with exit code {code}, and no rank said why."
         agreed.append(error("trial", text, "Their last lines are above."))
-    return agreed or [ok("trial", "the ranks of this node took part; node 0 has the findings")]
+    return agreed or [ok("trial", "the ranks of this node took part; node 0 reports the findings")]
 
 
 def trial_rank(reading: Reading, folder: Path) -> int:
-    """One rank of the trial: writes its findings to a file of its own."""
+    """One rank of the trial: writes its findings to a file."""
     from fullshard.check.trial import run_trial
 
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for the report alone
@@ -263,11 +263,11 @@ def trial_rank(reading: Reading, folder: Path) -> int:
 
 
 def _met(mistake: Exception) -> Finding:
-    """What stopped the trial; what is no mistake of the user's in our words keeps its traceback."""
+    """What stopped the trial; an unexpected error also prints its traceback."""
     if isinstance(mistake, FullshardError):
         return of("trial", mistake)
     if crash.lost_a_rank(mistake):
-        return error("trial", f"lost another rank ({mistake}).", "See what became of that one.")
+        return error("trial", f"lost another rank ({mistake}).", "Look for the error of that rank.")
     traceback.print_exception(mistake)
     known = [f"{m.entry.title}: `fullshard explain {m.entry.name}`." for m in explain_exception(mistake)[:1]]
     return error("trial", f"{type(mistake).__name__}: {mistake}", " ".join([*known, "Its traceback is above."]))

@@ -1,4 +1,4 @@
-"""What an earlier run left in the run folder, whether training would go on from it, and what has changed since.
+"""Whether training would resume from an earlier run in the run folder, and what has changed since.
 
 Only reads. Must not know ranks, nor what a checkpoint holds beyond its facts.
 """
@@ -19,9 +19,8 @@ _NAME = "earlier run"
 
 
 def look(recipe: Recipe, inputs: RunInputs, *, asked: str | None = None, anyway: bool = False) -> Iterator[Finding]:
-    """The checkpoint that `train` goes on from, by itself or with `--resume ASKED`; CheckpointError when all are
-    damaged, or when its steps mean other samples than those of this recipe. Where there is none, nothing unless it was
-    asked for."""
+    """The checkpoint that `train` resumes from, by default or with `--resume ASKED`. Raises CheckpointError if all are
+    damaged, or if it belongs to other data or another model. Without one, silent unless `--resume` is given."""
     if asked == "never":
         there = files.published(recipe.checkpoints) or recipe.folder.exists()
         yield ok(_NAME, f"train starts over at step 0{f'; {recipe.folder} is moved aside' if there else ''}")
@@ -32,12 +31,12 @@ def look(recipe: Recipe, inputs: RunInputs, *, asked: str | None = None, anyway:
         among, asked or "auto", problems=lambda path: completeness.problems(path, checksums=False), warn=warnings.append
     )
     for line in warnings:
-        yield warning(_NAME, line, "train goes on from the newest one before it that is whole.")
+        yield warning(_NAME, line, "train resumes from the newest complete one before it.")
     if checkpoint is None:
         if asked is not None:
             yield ok(_NAME, f"no checkpoint in {recipe.checkpoints}: train starts at step 0")
         return
-    standing = resume.resume_point(
+    point = resume.resume_point(
         checkpoint,
         identity=inputs.identity,
         recipe=plain(recipe),
@@ -45,15 +44,12 @@ def look(recipe: Recipe, inputs: RunInputs, *, asked: str | None = None, anyway:
         steps_per_epoch=inputs.plan.steps_per_epoch,
         anyway=anyway,
     )
-    progress, total = standing.progress, inputs.plan.total_steps
+    progress, total = point.progress, inputs.plan.total_steps
     if progress.finished and progress.step >= total:
-        text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing left to do"
+        text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing to do"
     else:
-        text = f"train goes on from {checkpoint}, step {progress.step:,} of {total:,}"
+        text = f"train resumes from {checkpoint}, step {progress.step:,} of {total:,}"
     yield ok(_NAME, f"{text}; --resume never starts over")
-    for note in standing.notes:
+    for note in point.notes:
         harmless = note.startswith("Changed since")
-        yield ok(_NAME, note) if harmless else warning(_NAME, note, "Go back to the earlier settings to avoid it.")
-
-
-__all__ = ["look"]
+        yield ok(_NAME, note) if harmless else warning(_NAME, note, "To avoid it, go back to the earlier settings.")

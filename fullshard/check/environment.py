@@ -1,6 +1,6 @@
-"""Section 1 of a check: does this machine have what the recipe asks for, and what will be used of it.
+"""Section 1 of a check: whether this machine has what the recipe needs, and what of it will be used.
 
-Facts come in as a Machine, so that any hardware can be judged anywhere; nothing is started and no GPU is touched.
+Facts come as a Machine, so that tests can describe any hardware; nothing is started and no GPU is touched.
 Must not know how parts work, nor data.
 """
 
@@ -32,18 +32,18 @@ from fullshard.setup.run_inputs import cache_folder
 
 OLDEST_PYTHON = (3, 11)
 TORCH = (Version("2.11"), Version("2.16"))
-"""From here up to, but not including, there; as in the package's own requirements."""
+"""From the first up to, but not including, the second; as in the package's requirements."""
 FEW_FILES = 1024
-"""Loader processes and checkpoints hold files open; below this they may run out."""
+"""Loader processes and checkpoints keep files open; below this limit they may run out."""
 SMALL_CACHE = 2**28
-"""Bytes free for tokenised data below which a warning is due."""
+"""Warn when fewer bytes are free for tokenised data."""
 
 SLOWING = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the one before it, which is for debugging"),
+    "CUDA_LAUNCH_BLOCKING": ("1", "every kernel waits for the previous one, which is for debugging"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "every tensor asks the driver for memory"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is checked over all ranks"),
-    "NCCL_P2P_DISABLE": ("1", "GPUs of one machine do not reach each other directly, not even over NVLink"),
-    "NCCL_IB_DISABLE": ("1", "nodes talk over plain sockets and not over InfiniBand"),
+    "NCCL_P2P_DISABLE": ("1", "GPUs of one machine do not talk to each other directly, not even over NVLink"),
+    "NCCL_IB_DISABLE": ("1", "nodes talk over plain sockets, not over InfiniBand"),
     "TORCHDYNAMO_DISABLE": ("1", "nothing is compiled, whatever sharding.compile says"),
 }
 """Variables with the value that costs speed, and why."""
@@ -52,14 +52,14 @@ SLOWING = {
 def look(
     recipe: Recipe, ranks: Ranks | None, *, machine: Machine | None = None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """The findings about this machine, before the ranks meet. `ranks` is None where whoever starts them has refused
-    the devices that the recipe asks for: here that is a finding."""
+    """The findings about this machine, before the ranks meet. `ranks` is None if the devices that the recipe asks for
+    do not exist: that becomes a finding."""
     machine = machine or inspect()
     topology = recipe.topology
     on_gpu = bool(machine.gpus) and topology.device != "cpu"
     yield from _software(machine)
     if ranks is None:
-        # Only here: a rank that is running sees the GPUs that it was given, and they are numbered from 0 again.
+        # Only before the launch: a rank sees just the GPUs it was given, numbered from 0 again.
         try:
             ranks = _ranks_for(topology, num_gpus=len(machine.gpus))
         except SetupError as mistake:
@@ -92,7 +92,7 @@ def _ranks_for(topology: Topology, *, num_gpus: int) -> Ranks:
 
 
 def _computing(recipe: Recipe, machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:
-    """In which precision, with which kernels."""
+    """Precision and kernels."""
     precision = None
     for found in _precisions(recipe.precision, gpus):
         if isinstance(found, Finding):
@@ -109,7 +109,9 @@ def _software(machine: Machine) -> Iterator[Finding]:
     found = ".".join(map(str, machine.python))
     if machine.python < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
-        yield error("Python", f"Python {found}; {wanted} or newer is needed.", f"Make an environment with {wanted}.")
+        yield error(
+            "Python", f"Python {found}; {wanted} or newer is required.", f"Create an environment with Python {wanted}."
+        )
     else:
         yield ok("Python", found)
     release = Version(Version(machine.torch).base_version)
@@ -117,7 +119,7 @@ def _software(machine: Machine) -> Iterator[Finding]:
         yield warning(
             "torch",
             f"torch {machine.torch}; fullshard is tested with {TORCH[0]} up to, but not including, {TORCH[1]}.",
-            f"Install a tested one: pip install 'torch>={TORCH[0]},<{TORCH[1]}'",
+            f"Install a tested version: pip install 'torch>={TORCH[0]},<{TORCH[1]}'",
         )
     else:
         yield ok("torch", machine.torch)
@@ -125,7 +127,7 @@ def _software(machine: Machine) -> Iterator[Finding]:
 
 def _about_visible(environ: Mapping[str, str]) -> str:
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return "See the GPUs of this machine with nvidia-smi."
+        return "List the GPUs of this machine with nvidia-smi."
     return f"CUDA_VISIBLE_DEVICES={visible or repr('')} decides which GPUs torch sees: change or unset it."
 
 
@@ -135,16 +137,16 @@ def _cpu(machine: Machine, ranks: Ranks, device: str, environ: Mapping[str, str]
         yield ok("devices", f"training on CPU, gloo, as topology.device says; {idle} not used")
     elif machine.driver and device == "auto":
         if machine.cuda is None:
-            why, remedy = "this torch is a build without CUDA", "Install a CUDA build of torch: https://pytorch.org"
+            why, remedy = "this torch was built without CUDA", "Install a CUDA build of torch: https://pytorch.org"
         elif "CUDA_VISIBLE_DEVICES" in environ:
             why, remedy = "they may be hidden", _about_visible(environ)
         else:
-            why = f"the driver may be too old for CUDA {machine.cuda}, or the GPUs not given to this container"
+            why = f"the driver may be too old for CUDA {machine.cuda}, or the container has no access to the GPUs"
             remedy = "Check with nvidia-smi, and update the driver."
         yield warning(
             "devices",
             f"the NVIDIA driver {machine.driver} is installed, but torch sees no GPU ({why}): training on CPU, gloo.",
-            f"{remedy} To train on the CPU all the same, set topology.device=cpu.",
+            f"{remedy} To train on the CPU anyway, set topology.device=cpu.",
         )
     else:
         yield ok("devices", "no GPU: training on CPU, gloo")
@@ -182,7 +184,7 @@ def _links(machine: Machine, numbers: range | tuple[int, ...]) -> Finding:
     pairs = [(min(a, b), max(a, b)) for i, a in enumerate(numbers) for b in numbers[i + 1 :]]
     found = [machine.links.get(pair) if machine.links else None for pair in pairs]
     if None in found:
-        return ok("GPU links", "not known: nvidia-smi does not say how the GPUs are joined")
+        return ok("GPU links", "unknown: nvidia-smi does not say how the GPUs are connected")
     kinds = ", ".join(sorted({str(link) for link in found}))
     joined = sum(str(link).startswith("NV") for link in found)
     if joined == len(pairs):
@@ -193,7 +195,7 @@ def _links(machine: Machine, numbers: range | tuple[int, ...]) -> Finding:
 
 
 def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecision]:
-    """The finding, and what the word means where it means one thing."""
+    """The finding, and the precision if all GPUs resolve the word alike."""
     resolved: dict[str, tuple[ResolvedPrecision, str]] = {}
     places: list[tuple[tuple[int, int] | None, str]] = [(gpu.capability, gpu.name) for gpu in gpus]
     for capability, name in places or [(None, "the CPU")]:
@@ -207,13 +209,13 @@ def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecis
         became = ", ".join(f"{became} on {name}" for became, (_, name) in resolved.items())
         yield error(
             "precision",
-            f"precision = {word} means different things on these GPUs: {became}. All ranks must compute alike.",
+            f"precision = {word} means different things on these GPUs: {became}. All ranks need the same one.",
             "Set precision: fp16 or fp32, or choose GPUs of one kind with --gpus.",
         )
         return
     precision, _ = next(iter(resolved.values()))
     if precision.word == "bf16-pure":
-        yield warning("precision", str(precision.warning()), "Use precision: bf16 unless memory is too short.")
+        yield warning("precision", str(precision.warning()), "Use precision: bf16 unless you run out of memory.")
     else:
         yield ok("precision", precision.describe())
     yield precision
@@ -221,7 +223,7 @@ def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecis
 
 def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     for misfit in machine.misfits:
-        yield error("packages", f"{misfit}.", "Install what fullshard needs: pip install --upgrade fullshard")
+        yield error("packages", f"{misfit}.", "Install the required versions: pip install --upgrade fullshard")
     optimizer, sinks = recipe.optimizer, recipe.log.sinks
     needed = [(f"optimizer.kind = {optimizer.kind()}", *package) for package in optimizer.packages.items()]
     needed += [(f"log.sinks: {sink.kind()}", *package) for sink in sinks for package in sink.packages().items()]
@@ -234,7 +236,7 @@ def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
         )
     if not missing and not machine.misfits:
         optional = "".join(f", {package} for {part}" for part, package, _ in needed)
-        yield ok("packages", f"all that the recipe needs{optional}")
+        yield ok("packages", f"everything that the recipe needs{optional}")
 
 
 def _variables(environ: Mapping[str, str], *, gpus: int, nodes: int, compiled: bool | None) -> Iterator[Finding]:
@@ -251,13 +253,13 @@ def _variables(environ: Mapping[str, str], *, gpus: int, nodes: int, compiled: b
         if environ.get(name, "").upper() == value and matters.get(name, True)
     ]
     for name, value, why in slowing:
-        yield warning("variables", f"{name}={value}: {why}.", f"Unset {name} unless it is meant: unset {name}")
+        yield warning("variables", f"{name}={value}: {why}.", f"Unless you need it: unset {name}")
     if not slowing:
-        yield ok("variables", "none that slows the run")
+        yield ok("variables", "none that slows down training")
 
 
 def _hub(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Without network a hub name must lie in the hub's cache."""
+    """Without network access, a hub name must be in the hub's cache."""
     from fullshard.hf.hub import local_folder
 
     switches = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -268,21 +270,20 @@ def _hub(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:
         try:
             local_folder(name, revision=revision, where=where)
         except SetupError as mistake:
-            yield error("hub", f"{offline[0]} is set, and {mistake}", f"Or let it be fetched here: unset {offline[0]}")
+            yield error("hub", f"{offline[0]} is set, and {mistake}", f"Or allow the download: unset {offline[0]}")
         except RecipeError:
-            continue  # a path, and no hub name: the model section says so
+            continue  # a path, not a hub name: the model section reports it
         else:
-            yield ok("hub", f"{name} lies in the hub's cache")
+            yield ok("hub", f"{name} is in the hub's cache")
 
 
 def _folders(recipe: Recipe) -> Iterator[Finding]:
-    """The run folder, or where it will be made, and the data cache can be written."""
+    """Whether the run folder (or its parent) and the data cache can be written."""
     run = recipe.folder
     if run.exists() and not run.is_dir():
         yield error(
             "output",
-            f"{run} is a file, and the run folder must be there: output = {str(recipe.output)!r}, name = "
-            f"{recipe.name!r}.",
+            f"{run} is a file where the run folder must be: output = {str(recipe.output)!r}, name = {recipe.name!r}.",
             "Choose another name=NAME or output=DIR, or move the file.",
         )
         run = recipe.output
@@ -298,7 +299,7 @@ def _folders(recipe: Recipe) -> Iterator[Finding]:
         except OSError as problem:
             yield error(
                 check,
-                f"{key}: nothing can be written in {existing} ({problem.strerror or problem}).",
+                f"{key}: {existing} cannot be written ({problem.strerror or problem}).",
                 f"Choose a folder that you may write to: {'output' if check == 'output' else 'data.cache'}=DIR.",
             )
             continue
@@ -307,7 +308,7 @@ def _folders(recipe: Recipe) -> Iterator[Finding]:
             yield warning(
                 check,
                 f"{key}: {size(free)} free, and tokenised data takes about twice the size of its text.",
-                "Make room, or set data.cache to a folder on another disk.",
+                "Free some space, or set data.cache to a folder on another disk.",
             )
         else:
             yield ok(check, f"{folder} can be written, {size(free)} free")
@@ -316,7 +317,7 @@ def _folders(recipe: Recipe) -> Iterator[Finding]:
 def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> Iterator[Finding]:
     workers = recipe.data.workers if recipe.data.workers is not None else (2 if on_gpu else 0)
     if workers and machine.shm_bytes is not None:
-        # A worker holds two batches ready, and a batch has at least three arrays of 8-byte numbers.
+        # A worker keeps two batches ready; a batch has at least three arrays of 8-byte numbers.
         batch = 3 * 8 * recipe.batch.per_device * recipe.data.sequence_length
         needed = ranks.per_node * workers * 2 * batch
         text = f"{size(machine.shm_bytes)} free in /dev/shm, {size(needed)} needed for the batches of {workers} workers"
@@ -331,8 +332,8 @@ def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> 
     if machine.open_files < FEW_FILES:
         yield warning(
             "open files",
-            f"a process may hold {counted(machine.open_files, 'file')} open; at least {FEW_FILES} are advised.",
-            "Raise it before starting: ulimit -n 65536",
+            f"a process may open {counted(machine.open_files, 'file')}; at least {FEW_FILES} are recommended.",
+            "Raise the limit before starting: ulimit -n 65536",
         )
 
 

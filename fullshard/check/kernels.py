@@ -85,6 +85,3 @@ def compiler(recipe: Recipe, machine: Machine, *, on_gpu: bool) -> Iterator[Find
         yield error("compiler", f"{who} needs {what}, which is not installed.", f"{remedy}; or turn it off: {off}.")
     if not missing:
         yield ok("compiler", f"{machine.compiler}{' and Triton' if on_gpu else ''}, for {who}")
-
-
-__all__ = ["attention", "compiler"]

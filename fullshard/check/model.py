@@ -1,7 +1,7 @@
-"""The model, looked at on meta before a rank exists: what is trained, how it is wrapped and kept, where it starts.
+"""Section 3 of a check, on the meta device: what is trained, how it is wrapped and stored, where it starts from.
 
-Nothing is loaded: stored weights are sampled, norms are tried one of a kind. Must not know the data beyond a few texts,
-nor how ranks are started.
+Nothing is loaded: a few rows of stored weights are read, and one norm of each class is run. Must not know the data
+beyond a few texts, nor how ranks are started.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fullshard.setup.shard_plan import shard_plan
 from fullshard.text.tokens import inner_tokenizer
 
 LARGE = 100_000_000
-"""Below so many parameters it does not matter how they are divided into units."""
+"""With fewer parameters it does not matter how they are divided into units."""
 _TEXTS, _CHARACTERS = 64, 5_000
 
 
 def look(
     recipe: Recipe, inputs: RunInputs | None, *, module: nn.Module, ranks: Ranks | None = None
 ) -> Iterator[Finding]:
-    """Section 3 of a check. Without `inputs` the tokenizer is left out; without `ranks` there is one."""
+    """The findings. Without `inputs` the tokenizer is not checked; without `ranks` there is one."""
     yield from parameters(module, adapters=bool(recipe.model.adapters(module)))
     yield from guarded("units", lambda: _units(recipe, module, ranks or Ranks(1)))
     yield from _batch_norm(recipe, module, ranks or Ranks(1))
@@ -53,7 +53,7 @@ def look(
 
 
 def parameters(module: nn.Module, *, adapters: bool) -> Iterator[Finding]:
-    """What is trained of how many."""
+    """How many parameters there are, and how many are trained."""
     total = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     names = [name for name, _ in module.named_parameters()]
@@ -67,18 +67,18 @@ def parameters(module: nn.Module, *, adapters: bool) -> Iterator[Finding]:
     elif adapters and 2 * trained > total:
         yield warning(
             "parameters",
-            f"model.lora: {trained:,} of {total:,} parameters are trained ({trained / total:.0%}); adapters are meant "
-            "to be a few per cent, at most half.",
-            "Lower model.lora.r, name fewer model.lora.targets, or train the model itself without model.lora.",
+            f"model.lora: {trained:,} of {total:,} parameters are trained ({trained / total:.0%}); adapters are "
+            "usually a few per cent, at most half.",
+            "Lower model.lora.r, name fewer model.lora.targets, or train the whole model without model.lora.",
         )
     elif trained == total:
-        yield ok("parameters", f"{total:,} ({short(total)}), all of them trained")
+        yield ok("parameters", f"{total:,} ({short(total)}), all trained")
     else:
         yield ok("parameters", f"{total:,} ({short(total)}), {trained:,} of them trained ({trained / total:.2%})")
 
 
 def planned_units(recipe: Recipe, module: nn.Module, ranks: Ranks) -> list[Unit]:
-    """The units that the model will have on these ranks; the module itself stays as it is."""
+    """The units that the model will have on these ranks; the module is not changed."""
     plan = shard_plan(recipe, module, _world(recipe, ranks), _resolved(recipe))
     module = copy.deepcopy(module)
     store(module, plan, recipe.model)
@@ -86,7 +86,7 @@ def planned_units(recipe: Recipe, module: nn.Module, ranks: Ranks) -> list[Unit]
 
 
 def _units(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Finding]:
-    # Any precision will do: it does not decide what becomes a unit.
+    # Units do not depend on the precision.
     world = _world(recipe, ranks)
     plan = shard_plan(recipe, module, world, resolve_for("fp32", capability=None))
     yield from unit_sizes(module, plan.wrap)
@@ -96,17 +96,17 @@ def _units(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Finding]
 
 
 def _world(recipe: Recipe, ranks: Ranks) -> World:
-    """The ranks as they will be; on a CPU where the GPUs that are asked for are missing."""
+    """The ranks as they will be; on the CPU if the requested GPUs are missing."""
     device = torch.device("cuda", 0) if device_of(recipe) == "cuda" and torch.cuda.is_available() else "cpu"
     size = ranks.per_node * ranks.nodes
     return World(0, size, 0, ranks.per_node, torch.device(device), recipe.topology.backend)
 
 
 def unit_sizes(module: nn.Module, plan: WrapPlan) -> Iterator[Finding]:
-    """How many units, and whether one of them is most of the model: it is whole in memory while it computes."""
+    """How many units there are, and whether one is most of the model: each is gathered whole while it computes."""
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     vocabulary = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    # An embedding that a head is tied to cannot be divided any further.
+    # An embedding tied to a head cannot be divided.
     given = {name for name, p in module.named_parameters() if id(p) in vocabulary}
     units = {unit: members for unit, members in unit_parameters(module, plan).items() if members}
     weighed = {unit: sum(sizes[name] for name in members if name not in given) for unit, members in units.items()}
@@ -130,7 +130,7 @@ def ties(module: nn.Module, plan: WrapPlan) -> Iterator[Finding]:
         if len(owners) > 1:
             yield error(
                 "tied parameters",
-                f"{' and '.join(group)} are one parameter, and lie in different units: "
+                f"{' and '.join(group)} are one parameter, but belong to different units: "
                 f"{', '.join(sorted(owner or 'the root' for owner in owners))}.",
                 "Leave sharding.wrap out, or name classes that hold both ends or neither.",
             )
@@ -142,11 +142,11 @@ def _batch_norm(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Fin
     if not recipe.sharding.sync_batchnorm:
         return
     if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        yield ok("batch norm", "the model has none, so sharding.sync_batchnorm has nothing to do")
+        yield ok("batch norm", "the model has none, so sharding.sync_batchnorm has no effect")
     elif ranks.per_node * ranks.nodes > 1 and device_of(recipe) == "cpu":
         yield error(
             "batch norm",
-            "sharding.sync_batchnorm = true on a CPU: torch shares batch-norm statistics between GPUs only.",
+            "sharding.sync_batchnorm = true on a CPU: torch synchronises batch-norm statistics between GPUs only.",
             "Set sharding.sync_batchnorm to false.",
         )
 
@@ -155,7 +155,7 @@ def _resolved(recipe: Recipe) -> ResolvedPrecision:
     try:
         return resolve_precision(recipe.precision, _world(recipe, Ranks(1)).device)
     except SetupError:
-        # What this device cannot do is the environment's finding; here it is enough to know what was meant.
+        # The environment section reports what this device cannot do.
         return resolve_for(recipe.precision, capability=None)
 
 
@@ -168,14 +168,14 @@ def _norms(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
 def _low_norm(low: LowNorm, compute: str) -> Finding:
     return warning(
         "norms",
-        f"{low.where}: {low.class_name} works out its statistics in {compute}: whole rows are {low.apart:.1e} off, and "
-        f"with statistics in float32 at most {low.allowed:.1e}.",
-        "In its forward use x.float() for mean and variance, and cast the result back; or use precision: fp32.",
+        f"{low.where}: {low.class_name} computes its statistics in {compute}: whole rows are {low.apart:.1e} off; with "
+        f"statistics in float32 they are at most {low.allowed:.1e} off.",
+        "In its forward, use x.float() for mean and variance and cast the result back, or use precision: fp32.",
     )
 
 
 def weights(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
-    """What the model starts from: whole files, numbers in them, the names and shapes of this model, their dtype."""
+    """What the model starts from: files, values, names and shapes, dtypes."""
     folder = recipe.model.stored_in()
     if folder is not None:
         found = list(guarded("weight files", lambda: stored.look(folder)))
@@ -233,7 +233,7 @@ def _tokenizer(recipe: Recipe, inputs: RunInputs, module: nn.Module) -> Iterator
 
 
 def _texts(inputs: RunInputs) -> list[str]:
-    """Some texts of the training data, from its beginning to its end."""
+    """A few texts, evenly spread over the training data."""
     records = inputs.data.train_from.records
     chosen = np.unique(np.linspace(0, len(records) - 1, min(len(records), _TEXTS)).astype(int))
     found = [text for index in chosen for text in inputs.data.encoder.settings.texts(records[int(index)])]

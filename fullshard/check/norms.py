@@ -1,4 +1,4 @@
-"""Norms that work out their statistics in half precision, found by running one of each class in both precisions.
+"""Norms that compute their statistics in half precision, found by running one of each class in both precisions.
 
 Must not know model classes, recipes or ranks.
 """
@@ -20,22 +20,22 @@ _OFFSET, _SPREAD = 40.0, 30.0
 
 @dataclass(frozen=True)
 class LowNorm:
-    """A norm class that is less exact than its inputs."""
+    """A norm class that is less accurate than its inputs."""
 
     class_name: str
     where: str
     """The name of one such module."""
     apart: float
-    """How far its output lies from that of fp32, relative to it."""
+    """The distance of its output from fp32, relative to the latter."""
     allowed: float
 
 
 def low_precision_norms(module: nn.Module, *, compute: torch.dtype = torch.bfloat16) -> list[LowNorm]:
-    """Norm classes of the module whose mean or mean square is evidently computed in `compute`.
+    """Norm classes of the module whose mean or mean square is computed in `compute`.
 
     One module of each class and width is run on the same inputs in `compute` and in fp32. Rounding inputs and outputs
-    moves every entry by its own bit; a rounded mean moves whole rows, and that is what is measured. A norm that takes
-    more than one tensor is not tried.
+    moves every entry by its own bit; a rounded mean moves whole rows, and that is what is measured. Norms that take
+    more than one tensor are skipped.
     """
     if compute not in _ROUNDING:
         return []
@@ -64,7 +64,7 @@ def _try(part: nn.Module, name: str, compute: torch.dtype) -> LowNorm | None:
         parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator)).copy_(parameter.to(compute))
     noise = _SPREAD * torch.randn(ROWS, widths.pop(), generator=generator)
     rounded = copy.deepcopy(exact).to(compute)
-    # What every entry may be off by, however the statistics were made: the output is rounded, mostly twice.
+    # The error of every entry even with fp32 statistics: the output is rounded, usually twice.
     once = _ROUNDING[compute]
     worst: LowNorm | None = None
     for inputs in (noise, noise + _OFFSET * _SPREAD):
@@ -72,7 +72,7 @@ def _try(part: nn.Module, name: str, compute: torch.dtype) -> LowNorm | None:
         try:
             low, high = rounded(inputs).float(), exact(inputs.float()).float()
         except Exception:
-            # It takes other inputs than one tensor of its width: nothing can be learned this way.
+            # It does not take a single tensor of its width: skip it.
             return None
         if low.shape != high.shape or low.shape != inputs.shape:
             return None
@@ -83,7 +83,7 @@ def _try(part: nn.Module, name: str, compute: torch.dtype) -> LowNorm | None:
 
 
 def _rows_apart(low: torch.Tensor, high: torch.Tensor) -> float:
-    """By how much whole rows are scaled or shifted against each other, relative; entries' own roundings average out."""
+    """By how much whole rows are scaled or shifted, relative; the rounding of single entries averages out."""
     width = high.square().mean(-1).sqrt().clamp(min=1e-12)
     scale = (low * high).sum(-1) / (high * high).sum(-1) - 1.0
     shift = (low - high).mean(-1) / width

@@ -1,7 +1,7 @@
-"""What a check finds without starting a rank: `check --quick` shows all of it; `train` runs it before its ranks meet,
-stops at the errors and shows the warnings.
+"""The checks that start no rank: `check --quick` shows all findings; `train` runs them before its ranks meet, stops at
+errors and shows warnings.
 
-Takes about a second whatever the size of the data; no collective. Must not know how a run is started or shown.
+Takes about a second for data of any size; runs no collective. Must not know how a run is started or shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fullshard.setup.step_plan import StepPlan
 
 
 def before_ranks_meet(reading: Reading, inputs: RunInputs, ranks: Ranks, *, console: Console) -> None:
-    """Raises what would stop the run later, all of it at once; the warnings go into the header of the run."""
+    """Raises all errors at once; warnings go into the header of the run."""
     machine = inspect(links=False)
     found: dict[str, Iterable[Finding]] = {"Environment": environment.look(reading.recipe, ranks, machine=machine)}
     found |= look(reading, ranks, machine=machine, module=inputs.module, inputs=inputs)
@@ -31,7 +31,7 @@ def before_ranks_meet(reading: Reading, inputs: RunInputs, ranks: Ranks, *, cons
     lines = dict.fromkeys(_line(finding) for _, finding in seen if finding.level == "error")
     if lines:
         raise SetupError("\n".join(lines))
-    # Recipe and data are the same on every node; what its machine lacks, each node says for itself.
+    # Recipe and data are the same on every node; each node reports on its own machine.
     own = [f for section, f in seen if f.level == "warning" and not (console.silent and section in ("Recipe", "Data"))]
     for line in dict.fromkeys(map(_line, own)):
         console.warn_in_header(line)
@@ -44,7 +44,7 @@ def _line(finding: Finding) -> str:
 def look(
     reading: Reading, ranks: Ranks, *, machine: Machine, module: nn.Module | None, inputs: RunInputs | None
 ) -> dict[str, Iterable[Finding]]:
-    """The sections after the environment; `module` and `inputs` are None where they could not be made."""
+    """The sections after the environment; `module` and `inputs` are None if they could not be made."""
     recipe = reading.recipe
 
     def model_and_space() -> Iterator[Finding]:
@@ -62,12 +62,9 @@ def look(
 def space(
     recipe: Recipe, ranks: Ranks, *, machine: Machine, module: nn.Module, plan: StepPlan | None
 ) -> Iterator[Finding]:
-    """Room on the disk and in memory for a model of this size."""
+    """Disk space and memory for a model of this size."""
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     parameters = sum(p.numel() for p in module.parameters())
     sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": capacity.weight_bytes(recipe, module)}
     yield from capacity.disk(recipe, plan=plan, adapters=bool(recipe.model.adapters(module)), **sizes)
     yield from capacity.memory(recipe, ranks, machine=machine, **sizes)
-
-
-__all__ = ["before_ranks_meet", "look"]

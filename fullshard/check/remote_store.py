@@ -1,4 +1,4 @@
-"""Whether the remote store of a run can be used: its library is there, and a small file goes out, comes back and goes.
+"""Whether the remote store of a run works: its library is installed, and a small file can be written, read and deleted.
 
 Must not know checkpoints or ranks beyond their number.
 """
@@ -18,19 +18,19 @@ from fullshard.errors import FullshardError
 from fullshard.recipe import Recipe
 
 PATIENCE_S = 60.0
-"""A store that needs longer for a few bytes is not there; libraries try again for minutes."""
+"""A store that needs longer for a few bytes is not reachable; libraries retry for minutes."""
 
 
 def look(recipe: Recipe, *, num_ranks: int, patience_s: float = PATIENCE_S) -> Iterator[Finding]:
-    """Nothing where checkpoints go to the run folder."""
+    """No findings if checkpoints go to the run folder."""
     address = recipe.checkpoint.store
     if address is None:
         return
     if address.startswith("memory://") and num_ranks > 1:
         yield error(
             "store",
-            f"checkpoint.store = {address} is the memory of one process, and {num_ranks} ranks must share it.",
-            "Use a store that all of them reach: file:///shared/folder, s3://bucket/runs.",
+            f"checkpoint.store = {address} is the memory of one process, but {num_ranks} ranks must share it.",
+            "Use a store that all ranks can reach: file:///shared/folder, s3://bucket/runs.",
         )
         return
     begun = time.monotonic()
@@ -41,8 +41,7 @@ def look(recipe: Recipe, *, num_ranks: int, patience_s: float = PATIENCE_S) -> I
     except Exception as problem:  # whatever the store's library raises
         yield error(
             "store",
-            f"checkpoint.store = {address}: a small file cannot be written there and read back "
-            f"({paths.words(problem)}).",
+            f"checkpoint.store = {address}: writing and reading back a small file failed ({paths.words(problem)}).",
             paths.REACH,
         )
     else:
@@ -50,7 +49,7 @@ def look(recipe: Recipe, *, num_ranks: int, patience_s: float = PATIENCE_S) -> I
 
 
 def _try(folder: Path, *, patience_s: float) -> None:
-    """Raises what goes wrong. In a thread of its own, for a library may wait longer than anybody would."""
+    """Raises what goes wrong; in a thread, since a library may wait for minutes."""
     raised: list[BaseException] = []
 
     def attempt() -> None:
@@ -79,11 +78,8 @@ def _round_trip(folder: Path) -> None:
             raise OSError(f"{token} was written, {found[:32]} was read")
         probe.unlink()
         if paths.exists(probe):
-            raise OSError(f"{probe} was removed, and is still there")
+            raise OSError(f"{probe} was removed, but still exists")
     finally:
         for path in made:
             with contextlib.suppress(Exception):  # another rank's file may be in it by now
                 path.rmdir()
-
-
-__all__ = ["look"]

@@ -1,4 +1,4 @@
-"""Shows findings: section by section as they come, for people; or as one JSON object, for machines.
+"""Shows findings: section by section as they are found, or as one JSON object.
 
 Must not know what is checked.
 """
@@ -29,7 +29,7 @@ _LABEL = 16
 
 
 class Report:
-    """What was found so far."""
+    """The findings so far."""
 
     def __init__(self, *, as_json: bool, silent: bool = False) -> None:
         self.found: list[tuple[str, Finding]] = []
@@ -46,11 +46,11 @@ class Report:
         return any(finding.level == "error" for _, finding in self.found)
 
     def section(self, title: str, findings: Iterable[Finding]) -> None:
-        """Shows a section; each line appears when it is found."""
+        """Shows a section, each line as it is found."""
         self._show(Text(f"\n{title}", style="bold"))
         for finding in findings:
             if any(finding.level == "error" and finding.text == other.text for _, other in self.found):
-                continue  # two looks may meet the same mistake
+                continue  # two checks may find the same error
             self.found.append((title.lower(), finding))
             self._line(finding)
 
@@ -59,7 +59,7 @@ class Report:
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Says what takes long while it does."""
+        """Shows a status line meanwhile."""
         if self._quiet or not self._on_terminal:
             yield
             return
@@ -77,9 +77,11 @@ class Report:
         warnings = f", {counted(count['warning'], 'warning')}" if count["warning"] else ""
         if self.failed:
             problems = counted(count["error"], "problem")
-            self._show(Text(f"\n{problems}{warnings}. Nothing was trained, nothing was left behind.", style="bold red"))
+            self._show(
+                Text(f"\n{problems}{warnings}. Nothing was trained, and no files were left behind.", style="bold red")
+            )
             return
-        untried = "" if tried else "; the model was not tried, leave --quick out for that"
+        untried = "" if tried else "; the model was not tried: run without --quick for that"
         self._show(Text(f"\nSetup is CORRECT{warnings}{untried}", style="bold green"))
         self._show(Text(f"  {command}"))
 

@@ -1,7 +1,7 @@
-"""The recipe, looked at before a rank exists: where it came from, what it comes to, what in it cannot act.
+"""Section 2 of a check: where the recipe comes from, what its settings amount to, and which of them conflict.
 
-What a recipe alone makes impossible is refused when it is read; here the ranks and the data are known as well.
-Must not know how the model is built. torch is imported only to ask which device there is.
+Reading a recipe already refuses what is impossible by itself; here the ranks and the data are known as well.
+Must not know how the model is built. Imports torch only to ask for devices.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from fullshard.setup.run_inputs import RunInputs
 
 SMALLEST_LR = 1e-9
-"""Less does not move a weight of 0.02 in fp32."""
+"""A smaller rate does not move a weight of 0.02 in fp32."""
 MOST_DECAY = 1.0
 """Published runs use 0 to 0.1, a few 0.5."""
 _MOST_LINES = 12
 
 
 def look(reading: Reading, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:
-    """Section 2 of a check. Without `inputs` (its data could not be laid) what depends on the data is left out."""
+    """The findings. Without `inputs` (the data could not be read) what depends on the data is left out."""
     recipe = reading.recipe
     layout = _layout(recipe, ranks)
     yield from _origin(reading)
@@ -49,12 +49,12 @@ def look(reading: Reading, ranks: Ranks, inputs: RunInputs | None) -> Iterator[F
         *unused_settings.of_evaluation(recipe, inputs),
         *unused_settings.of_intervals(recipe, inputs),
     ]
-    yield from found or [ok("settings", "none contradicts another, all of them have an effect")]
+    yield from found or [ok("settings", "no conflicts, and every setting has an effect")]
 
 
 def _origin(reading: Reading) -> Iterator[Finding]:
     preset = f", preset {reading.preset}" if reading.preset else ""
-    yield ok("recipe", f"{reading.source}{preset}: every key is known, every value allowed")
+    yield ok("recipe", f"{reading.source}{preset}: every key is known and every value is valid")
     lines = reading.overridden
     for line in lines[:_MOST_LINES]:
         yield ok("recipe", line)
@@ -65,7 +65,7 @@ def _origin(reading: Reading) -> Iterator[Finding]:
 
 
 def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:
-    """What makes a step, an epoch and the run."""
+    """What a step, an epoch and the run consist of."""
     plan = inputs.plan if inputs else _plan_without_data(recipe, ranks)
     lines = [line.partition(": ") for line in plan.describe()]
     for label, _, text in lines if inputs else lines[:1]:
@@ -73,15 +73,15 @@ def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterat
     if inputs and plan.num_rows < plan.global_size:
         yield warning(
             "batch",
-            f"batch: {counted(plan.global_size, plan.noun)} per step are asked for, and the training data has "
-            f"{plan.num_rows:,}: no step is ever full, and each passes over all the data.",
+            f"batch: {counted(plan.global_size, plan.noun)} per step, but the training data has only "
+            f"{plan.num_rows:,}: every step takes all the data, and is not even full.",
             f"Use batch.global = {plan.num_rows // plan.world * plan.world or plan.world:,} or less, shorten "
-            "data.sequence_length, or give more data.",
+            "data.sequence_length, or add data.",
         )
 
 
 def _plan_without_data(recipe: Recipe, ranks: Ranks) -> StepPlan:
-    """The batch alone; how many rows there are is not known."""
+    """The batch alone; the number of rows is unknown."""
     batch, duration = recipe.batch, recipe.duration
     return plan_steps(
         num_rows=1,
@@ -96,22 +96,20 @@ def _plan_without_data(recipe: Recipe, ranks: Ranks) -> StepPlan:
 
 
 def mesh(recipe: Recipe, ranks: Ranks, layout: Layout | None) -> Iterator[Finding]:
-    """What the strategy becomes on these ranks; `auto` on several GPUs waits for the size of the model."""
+    """The layout on these ranks; on several GPUs, `auto` depends on the size of the model."""
     size = ranks.per_node * ranks.nodes
     nodes = f" on {ranks.nodes} nodes" if ranks.nodes > 1 else ""
     where = f"{counted(size, 'rank')}{nodes} ({device_of(recipe).upper()})"
     if layout is None:
-        yield ok("mesh", f"{where}; strategy auto is decided by the size of the model")
+        yield ok("mesh", f"{where}; strategy auto depends on the size of the model")
     elif size == 1:
-        yield ok(
-            "mesh", f"{where}; {layout.strategy}: nothing to divide, and its checkpoints load on any number of ranks"
-        )
+        yield ok("mesh", f"{where}; {layout.strategy}: nothing to shard; its checkpoints load on any number of ranks")
     else:
         yield ok("mesh", f"{where}; {layout.describe()}")
 
 
 def _layout(recipe: Recipe, ranks: Ranks) -> Layout | None:
-    """The layout, as far as it does not depend on the model."""
+    """The layout; None if it depends on the model."""
     import torch
 
     from fullshard.dist.mesh import choose_layout
@@ -125,7 +123,7 @@ def _layout(recipe: Recipe, ranks: Ranks) -> Layout | None:
 
 
 def device_of(recipe: Recipe) -> str:
-    """`cuda` or `cpu`; a options for CUDA stays one where there is none, which is the environment's finding."""
+    """`cuda` or `cpu`; asked for CUDA, `cuda` even without a GPU: the environment reports that."""
     if recipe.topology.device != "auto":
         return recipe.topology.device
     import torch
@@ -134,13 +132,13 @@ def device_of(recipe: Recipe) -> str:
 
 
 def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:
-    """Settings that contradict each other, or this machine."""
+    """Settings that conflict with each other, or with this machine."""
     topology, checkpoint = recipe.topology, recipe.checkpoint
     device = device_of(recipe)
     if topology.backend == "nccl" and device == "cpu":
         yield error(
             "conflict",
-            "topology.backend = nccl, and the run is on the CPU: NCCL connects GPUs only.",
+            "topology.backend = nccl, but the run is on the CPU: NCCL connects GPUs only.",
             "Leave topology.backend out, or use gloo.",
         )
     if topology.backend == "gloo" and device == "cuda" and ranks.per_node > 1:
@@ -149,14 +147,14 @@ def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterato
         if ranks.per_node <= torch.cuda.device_count():
             yield warning(
                 "conflict",
-                "topology.backend = gloo with a GPU for every rank: all traffic goes through the hosts' memory.",
+                "topology.backend = gloo with a GPU for every rank: all traffic goes through host memory.",
                 "Leave topology.backend out: NCCL is many times faster. gloo is for ranks that share a GPU.",
             )
     if checkpoint.export == "best" and (checkpoint.best is None or not unused_settings.gives_numbers(recipe, inputs)):
         why = "checkpoint.best = null" if checkpoint.best is None else "nothing is validated"
         yield error(
             "conflict",
-            f"checkpoint.export = best, and {why}: no checkpoint is ever the best one.",
+            f"checkpoint.export = best, but {why}: there will be no best checkpoint.",
             "Use checkpoint.export: last, or give data.validation (or data.holdout) and checkpoint.best.",
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -164,24 +162,24 @@ def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterato
     if workers > 2 * cores:
         yield warning(
             "workers",
-            f"data.workers = {recipe.data.workers:,} x {counted(ranks.per_node, 'rank')} makes "
+            f"data.workers = {recipe.data.workers:,} x {counted(ranks.per_node, 'rank')} is "
             f"{counted(workers, 'process')} on {counted(cores, 'core')}.",
             f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.",
         )
 
 
 def best_model(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
-    """A direction that contradicts what the evaluation says of its number."""
+    """A direction that contradicts the evaluation's own."""
     from fullshard.setup.run_inputs import find_best
 
-    with contextlib.suppress(RecipeError):  # found when the inputs was laid
+    with contextlib.suppress(RecipeError):  # reported when the inputs were prepared
         rule = find_best(recipe, inputs.module) if inputs else None
         if rule and (contradiction := rule.warning()):
             yield warning("best", *contradiction)
 
 
 def prompts(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
-    """Prompts are text; the first validation would be too late to find that nothing can read them."""
+    """Evaluations that need a tokenizer; the first validation would be too late to find out."""
     for part in recipe.evaluate.parts if inputs and inputs.processor is None else ():
         if part.needs_tokenizer:
             yield error(
@@ -192,20 +190,20 @@ def prompts(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
 
 
 def learning_rate(recipe: Recipe) -> Iterator[Finding]:
-    """The learning rate, and what goes with it."""
+    """Learning rate and weight decay."""
     optimizer = recipe.optimizer
     largest = optimizer.largest_lr
     if optimizer.lr > largest:
         yield warning(
             "learning rate",
-            f"optimizer.lr = {optimizer.lr:g}: {optimizer.kind()} would move every weight by about that much in each "
-            f"step; up to {largest:g} is usual.",
+            f"optimizer.lr = {optimizer.lr:g}: {optimizer.kind()} would move every weight by about that much at each "
+            f"step; usual rates are up to {largest:g}.",
             "Use 3e-4 for training from scratch, 2e-5 for fine-tuning, 2e-4 for LoRA; is a minus sign missing?",
         )
     elif optimizer.lr < SMALLEST_LR:
         yield warning(
             "learning rate",
-            f"optimizer.lr = {optimizer.lr:g}: below {SMALLEST_LR:g} an update no longer changes a weight in fp32.",
+            f"optimizer.lr = {optimizer.lr:g}: below {SMALLEST_LR:g} updates do not change fp32 weights.",
             "Use 2e-5 or more.",
         )
     share = optimizer.lr * optimizer.weight_decay
@@ -213,21 +211,21 @@ def learning_rate(recipe: Recipe) -> Iterator[Finding]:
         yield warning(
             "weight decay",
             f"optimizer.weight_decay = {optimizer.weight_decay:g}: every step shrinks every matrix by optimizer.lr x "
-            f"optimizer.weight_decay = {share:g} of itself; a weight decay of 0.01 to 0.1 is usual.",
+            f"optimizer.weight_decay = {share:g} of itself; 0.01 to 0.1 is usual.",
             "Use optimizer.weight_decay = 0.1 or less.",
         )
 
 
 def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
-    """How the learning rate moves over the run."""
+    """The learning-rate schedule over the run."""
     schedule = recipe.schedule
     total = inputs.plan.total_steps if inputs else recipe.duration.steps or 1000
     factors = [schedule.factor(step, total) for step in _some_steps(total)]
     if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
         yield error(
             "schedule",
-            f"schedule.kind = {schedule.kind()}: its factor of the learning rate falls to {min(factors):g}, and below "
-            "0 training goes backwards.",
+            f"schedule.kind = {schedule.kind()}: its factor of the learning rate falls to {min(factors):g}; below 0 "
+            "training goes backwards.",
             "Use a schedule.floor from 0 to 1.",
         )
     elif max(factors) == 0:

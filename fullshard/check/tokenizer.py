@@ -1,4 +1,4 @@
-"""The tokenizer against the model and the data: ids, special tokens, and whether text comes back as it was.
+"""Whether the tokenizer fits the model and the data: ids, special tokens, and whether text survives a round trip.
 
 Must not know how tokenizers are loaded, files or ranks.
 """
@@ -15,7 +15,7 @@ from fullshard.contracts.data import OpenEncoder, Samples
 from fullshard.formatting.plural import counted
 
 SCRIPTS = "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂 x = 3.14"
-"""One line in many scripts, the same in every Unicode normal form that tokenizers use but for the full-width marks."""
+"""One line in many scripts; the same in every Unicode normal form that tokenizers use, except the full-width marks."""
 MOST_UNKNOWN = 0.01
 _MOST_ROWS = 20_000
 
@@ -29,8 +29,8 @@ def look(
     writes: bool = True,
     stored: int | None = None,
 ) -> Iterator[Finding]:
-    """The embedding has `rows`, or `stored` before it was resized; `texts` are some of the data. A model that `writes`
-    no text needs no end, and may take capitals for small letters."""
+    """The embedding has `rows`, and had `stored` before it was resized; `texts` are some of the data. A model that
+    `writes` no text needs no end token, and may be case-insensitive."""
     yield from vocabulary(tokenizer, rows=rows, stored=stored)
     if writes:
         yield from special_tokens(tokenizer, rows=rows, config=config)
@@ -39,24 +39,24 @@ def look(
 
 
 def vocabulary(tokenizer: Any, *, rows: int, stored: int | None = None) -> Iterator[Finding]:
-    """Every id must have a row of the embedding."""
+    """Every id needs a row in the embedding."""
     ids = tokenizer.get_vocab().values()
     highest, tokens = max(ids, default=-1), len(tokenizer)
     if highest >= rows:
         yield error(
             "vocabulary",
-            f"model.tokenizer gives ids up to {highest:,}, and the embedding has {rows:,} rows: the first text with "
-            "such a token would end the run.",
+            f"model.tokenizer has ids up to {highest:,}, but the embedding has {rows:,} rows: the first text with "
+            "such a token would crash the run.",
             "Use the model's own tokenizer, or one whose ids have no gaps.",
         )
     else:
-        left = f" ({rows - tokens:,} rows are not used)" if rows > tokens else ""
+        left = f" ({rows - tokens:,} rows unused)" if rows > tokens else ""
         left += f", resized from {stored:,}" if stored not in (None, rows) else ""
-        yield ok("vocabulary", f"{tokens:,} tokens, {rows:,} rows of the embedding{left}")
+        yield ok("vocabulary", f"{tokens:,} tokens, {rows:,} embedding rows{left}")
 
 
 def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """The end token must be there; padding needs none."""
+    """There must be an end token; a padding token is not needed."""
     ids = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
     beyond = {name: value for name, value in ids.items() if value is not None and value >= rows}
     if beyond:
@@ -81,8 +81,8 @@ def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> I
     if strange:
         yield warning(
             "special tokens",
-            f"config.json: {_named(strange)} outside the embedding of {rows:,} rows; generation would not end there.",
-            "Correct the ids in config.json, or set them: model.overrides.eos_token_id=...",
+            f"config.json: {_named(strange)} outside the embedding of {rows:,} rows; generation would not stop there.",
+            "Fix the ids in config.json, or set them: model.overrides.eos_token_id=...",
         )
     if not beyond and not strange and ids["eos"] is not None:
         yield ok("special tokens", _described(tokenizer, ids))
@@ -91,9 +91,9 @@ def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> I
 def _described(tokenizer: Any, ids: dict[str, int | None]) -> str:
     text = f"ends with {tokenizer.eos_token} ({ids['eos']})"
     if ids["pad"] is None:
-        return f"{text}; no padding token, and none is needed"
+        return f"{text}; no padding token, which is fine"
     if ids["pad"] == ids["eos"]:
-        return f"{text}, which is its padding token too: padding is left out by place, so the end is still learned"
+        return f"{text}, which is also the padding token: padding is masked by position, so the end is still learned"
     return text
 
 
@@ -103,20 +103,20 @@ def _named(ids: dict[str, int]) -> str:
 
 
 def round_trip(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
-    """What is encoded and decoded must be the text again, but for white space around it."""
+    """Encoding and decoding must give the text back, up to surrounding white space."""
     lost = [(text, back) for text in texts if (back := _there_and_back(tokenizer, text)).strip() != text.strip()]
     if lost:
         before, after = _difference(*lost[0])
         yield warning(
             "round trip",
             f"model.tokenizer changes {len(lost)} of {len(texts)} sample texts: {before!r} comes back as {after!r}. "
-            "What it loses cannot be learned.",
+            "The model cannot learn what is lost.",
             "Use the model's own tokenizer, or train a byte-level one: model.tokenizer={train: {vocab_size: 8192}}.",
         )
         return
-    given = f"{len(texts)} sample texts come back exactly" if texts else "no text in the data"
+    given = f"{len(texts)} sample texts survive exactly" if texts else "no text in the data"
     if _there_and_back(tokenizer, SCRIPTS).strip() == SCRIPTS:
-        yield ok("round trip", f"{given}, as do other scripts")
+        yield ok("round trip", f"{given}, and so do other scripts")
     else:
         before, after = _difference(SCRIPTS, _there_and_back(tokenizer, SCRIPTS))
         yield ok("round trip", f"{given}; other scripts do not ({before!r} becomes {after!r})")
@@ -128,7 +128,7 @@ def _there_and_back(tokenizer: Any, text: str) -> str:
 
 
 def _difference(before: str, after: str, *, width: int = 24) -> tuple[str, str]:
-    """Both texts around the first place where they differ."""
+    """Both texts around the first difference."""
     before, after = before.strip(), after.strip()
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
     start = max(at - width // 3, 0)
@@ -136,7 +136,7 @@ def _difference(before: str, after: str, *, width: int = 24) -> tuple[str, str]:
 
 
 def unknown_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
-    """How much of the data the tokenizer has no word for."""
+    """How much of the data the tokenizer has no token for."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or not texts:
         return
@@ -155,13 +155,13 @@ def unknown_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
 
 
 def chat_template(encoder: OpenEncoder) -> Iterator[Finding]:
-    """How conversations are laid out."""
+    """The layout of conversations."""
     if (words := encoder.chat_template()) is not None:
         yield ok("chat template", words)
 
 
 def token_ids(samples: Samples, *, rows: int, noun: str = "sample") -> Iterator[Finding]:
-    """Tokens that were made elsewhere must have a row of the embedding too."""
+    """Ids that were tokenised elsewhere need a row in the embedding, too."""
     chosen = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _MOST_ROWS)).astype(int))
     found = [samples[int(index)].get("input_ids") for index in chosen]
     highest = max((int(ids.max()) for ids in found if ids is not None and len(ids)), default=None)
@@ -170,9 +170,9 @@ def token_ids(samples: Samples, *, rows: int, noun: str = "sample") -> Iterator[
     if highest >= rows:
         yield error(
             "vocabulary",
-            f"data.train holds the token {highest:,}, and the embedding has {rows:,} rows, for 0 to {rows - 1:,}.",
+            f"data.train contains the token {highest:,}, but the embedding has {rows:,} rows, for 0 to {rows - 1:,}.",
             f"Tokenise with the model's own tokenizer; from scratch, set model.overrides.vocab_size={highest + 1}.",
         )
     else:
         read = counted(len(chosen), noun)
-        yield ok("vocabulary", f"tokens up to {highest:,} in {read}, {rows:,} rows of the embedding")
+        yield ok("vocabulary", f"tokens up to {highest:,} in {read}, {rows:,} embedding rows")

@@ -1,6 +1,6 @@
-"""Section 5 of a check, on every rank: the real model takes the longest batch, then a checkpoint goes out and back.
+"""Section 5 of a check, on every rank: the real model trains on the longest batch, then a checkpoint is saved and read.
 
-Everything is as in training, but for the run folder: a hidden one beside it, removed at the end.
+Everything is as in training, except the run folder: a hidden one beside it, removed at the end.
 Every rank runs the same collectives. Must not know how findings are shown.
 """
 
@@ -38,28 +38,28 @@ from fullshard.setup.run_inputs import RunInputs
 from fullshard.step import seed_everything, train_step
 
 MOST_OVERFLOWS = 20
-"""fp16 starts with a scale of 65,536: more halvings than this go below the floor."""
+"""fp16 starts with a loss scale of 65,536; more halvings than this leave nothing of it."""
 FULL = 0.92
-"""A warning is due when a trial needs more than this share of a GPU: the allocator needs some to move."""
+"""Warn when the trial needs more than this share of a GPU: the allocator needs some slack."""
 PROBE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
 
 
 def folder_of(recipe: Recipe) -> Path:
-    """The run folder of the trial: on the disk of the real one."""
+    """The run folder of the trial, on the same disk as the real one."""
     return recipe.output / f".check-{recipe.name}"
 
 
 def clear(recipe: Recipe) -> None:
-    """Removes what a trial has left, also at a remote store."""
+    """Removes what a trial left, also in a remote store."""
     folder = folder_of(recipe)
     shutil.rmtree(folder, ignore_errors=True)
     if recipe.checkpoint.store is not None:
-        with contextlib.suppress(Exception):  # a store that fails has failed the trial, which says so
+        with contextlib.suppress(Exception):  # a store that fails has already failed the trial
             paths.remove(recipe.model_copy(update={"name": folder.name}).checkpoints)
 
 
 def run_trial(reading: Reading) -> list[Finding]:
-    """The findings of all ranks together; the same list on every rank."""
+    """The findings of all ranks; the same list on every rank."""
     with as_rank(reading, silent=True) as (inputs, world, console):
         found = among_ranks(reading.recipe, world, compared(reading.recipe, inputs, world, {}))
         if any(finding.level == "error" for finding in found):
@@ -99,7 +99,7 @@ def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
 
 
 def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tuple[float, list[Finding]]:
-    """Two whole steps on the longest batch: the first one proves, the second one is timed."""
+    """Two full steps on the longest batch: the first is reported, the second is timed."""
     parts, batch = built.parts, longest_batch(inputs.data, per_device=inputs.plan.per_device)
     results: list[tuple[float, float]] = []
     overflows, seconds = 0, 0.0
@@ -114,7 +114,7 @@ def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tupl
         if not torch.isfinite(torch.tensor([norm, loss])).all():
             raise NumericalError(
                 f"On the longest batch of data.train the loss is {loss} and the gradient norm {norm}; both must be "
-                "finite. Look at the longest records, lower optimizer.lr, or try precision: fp32."
+                "finite. Inspect the longest records, lower optimizer.lr, or try precision: fp32."
             )
         results.append((loss, norm))
     text = f"{_shape(batch)} forward, backward and update on every rank: loss {results[0][0]:.4f}"
@@ -123,8 +123,8 @@ def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tupl
     if (scaler := parts.learner.scaler) is not None:
         found.append(ok("loss scale", f"{scaler.get_scale():g} after {counted(overflows, 'overflow')}"))
     whole = seconds * inputs.plan.accumulate * inputs.plan.total_steps
-    per_step = f"{seconds * inputs.plan.accumulate:.2f} s a step at most"
-    found.append(ok("time", f"{per_step}, so {duration(whole)} at most for {counted(inputs.plan.total_steps, 'step')}"))
+    per_step = f"at most {seconds * inputs.plan.accumulate:.2f} s per step"
+    found.append(ok("time", f"{per_step}, {duration(whole)} for all {counted(inputs.plan.total_steps, 'step')}"))
     return seconds, found
 
 
@@ -139,23 +139,23 @@ def _memory(world: World) -> list[Finding]:
     highest = max(range(len(peaks)), key=peaks.__getitem__)
     text = f"peak {size(peaks[highest])} on rank {highest}" if len(peaks) > 1 else f"peak {size(peaks[0])}"
     if world.device.type != "cuda":
-        return [ok("memory", f"{text}, of the process")]
+        return [ok("memory", f"{text} of process memory")]
     total = torch.cuda.get_device_properties(world.device).total_memory
     text += f" of {size(total)}"
     if peaks[highest] <= FULL * total:
         return [ok("memory", text)]
     advice = "Lower batch.per_device and raise batch.accumulate, or set sharding.activation_checkpointing: full."
-    return [warning("memory", f"{text}: more than {FULL:.0%}, a longer run may not fit.", advice)]
+    return [warning("memory", f"{text}: more than {FULL:.0%}; a longer run may run out of memory.", advice)]
 
 
 def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
-    """The speed of an all-gather, and what it means for a step."""
+    """The speed of an all-gather, and its share of a step."""
     if world.size == 1:
         return [ok("exchange", "one rank: nothing to exchange")]
     speed = all_gather_speed(world.device, num_bytes=PROBE_BYTES[world.device.type])
     layout, units = built.model.plan.layout, built.model.units
     low = torch.finfo(built.model.precision.compute).bits // 8
-    # Parameters come in the compute dtype once for each pass that gathers them; gradients go out in fp32.
+    # Parameters are gathered in the compute dtype, once per pass; gradients are reduced in fp32.
     gathers = (2 if layout.reshard_after_forward else 1) * low * sum(unit.parameters for unit in units)
     share = (layout.shards - 1) / layout.shards if layout.shards > 1 else 1.0
     sent = share * (gathers * (layout.shards > 1) + 4 * sum(unit.trainable for unit in units))
@@ -167,7 +167,7 @@ def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
         return [
             warning(
                 "exchange",
-                f"{text}: the network decides the speed.",
+                f"{text}: the network limits the speed.",
                 "Use sharding.strategy: hybrid (several nodes) or grad_op, a larger batch.per_device, or check the "
                 "links between GPUs and nodes.",
             )
@@ -191,16 +191,16 @@ def _round_trip(world: World, built: Built) -> list[Finding]:
     saver.restore(checkpoint)
     read = time.perf_counter() - begun
     num_bytes = sum(int(entry["size_bytes"]) for entry in files.read_manifest(checkpoint)["files"].values())
-    # The last thing that ranks wait for each other in: after it rank 0 takes everything away.
+    # The last collective: after it rank 0 deletes everything.
     equal = all(reduce.gather_objects(bool((checksums(parameters) == before).all())))
     where = saver.target.run.parent
     if not equal:
         return [
             error(
                 "checkpoint",
-                f"A checkpoint written to {where} came back with other values.",
-                "The storage loses data: check it, or choose another folder with output=DIR.",
+                f"A checkpoint written to {where} came back with different values.",
+                "The storage corrupts data: check it, or choose another folder with output=DIR.",
             )
         ]
-    text = f"{size(num_bytes)} written to {where} in {written:.1f} s, read back in {read:.1f} s, every value equal"
+    text = f"{size(num_bytes)} written to {where} in {written:.1f} s, read back in {read:.1f} s, all values equal"
     return [ok("checkpoint", text)]

@@ -1,6 +1,6 @@
-"""Settings that cannot act in this run: on these ranks, with this data, in so many steps.
+"""Settings without effect in this run: on these ranks, with this data, in this number of steps.
 
-What is said is always true of the recipe as a whole; a default is never a finding. Must not know models.
+Defaults are never reported. Must not know models.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAVE_OUT = "Leave it out."
 
 
 def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None) -> Iterator[Finding]:
-    """Keys of the sharding section that cannot act on these ranks; `shards` is None where it is not known yet."""
+    """Keys of the sharding section without effect on these ranks; `shards` is None if unknown."""
     sharding = recipe.sharding
     for line in without_effect(recipe):
         yield warning("no effect", line, LEAVE_OUT)
@@ -33,7 +33,7 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
         yield warning(
             "no effect",
             f"sharding.forward_prefetch has no effect: with strategy {sharding.strategy} on "
-            f"{counted(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, and none are gathered.",
+            f"{counted(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, so nothing is gathered.",
             LEAVE_OUT,
         )
     if sharding.wrap and sharding.wrap.whole:
@@ -51,7 +51,7 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
 
 
 def of_evaluation(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
-    """What cannot be validated, and what waits for a validation that never comes."""
+    """Settings that wait for a validation that never comes."""
     evaluate, data = recipe.evaluate, recipe.data
     validates = has_validation(recipe, inputs)
     if not validates:
@@ -66,7 +66,7 @@ def of_evaluation(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]
         kept = "data.validation" if data.validation else f"data.holdout = {data.holdout:g}"
         yield warning(
             "no effect",
-            f"{kept} is kept apart for nothing: evaluate.parts is empty.",
+            f"{kept} is held out for nothing: evaluate.parts is empty.",
             "Leave evaluate.parts out, or set data.holdout to 0.",
         )
     if data.validation is not None and data.holdout not in (0, _default(data, "holdout")):
@@ -80,7 +80,7 @@ def _patience(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     if recipe.checkpoint.best is None:
         yield warning(
             "no effect",
-            "evaluate.patience has no effect: checkpoint.best is null, so no validation is better than another.",
+            "evaluate.patience has no effect: checkpoint.best is null, so validations are not compared.",
             "Leave checkpoint.best out, or evaluate.patience.",
         )
     elif inputs and evaluate.parts:
@@ -91,7 +91,7 @@ def _patience(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
             yield warning(
                 "no effect",
                 f"evaluate.patience = {evaluate.patience} has no effect: the run has {counted(times, 'validation')}, "
-                "and the first is always the best so far.",
+                "and the first is always the best.",
                 "Lower it, or validate more often with evaluate.every_steps.",
             )
 
@@ -110,31 +110,30 @@ def of_intervals(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
         if name == "evaluate" and not has_validation(recipe, inputs):
             continue
         steps = section.every_steps
-        # A default is not a options.
         if steps is not None and steps > plan.total_steps and steps != _default(section, "every_steps"):
             yield warning(
                 "no effect",
-                f"{name}.every_steps = {steps:,} never acts: the run has {counted(plan.total_steps, 'step')}.",
+                f"{name}.every_steps = {steps:,} has no effect: the run has only {counted(plan.total_steps, 'step')}.",
                 f"Lower it, for instance to {max(plan.total_steps // 5, 1):,}, or leave it out.",
             )
         epochs = getattr(section, "every_epochs", None)
         if epochs is not None and epochs > max(plan.epochs, 1):
             yield warning(
                 "no effect",
-                f"{name}.every_epochs = {epochs} never acts: the run has {counted(plan.epochs, 'epoch')}.",
+                f"{name}.every_epochs = {epochs} has no effect: the run has only {counted(plan.epochs, 'epoch')}.",
                 "Lower it, or set it to null.",
             )
 
 
 def has_validation(recipe: Recipe, inputs: RunInputs | None) -> bool:
-    """Whether there is data to validate on."""
+    """Whether there is validation data."""
     if inputs:
         return inputs.data.validation is not None
     return recipe.data.validation is not None or recipe.data.holdout > 0
 
 
 def gives_numbers(recipe: Recipe, inputs: RunInputs | None) -> bool:
-    """Whether a validation can give a number at all; some evaluations need no data for it."""
+    """Whether a validation can give a number; some evaluations need no data."""
     from fullshard.control import best_rule
 
     module = inputs.module if inputs else None
@@ -143,7 +142,7 @@ def gives_numbers(recipe: Recipe, inputs: RunInputs | None) -> bool:
 
 
 def _needs_no_data(evaluate: Evaluate) -> bool:
-    """Whether a validation does something without validation data."""
+    """Whether some evaluation runs without validation data."""
     return any(not part.needs_held_out and not part.only_at_end for part in evaluate.parts)
 
 

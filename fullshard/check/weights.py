@@ -1,6 +1,6 @@
-"""A folder of stored weights, looked at before it is trained from: are the files whole, are the values numbers.
+"""Checks a folder of stored weights before training starts from it: complete files, finite values.
 
-Every header is parsed and held against the size of its file, and a few rows of the tensors are read. Must not know
+Every header is compared with the size of its file, and a few rows of the tensors are read. Must not know
 modules, recipes or ranks.
 """
 
@@ -17,18 +17,18 @@ import torch
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.hf.weights.safetensors_folder import Stored, files_of, open_folder
 
-AGAIN = "Fetch or save it again."
+AGAIN = "Download or save it again."
 MOST_TENSORS = 512
-"""So many tensors are sampled at most, spread over all of them; reading every value would take minutes."""
+"""At most this many tensors are sampled; reading every value would take minutes."""
 _LARGEST_HEADER = 100_000_000
-"""The safetensors format allows no longer one."""
+"""The limit of the safetensors format."""
 _ROWS = 4
 _WHOLE = 50_000_000
 """A matrix that looks like zeros is read to its end, unless it has more entries than this."""
 
 
 def look(folder: Path) -> Iterator[Finding]:
-    """Files, then values; values only where every file is whole. A folder without weights is a CheckpointError."""
+    """Files, then values if every file is complete. Raises CheckpointError for a folder without weights."""
     broken = list(look_at_files(files_of(folder)))
     yield from broken
     if not any(finding.level == "error" for finding in broken):
@@ -36,7 +36,7 @@ def look(folder: Path) -> Iterator[Finding]:
 
 
 def look_at_files(files: Sequence[Path]) -> Iterator[Finding]:
-    """Whether each file has a header, and exactly the bytes that its header promises."""
+    """Whether each file has a header, and exactly the bytes that the header describes."""
     size, broken = 0, 0
     for file in files:
         problem = _problem(file)
@@ -46,20 +46,20 @@ def look_at_files(files: Sequence[Path]) -> Iterator[Finding]:
         size += file.stat().st_size
     if not broken:
         noun = "file is" if len(files) == 1 else "files are"
-        yield ok("weight files", f"{len(files)} {noun} whole, {size / 1e9:,.2f} GB")
+        yield ok("weight files", f"{len(files)} {noun} complete, {size / 1e9:,.2f} GB")
 
 
 def _problem(file: Path) -> str | None:
-    """What is wrong with a file, in words; None when it is whole."""
+    """What is wrong with a file; None if it is complete."""
     size = file.stat().st_size
     if size < 8:
         return f"{size} bytes, too few for a safetensors file"
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if _is_pointer(file):
-            return "it is a Git LFS pointer, the weights themselves were never fetched"
+            return "it is a Git LFS pointer; the weights themselves were never downloaded"
         if length > min(size - 8, _LARGEST_HEADER):
-            return f"its header says it has {length:,} bytes, and the file has {size:,}: cut short, or no safetensors"
+            return f"its header claims {length:,} bytes, but the file has {size:,}: truncated, or not safetensors"
         raw = opened.read(length)
     try:
         header: dict[str, Any] = json.loads(raw)
@@ -69,9 +69,9 @@ def _problem(file: Path) -> str | None:
         return f"its header of {length:,} bytes is not a list of tensors"
     expected = 8 + length + data
     if size < expected:
-        return f"truncated: {size:,} bytes, and its header promises {expected:,} ({expected - size:,} are missing)"
+        return f"truncated: {size:,} bytes, but its header describes {expected:,} ({expected - size:,} are missing)"
     if size > expected:
-        return f"{size:,} bytes, and its header accounts for {expected:,} ({size - expected:,} too many)"
+        return f"{size:,} bytes, but its header describes {expected:,} ({size - expected:,} too many)"
     return None
 
 
@@ -94,21 +94,21 @@ def look_at_values(stored: Stored) -> Iterator[Finding]:
     if bad:
         yield error(
             "stored values",
-            f"{stored[bad[0]].file}: {_some(bad)} {_hold(bad)} NaN or infinity, and no training leads out of that.",
-            "Use weights from before they broke, or fetch them again.",
+            f"{stored[bad[0]].file}: {_some(bad)} {_hold(bad)} NaN or Inf, and training cannot repair that.",
+            "Use an earlier version of the weights, or download them again.",
         )
     if zero:
         yield warning(
             "stored values",
             f"{stored[zero[0]].file}: {_some(zero)} {_hold(zero)} nothing but zeros, as after an interrupted download.",
-            "Fetch the weights again, unless the model is meant to start so.",
+            "Download the weights again, unless the model is meant to start that way.",
         )
     if not bad and not zero:
         yield ok("stored values", f"finite in a sample of {len(chosen)} of {len(names)} tensors")
 
 
 def _sample(stored: Stored, name: str) -> torch.Tensor:
-    """The first, the last and two rows between."""
+    """The first row, the last and two in between."""
     shape = stored[name].shape
     if len(shape) < 2:
         return stored.read(name)

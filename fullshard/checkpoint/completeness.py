@@ -45,6 +45,3 @@ def _other_tensors(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
     listed = manifest["tensors"]
     other = [name for name in sorted(stored.keys() | listed.keys()) if stored.get(name) != listed.get(name)]
     return [f"{name}: listed as {listed.get(name)}, stored as {stored.get(name)}" for name in other]
-
-
-__all__ = ["problems"]

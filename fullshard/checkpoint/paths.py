@@ -150,19 +150,3 @@ def words(error: BaseException) -> str:
     """An error in one line."""
     said = (str(error).strip().splitlines() or ["no text"])[0]
     return said if isinstance(error, OSError) and error.errno else f"{type(error).__name__}: {said}"
-
-
-__all__ = [
-    "REACH",
-    "copy",
-    "exists",
-    "is_flat",
-    "is_remote",
-    "make",
-    "move",
-    "place",
-    "put_text",
-    "reaching",
-    "remove",
-    "words",
-]

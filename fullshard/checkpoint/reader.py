@@ -198,6 +198,3 @@ def described(tensors: StoredTensors) -> dict[str, dict[str, Any]]:
         name: {"shape": list(tensors.shape(name)), "dtype": str(tensors.dtype(name)).removeprefix("torch.")}
         for name in tensors.names()
     }
-
-
-__all__ = ["StoredTensors", "described", "open_tensors", "weights_of"]

@@ -246,6 +246,3 @@ def _write_skeleton(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str,
     with FakeTensorMode():
         loaded = torch.load(path, weights_only=True)
     return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in loaded.items()}
-
-
-__all__ = ["TensorEntry", "SafetensorsStream", "TorchStream"]

@@ -66,6 +66,3 @@ def on_ranks(ranks: Iterable[int], names: Sequence[str]) -> str:
     places = list(dict.fromkeys(names[rank] for rank in ranks))
     shown = ", ".join(places[:8]) + (", ..." if len(places) > 8 else "")
     return f"rank{'' if len(ranks) == 1 else 's'} {numbers} ({shown})"
-
-
-__all__ = ["Facts", "differences", "digest", "hosts", "on_ranks", "some", "spread"]

@@ -32,6 +32,3 @@ def awake(module: nn.Module) -> Iterator[None]:
         reshard(module)
         for _, values in asleep:
             values.zero_()
-
-
-__all__ = ["awake"]

@@ -132,6 +132,3 @@ def _record(target: EvaluationTarget, options: EvaluateOptions, world: World, fo
         "numbers": found.numbers,
         "texts": found.texts,
     }
-
-
-__all__ = ["evaluate"]

@@ -107,6 +107,3 @@ class _Unshown(Gallery):
 
     def show(self, name: str, images: Any, *, columns: int, array: Any = None) -> Any:
         return self.folder / f"{name} (not kept)"
-
-
-__all__ = ["measure"]

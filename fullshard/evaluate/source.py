@@ -167,6 +167,3 @@ def _stored_precision(reading: Reading) -> str:
 def data_of(text: str) -> Any:
     """What `--data` means, as `data.validation` would take it."""
     return parse_value(text, where="--data") if text.lstrip()[:1] in ("[", "{") else text
-
-
-__all__ = ["EvaluationTarget", "EvaluateOptions", "data_of", "find_target"]

@@ -132,6 +132,3 @@ def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
         console.whole(f"Load it with: {importing(line)}")
     elif form == "adapter":
         console.say("Its base is in no folder that other libraries read: export with --as merged for a whole model.")
-
-
-__all__ = ["export"]

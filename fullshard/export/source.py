@@ -247,6 +247,3 @@ def _check_fit(checkpoint: Path, module: nn.Module, stored: StoredTensors) -> No
             f"({len(unknown) + len(other)} of {len(stored.names())} tensors). Check that the model's folder has not "
             "changed since."
         )
-
-
-__all__ = ["Trained", "Values", "model_settings", "open_trained", "trained_as"]

@@ -130,6 +130,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-__all__ = ["FORMS", "ExportOptions", "free", "names_for", "settle", "write"]

@@ -229,6 +229,3 @@ def _say(console: Console, records: list[dict[str, Any]]) -> None:
         console.say(record["text"].strip())
         console.say(f"    ({counted(len(record['tokens']), 'token')}{end})")
         console.say("")
-
-
-__all__ = ["generate"]

@@ -88,6 +88,3 @@ def _chosen(logits: torch.Tensor, way: Continuation, generator: torch.Generator)
     # The fewest tokens that together have top_p.
     shares[shares.cumsum(-1) - shares >= way.top_p] = 0
     return int(order[torch.multinomial(shares, 1, generator=generator)])
-
-
-__all__ = ["continue_rows", "num_turns"]

@@ -109,6 +109,3 @@ def tokens_of(prompt: Prompt, tokenizer: Any, *, chat: bool) -> list[int]:
     if not ids:
         raise DataError(f"the tokenizer finds no token in the prompt {prompt.text[:40]!r}. Give another one.")
     return list(ids)
-
-
-__all__ = ["Prompt", "gathered", "tokens_of"]

@@ -109,6 +109,3 @@ def _require_tokens(objective: Objective, name: str) -> None:
             f"{name}: its objective is {objective.kind()}, which predicts no tokens, and fullshard generate continues "
             "texts. `fullshard --help` lists the commands for other models."
         )
-
-
-__all__ = ["GeneratingModel", "find_model"]

@@ -1,6 +1,6 @@
-"""From the user's recipe to the few short runs that prove it, and what each of them must equal.
+"""From the user's recipe to the short runs that prove it, and what each must equal.
 
-Every run takes the same samples in the same steps; one thing at a time is other than in the straight run.
+All runs train on the same samples in the same steps, and each differs from the straight run in one thing.
 Must not start anything, nor know how runs are compared.
 """
 
@@ -23,24 +23,24 @@ from fullshard.recipe import Recipe
 from fullshard.setup.run_inputs import RunInputs
 
 STEPS, SAVE_EVERY, KILLS = 6, 2, (3, 5)
-"""A checkpoint every second step, and a kill after the step behind each of the first two."""
+"""A checkpoint every second step, and a kill one step after each of the first two."""
 MOST_ACCUMULATED = 4
-"""A recipe with more micro-batches per step and rank is given a smaller step."""
+"""A recipe with more micro-batches per step and rank gets a smaller step."""
 NAMES = ("resume", "world", "split", "strategy")
-"""What can be asked for with --cases."""
+"""What --cases may name."""
 _OTHER_STRATEGY = {"full": "grad_op", "grad_op": "full", "hybrid": "grad_op", "none": "full"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a recipe of its own, and the ranks it takes."""
+    """One run: its recipe and its ranks."""
 
     name: str
     title: str
     recipe: Recipe
     ranks: Ranks
     resume: str = "auto"
-    """The checkpoint of another run that this one goes on from."""
+    """The checkpoint of another run that this one resumes from."""
 
     @property
     def folder(self) -> Path:
@@ -55,45 +55,45 @@ class Case:
 
 @dataclass(frozen=True)
 class Place:
-    """What the runs have at hand."""
+    """Where the runs take place."""
 
     folder: Path
     """Where their run folders go."""
     ranks: Ranks
-    """The recipe's own, on this machine."""
+    """The recipe's ranks on this machine."""
     device: str
     num_gpus: int
     half: bool
     """The recipe computes in half precision here."""
     strategy: str
-    """The recipe's own, with `auto` resolved."""
+    """The recipe's strategy, with `auto` resolved."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs, in the order they are made, and what is to be said about them."""
+    """The runs in order, and what to print about them."""
 
     straight: Case
     killed: Case | None
     reference: Case | None
-    """What the others must be near, where that is not the straight run: one without half precision and noise."""
+    """What the others must be close to, if not the straight run: one without half precision and noise."""
     others: tuple[Case, ...]
     samples_per_step: int
     notes: tuple[str, ...]
     left_out: Mapping[str, str]
-    """Cases that cannot be had, and why."""
+    """Cases that cannot be run, and why."""
 
 
 def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, ...]) -> Plan:
-    """The runs for the cases that are asked for."""
+    """The runs for the requested cases."""
     world, samples_per_step = place.ranks.per_node, inputs.plan.global_size
     other_world = 2 if world == 1 else world // 2
     gpus = len(place.ranks.device_ids) if place.ranks.device_ids else place.num_gpus
     shared = place.device == "cuda" and other_world > gpus
     own, split = _splits(recipe.batch.per_device, half=place.half)
-    # Two ranks on one GPU have its memory once.
+    # Two ranks on one GPU share its memory.
     elsewhere = min(own, split) if shared else own
-    # A step that all of them can divide.
+    # A step that all runs can divide.
     passes = [recipe.batch.per_device * world, own * world, own * other_world, split * world, elsewhere * other_world]
     step = _samples(samples_per_step, math.lcm(*passes), recipe.batch.per_device * world)
     straight = _shrunk(recipe, place, samples=step)
@@ -111,7 +111,7 @@ def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, .
     killed = _case("killed", "killed", straight, place) if "resume" in cases else None
     first = _case("straight", "straight", straight, place)
     if killed is None and chosen and reference is not None:
-        first, reference = reference, None  # it keeps its folder, from which the run on other ranks goes on
+        first, reference = reference, None  # it keeps its folder, from which the run on other ranks resumes
     return Plan(
         first,
         killed,
@@ -125,13 +125,13 @@ def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, .
 
 def _splits(per_device: int, *, half: bool) -> tuple[int, int]:
     """Samples per micro-batch of the runs in fp32, and another split of the same step. Activations are twice as large
-    in fp32, so a recipe in half precision is given smaller micro-batches there."""
+    in fp32, so a recipe in half precision gets smaller micro-batches there."""
     own = max(per_device // 2, 1) if half else per_device
     return own, own // 2 if own > 1 else 2
 
 
 def _samples(asked: int, unit: int, per_pass: int) -> int:
-    """Samples per step: the recipe's own where it is small and can be divided, else a few micro-batches."""
+    """Samples per step: the recipe's own if it is small and divisible, else a few micro-batches."""
     accumulated = asked // per_pass
     if asked % unit == 0 and accumulated <= MOST_ACCUMULATED:
         return asked
@@ -139,7 +139,7 @@ def _samples(asked: int, unit: int, per_pass: int) -> int:
 
 
 def _shrunk(recipe: Recipe, place: Place, *, samples: int) -> Recipe:
-    """The recipe as a run of a few steps: nothing else is other than in the real one."""
+    """The recipe as a run of a few steps; nothing else differs from the real one."""
     batch = {"per_device": recipe.batch.per_device, "global": samples}
     evaluate = recipe.evaluate.model_copy(
         update={"parts": [], "every_steps": None, "every_epochs": None, "patience": None}
@@ -161,15 +161,15 @@ def _shrunk(recipe: Recipe, place: Place, *, samples: int) -> Recipe:
 def _others(
     base: Recipe, place: Place, other_world: int, start: Path, *, split: int, elsewhere: int, shared: bool
 ) -> list[Case]:
-    """The runs that must be near the reference. The one on other ranks goes on from its first checkpoint, the others
-    begin at the beginning."""
+    """The runs that must be close to the reference. The one on other ranks resumes from its first checkpoint, the
+    others start from scratch."""
     world = place.ranks.per_node
     backend = "gloo" if shared else base.topology.backend
     moved = _with(_batch(base, elsewhere), topology=base.topology.model_copy(update={"backend": backend}))
     where = ", one GPU" if shared else ""
     strategy = _OTHER_STRATEGY[place.strategy]
     sharding = base.sharding.model_copy(update={"strategy": strategy})
-    # One rank has nothing to shard: another strategy shows on two.
+    # One rank has nothing to shard: another strategy needs two.
     spread = (other_world, _with(moved, sharding=sharding)) if world == 1 else (world, _with(base, sharding=sharding))
     on = f", on {_ranks(spread[0])}" if world == 1 else ""
     title = f"micro-batches of {split} instead of {base.batch.per_device}"
@@ -192,7 +192,7 @@ def _others(
 def _case(name: str, title: str, recipe: Recipe, place: Place, *, world: int | None = None) -> Case:
     number = world or place.ranks.per_node
     ids = place.ranks.device_ids
-    # Ranks that share a GPU are given the one that is there.
+    # Ranks that share a GPU all get the same one.
     ranks = replace(place.ranks, per_node=number, nodes=1, node_rank=0, master=None, device_ids=ids and ids[:number])
     topology = recipe.topology.model_copy(update={"devices": number, "nodes": 1})
     return Case(name, title, _with(recipe, name=name, topology=topology), ranks)
@@ -203,24 +203,24 @@ def _notes(
 ) -> list[str]:
     lines = []
     if step != samples_per_step:
-        lines.append(f"{counted(step, noun)} a step instead of {samples_per_step:,}: a few micro-batches are enough.")
+        lines.append(f"{counted(step, noun)} per step instead of {samples_per_step:,}: a few micro-batches are enough.")
     if recipe.topology.nodes > 1:
         lines.append(f"One node instead of {recipe.topology.nodes}.")
     if recipe.checkpoint.store is not None:
-        lines.append("Checkpoints beside the output, not in checkpoint.store.")
+        lines.append("Checkpoints go to a local folder, not to checkpoint.store.")
     if place.device == "cuda":
-        lines.append("Deterministic kernels, so that two runs can be compared bit by bit.")
+        lines.append("Deterministic kernels, so that two runs can be compared bit for bit.")
     if removed:
         smaller = f", in micro-batches of {own}" if own != recipe.batch.per_device else ""
         lines.append(
             f"Other ranks, splits and strategies are compared {' and '.join(removed)}{smaller}: there they give the "
-            "same numbers but for rounding."
+            "same numbers up to rounding."
         )
     return lines
 
 
 def check_names(text: str | None) -> tuple[str, ...]:
-    """What --cases asks for."""
+    """The cases that --cases names."""
     if text is None:
         return NAMES
     names = tuple(word.strip() for word in text.split(",") if word.strip())
@@ -239,7 +239,4 @@ def _with(recipe: Recipe, **sections: Any) -> Recipe:
 
 
 def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{counted(number, 'rank')}"
-
-
-__all__ = ["KILLS", "NAMES", "SAVE_EVERY", "STEPS", "Case", "Place", "Plan", "check_names", "plan"]
+    return counted(number, "rank")

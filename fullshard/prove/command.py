@@ -1,4 +1,4 @@
-"""`fullshard prove`: lays the inputs, plans the runs, makes them in a folder of their own, and tells what came of it.
+"""`fullshard prove`: prepares the inputs, plans the runs, runs them in a temporary folder, and reports the outcome.
 
 Must not know how a run is made or compared.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ProveOptions:
-    """What the user asked of the proof."""
+    """The options of the command."""
 
     cases: str | None = None
     keep: bool = False
@@ -35,7 +35,7 @@ class ProveOptions:
 
 
 def prove(reading: Reading, ranks: Ranks, options: ProveOptions) -> int:
-    """Proves a recipe; returns the exit code: 0 no drift, 3 drift, 2 where a run could not be made."""
+    """Proves a recipe; returns the exit code: 0 no drift, 3 drift, 2 if a run failed."""
     from fullshard.prove import cases, proof
     from fullshard.prove.report import Report
     from fullshard.prove.runs import Runs, start_ranks
@@ -58,7 +58,7 @@ def prove(reading: Reading, ranks: Ranks, options: ProveOptions) -> int:
 
 
 def refuse_launcher(launcher: str) -> None:
-    """The runs need ranks that can be killed and started again."""
+    """Refuses to run under a launcher: the runs need ranks that can be killed and restarted."""
     if launcher != "none":
         raise SetupError(
             f"fullshard prove starts, kills and restarts ranks by itself, and this process is a rank of {launcher}. "
@@ -67,14 +67,14 @@ def refuse_launcher(launcher: str) -> None:
 
 
 def own_ranks(topology: Topology) -> Ranks:
-    """The recipe's ranks on this machine; the runs are made on one node."""
+    """The recipe's ranks on this machine; proofs run on one node."""
     from fullshard.setup.on_ranks import ranks_of
 
     return ranks_of(topology.model_copy(update={"nodes": 1}))
 
 
 def _lay(recipe: Recipe, ranks: Ranks) -> RunInputs:
-    """The data and the empty model: mistakes in them are told before any rank starts, and the ranks find the cache."""
+    """The data and the empty model: errors in them show before any rank starts, and the ranks find the cache."""
     from fullshard.log import libraries
     from fullshard.log.console import Console
     from fullshard.setup.run_inputs import prepare_inputs
@@ -108,7 +108,7 @@ def _place(recipe: Recipe, ranks: Ranks, inputs: RunInputs) -> Place:
 
 @contextlib.contextmanager
 def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
-    """A folder for the runs, on the disk of the real one; removed at the end, with the folders that it needed."""
+    """A folder for the runs, on the disk of the real one; removed at the end, with parents that it created."""
     output = Path(tempfile.gettempdir()) if "://" in str(recipe.output) else recipe.output.absolute()
     made = [path for path in (output, *output.parents) if not path.exists()]
     try:
@@ -116,7 +116,7 @@ def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
         folder = Path(tempfile.mkdtemp(prefix=f".prove-{recipe.name}-", dir=output))
     except OSError as error:
         raise SetupError(
-            f"output = {str(recipe.output)!r}: no folder can be made there ({error.strerror or error}). Choose a "
+            f"output = {str(recipe.output)!r}: a folder cannot be created there ({error.strerror or error}). Choose a "
             "folder that you may write to: output=DIR, or --output DIR."
         ) from None
     try:
@@ -127,6 +127,3 @@ def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
             for path in made:
                 with contextlib.suppress(OSError):
                     path.rmdir()
-
-
-__all__ = ["ProveOptions", "own_ranks", "prove", "refuse_launcher"]

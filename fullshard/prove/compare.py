@@ -1,6 +1,6 @@
-"""What two runs have in common: the samples and numbers of each step, and the tensors of their checkpoints.
+"""Compares two runs: the samples and numbers of each step, and the tensors of their checkpoints.
 
-Names the first step and the tensor that differ. Must not know which runs these are, nor how they came about.
+Names the first step and the tensor that differ. Must not know which runs these are, nor how they were made.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     import torch
 
 NUMBERS = ("loss", "grad_norm", "lr", "loss_scale")
-"""What must be equal of a step, where a run logs it."""
+"""What must be equal in each step, if a run logs it."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """How near two runs must be."""
+    """How close two runs must be."""
 
     exact: bool
-    """Bit by bit, and samples in the same order."""
+    """Bit for bit, and samples in the same order."""
     losses: float = 0.0
-    """How far losses may be apart in the first three steps, relative to their size; later ten times as far, for every
-    update carries the rounding of the one before on."""
+    """How far losses may be apart in the first three steps, relative to their size; ten times as far later, since every
+    update carries on the rounding of the previous one."""
     norms: float = 0.0
     """The same for gradient norms."""
     updates: float = 0.0
-    """The norm of the difference of a weight tensor, relative to how far the last updates have moved it."""
+    """The norm of the difference of a weight tensor, relative to how far the last updates moved it."""
     moments: float = 0.0
     """The norm of the difference of a first moment, relative to its norm."""
 
@@ -42,7 +42,7 @@ class Law:
 
 @dataclass(frozen=True)
 class Seen:
-    """One look at two runs: what to say in a table, and the drift in a sentence, if there is one."""
+    """One comparison of two runs: a word for the table, and a sentence about the drift, if any."""
 
     word: str
     drift: str | None = None
@@ -56,7 +56,7 @@ class Seen:
 
 @dataclass
 class Steps:
-    """What a run wrote down of each step."""
+    """What a run logged of each step."""
 
     samples: dict[int, list[int]] = field(default_factory=dict)
     numbers: dict[int, dict[str, float | None]] = field(default_factory=dict)
@@ -77,29 +77,29 @@ def steps_of(records: Iterable[Mapping[str, Any]], *, first: int = 1, last: int 
 
 
 def compare_samples(found: Steps, expected: Steps, *, law: Law) -> Seen:
-    """Whether each step has read the samples it should; on other ranks only their order within the step may differ."""
+    """Whether each step read the right samples; on other ranks, only their order within the step may differ."""
     for step, ids in sorted(expected.samples.items()):
         other = found.samples.get(step)
         if other is None:
-            return Seen("missing", f"step {step} was not taken", math.inf, step)
+            return Seen("missing", f"step {step} is missing", math.inf, step)
         if sorted(other) != sorted(ids):
             wrong, right = sorted(set(other) - set(ids)), sorted(set(ids) - set(other))
             if not wrong and not right:
-                return Seen(f"step {step}", f"step {step} reads some samples more than once", math.inf, step)
-            text = f"step {step} reads other samples: {_some(wrong)} instead of {_some(right)}"
+                return Seen(f"step {step}", f"step {step} reads some samples twice", math.inf, step)
+            text = f"step {step} reads the wrong samples: {_some(wrong)} instead of {_some(right)}"
             return Seen(f"step {step}", text, math.inf, step)
         if law.exact and other != ids:
-            return Seen(f"step {step}", f"step {step} reads its samples in another order", math.inf, step)
+            return Seen(f"step {step}", f"step {step} reads its samples in a different order", math.inf, step)
     return Seen("same")
 
 
 def compare_numbers(found: Steps, expected: Steps, *, law: Law) -> Seen:
-    """Losses, gradient norms and rates of each step; the first step beyond the law is named."""
+    """Losses, gradient norms and rates of each step; names the first step outside the tolerance."""
     worst = 0.0
     for step, numbers in sorted(expected.numbers.items()):
         others = found.numbers.get(step)
         if others is None:
-            return Seen("missing", f"step {step} was not taken", math.inf, step)
+            return Seen("missing", f"step {step} is missing", math.inf, step)
         for name, value in numbers.items():
             other = others.get(name)
             apart = _apart(other, value)
@@ -115,7 +115,7 @@ _NAMES = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "
 
 
 def _apart(found: float | None, expected: float | None) -> float:
-    """Relative to what was expected; NaN equals only NaN."""
+    """The relative difference; None equals only None."""
     if found is None or expected is None:
         return 0.0 if found is expected else math.inf
     return abs(found - expected) / abs(expected) if expected else (0.0 if found == expected else math.inf)
@@ -139,13 +139,13 @@ class Tensors(Protocol):
 
 
 def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int, before: Tensors | None = None) -> Seen:
-    """Every weight and optimizer tensor bit by bit; or, under a law of nearness, weights and first moments where there
-    is something to learn. `before` has the weights that were expected some updates earlier."""
+    """Every weight and optimizer tensor bit for bit; or, within a tolerance, weights and first moments with gradients
+    above noise. `before` has the expected weights of some updates earlier."""
     names = sorted(name for name in expected.names() if law.exact or name.startswith("model/") or _is_moment(name))
     missing = sorted(expected.names() - found.names())
     surplus = sorted(found.names() - expected.names())
     if missing or surplus:
-        what = f"lacks {len(missing)}" if missing else f"has {len(surplus)} too many"
+        what = f"lacks {len(missing)}" if missing else f"has {len(surplus)} more"
         name = (missing or surplus)[0]
         text = f"the checkpoint of step {step} {what} of {len(expected.names())} tensors, first {name}"
         return Seen("names", text, math.inf, step, name)
@@ -163,9 +163,9 @@ def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int, b
 
 
 NOISE = 1e-5
-"""Elements whose gradients are smaller than this share of the usual ones have rounding noise for gradients: the bias of
-attention keys is such a one, for a softmax does not feel it. Adam makes full updates of them, and they differ wherever
-sums round in another order; losses do not feel them either."""
+"""Gradients smaller than this share of the usual ones are rounding noise: that of an attention key bias, for example,
+which softmax ignores. Adam turns them into full updates, which differ whenever sums round in a different order; they do
+not affect losses."""
 
 
 def _is_moment(name: str) -> bool:
@@ -173,14 +173,14 @@ def _is_moment(name: str) -> bool:
 
 
 def _second(tensors: Tensors, name: str) -> torch.Tensor | None:
-    """Adam's second moment of a weight or of its first moment; None where the optimizer keeps none, or it is frozen."""
+    """Adam's second moment of a weight or of its first moment; None if the optimizer keeps none, or it is frozen."""
     bare = name.removeprefix("model/") if name.startswith("model/") else name[len("optimizer/") : -len("/exp_avg")]
     key = f"optimizer/{bare}/exp_avg_sq"
     return _read(tensors, key).double().reshape(-1) if key in tensors.names() else None
 
 
 def _floor(tensors: Tensors) -> float:
-    """The second moment below which a gradient is noise, by the tensors' median."""
+    """The second moment below which a gradient is noise, from the median over tensors."""
     means = [_second(tensors, name) for name in tensors.names() if name.startswith("model/")]
     usual = sorted(float(mean.mean()) for mean in means if mean is not None)
     return usual[len(usual) // 2] * NOISE**2 if usual else 0.0
@@ -190,7 +190,7 @@ def _tensor_apart(
     found: Tensors, expected: Tensors, name: str, *, law: Law, floor: float = 0.0, before: Tensors | None = None
 ) -> float:
     """The norm of the difference; of a moment relative to its norm, of a weight to that of its last updates. Infinite
-    where the two cannot be subtracted."""
+    if they cannot be subtracted."""
     import torch
 
     if found.shape(name) != expected.shape(name) or found.dtype(name) != expected.dtype(name):
@@ -208,10 +208,10 @@ def _tensor_apart(
         earlier = None if earlier is None else earlier[learned]
     difference = _distance(ours, theirs)
     if difference == 0.0:
-        return 5e-324 if law.exact else 0.0  # zeros of another sign
+        return 5e-324 if law.exact else 0.0  # zeros of opposite sign
     size = _distance(theirs, torch.zeros(()))
     if earlier is not None:
-        # Updates below the last digit of a weight are rounding themselves.
+        # Updates below the last digit of a weight are rounding errors themselves.
         rounding = LAST_DIGITS * torch.finfo(theirs.dtype).eps * size if theirs.is_floating_point() else 0.0
         size = max(_distance(theirs, earlier), rounding / law.updates)
     apart = difference / size if size else math.inf
@@ -219,22 +219,19 @@ def _tensor_apart(
 
 
 LAST_DIGITS = 4
-"""Rounding of weights that is allowed by itself, in units of their last digit."""
+"""Rounding of weights that is always allowed, in units of their last digit."""
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The norm of the difference, in fp64, a piece at a time."""
+    """The norm of the difference in fp64, piece by piece."""
     others = theirs.expand_as(ours)
     pairs = zip(ours.split(_PIECE), others.split(_PIECE), strict=True)
     return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
 
 
 _PIECE = 2**24
-"""Elements that are compared at once, in fp64."""
+"""Elements compared at a time, in fp64."""
 
 
 def _read(tensors: Tensors, name: str) -> torch.Tensor:
     return tensors.read(name, 0, (tensors.shape(name) or (1,))[0])
-
-
-__all__ = ["Law", "Seen", "Steps", "compare_numbers", "compare_samples", "compare_tensors", "steps_of"]

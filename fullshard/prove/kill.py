@@ -1,6 +1,6 @@
-"""Ends a run as the system does: every rank kills itself in the middle of it.
+"""Ends a run as the system would: every rank kills itself in the middle of it.
 
-An evaluation is called on every rank after every step, so it can. Must not know what the run is compared with.
+An evaluation can do this, as it is called on every rank after every step. Must not know what the run is compared with.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.log.metrics import FILE, last_step
 
 WAIT_S = 10.0
-"""How long a checkpoint that is written beside the training is waited for before another step is taken."""
+"""How long to wait for a checkpoint that is written in the background before taking another step."""
 
 
 class Kill(Evaluation):
-    """SIGKILL to every rank after a step, once there is a checkpoint from the step before it or a later one."""
+    """Sends SIGKILL to every rank after a step, once there is a checkpoint of the previous step or a later one."""
 
     step: int
-    """The step after which the ranks end, or the first one after it that has a checkpoint to go on from."""
+    """The step after which the ranks are killed, or the first later one with a checkpoint to resume from."""
     of: str
     """The run folder."""
 
     @property
     def mark(self) -> Path:
-        """The file that says: it was this part that ended the run."""
+        """The file that says that this part killed the run."""
         return Path(self.of) / f"killed-{self.step}"
 
     def run(self, inputs: EvaluationInputs) -> Findings:
-        # Rank 0 has written the step down before it came here; another rank may look too early.
+        # Rank 0 has logged the step before it gets here; another rank may look too early.
         ranks_due = inputs.sum_over_ranks(torch.tensor(float(self._due()), device=inputs.device))
         if float(ranks_due) > 0:
             self.mark.touch()

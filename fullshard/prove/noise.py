@@ -15,7 +15,7 @@ from fullshard.setup.dropout import dropout_layers
 
 
 def still(recipe: Recipe, module: nn.Module, processor: Any, *, half: bool) -> tuple[Recipe, list[str], str | None]:
-    """The recipe in fp32 and without noise; what had to change for it; and what could not be changed, if anything."""
+    """The recipe in fp32 and without noise; what was changed for that; and what could not be changed, if anything."""
     changed: dict[str, Any] = {}
     removed: list[str] = []
     if half:
@@ -32,8 +32,5 @@ def still(recipe: Recipe, module: nn.Module, processor: Any, *, half: bool) -> t
         changed["optimizer"] = optimizer
         removed.append("with the optimizer's state in fp32")
     name = next(iter(dropout_layers(quiet)), None)
-    left = f"{name} is a dropout that no setting of the model turns off, and other ranks draw other numbers"
+    left = f"no setting of the model turns off the dropout {name}, and other ranks draw other random numbers"
     return recipe.model_copy(update=changed), removed, left if name else None
-
-
-__all__ = ["still"]

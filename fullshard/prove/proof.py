@@ -1,4 +1,4 @@
-"""Makes the runs of a plan and holds each against the one it must equal.
+"""Runs a plan and compares each run with the one it must equal.
 
 Must not know how runs are started, nor how the outcome is shown.
 """
@@ -16,13 +16,13 @@ from fullshard.prove.runs import RunFailed, Runs, taken
 
 EXACT = Law(exact=True)
 NEAR = Law(exact=False, losses=1e-6, norms=1e-4, updates=1e-2, moments=1e-3)
-"""Sums over other ranks and splits round in another order. Adam divides each gradient by its size, so what rounding
-does to a small gradient it does to a whole update: weights are held to the size of their updates, not to their own."""
+"""Sums over other ranks and splits round in a different order. Adam divides each gradient by its size, so rounding of a
+small gradient changes a whole update: weights are compared relative to their updates, not to their own size."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one case."""
+    """The outcome of one case."""
 
     name: str
     title: str
@@ -31,11 +31,11 @@ class Verdict:
     numbers: Seen | None = None
     tensors: Seen | None = None
     remark: str | None = None
-    """What the differences mean, where that is known."""
+    """What the differences mean, if known."""
     failure: str | None = None
     """Why there was nothing to compare."""
     left_out: str | None = None
-    """Why it was not tried."""
+    """Why it was not run."""
 
     @property
     def drifts(self) -> list[str]:
@@ -55,7 +55,7 @@ class Verdict:
 
 
 def prove(plan: Plan, runs: Runs) -> list[Verdict]:
-    """Every case of the plan; RunFailed when not even the straight run ends well."""
+    """Runs every case of the plan. Raises RunFailed if the straight run fails."""
     runs.make(plan.straight, plan.straight.title)
     verdicts = _resumed(plan.straight, plan.killed, runs) if plan.killed is not None else []
     failure = _failure(plan.reference, runs) if plan.reference is not None else None
@@ -69,7 +69,7 @@ def prove(plan: Plan, runs: Runs) -> list[Verdict]:
 
 
 def _failure(case: Case, runs: Runs) -> str | None:
-    """Makes a run; why it failed, if it did."""
+    """Makes a run; returns why it failed, if it did."""
     try:
         runs.make(case, case.title)
     except RunFailed as failed:
@@ -78,7 +78,7 @@ def _failure(case: Case, runs: Runs) -> str | None:
 
 
 def _resumed(straight: Case, case: Case, runs: Runs) -> list[Verdict]:
-    """Killed twice and resumed twice; held against the straight run after each resume."""
+    """Killed twice and resumed twice; compared with the straight run after each resume."""
     verdicts: list[Verdict] = []
     title = f"killed after step {KILLS[0]}"
     try:
@@ -96,7 +96,7 @@ def _resumed(straight: Case, case: Case, runs: Runs) -> list[Verdict]:
 
 
 def _judge(case: Case, title: str, against: Case, law: Law, *, step: int, resumed_from: int | None = None) -> Verdict:
-    """Holds the steps that were taken, and the checkpoint of `step`, against those of another run."""
+    """Compares the logged steps and the checkpoint of `step` with those of another run."""
     found = taken(case)
     first = 1 if case.resume == "auto" else SAVE_EVERY + 1
     expected = taken(against, first=first, last=max(found.numbers, default=STEPS))
@@ -108,11 +108,8 @@ def _judge(case: Case, title: str, against: Case, law: Law, *, step: int, resume
     remark = None
     if resumed_from is not None and begun <= resumed_from:
         remark = (
-            f"step {begun} was taken before the first kill: already two runs of this recipe differ. Something in it is "
-            "not deterministic: a part of your own that looks at the clock, or random numbers without a seed"
+            f"step {begun} came before the first kill: already two runs of this recipe differ. Something in it is "
+            "not deterministic: a custom part that reads the clock, or random numbers without a seed"
         )
     name = "resume" if law.exact else case.name
     return Verdict(name, title, law, samples, numbers, tensors, remark)
-
-
-__all__ = ["EXACT", "NEAR", "Verdict", "prove"]

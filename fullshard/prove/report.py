@@ -1,4 +1,4 @@
-"""Shows a proof: a line for each start while it goes, then a table, then the verdict; or one JSON object.
+"""Shows a proof: a line for each run as it ends, then a table and the verdict; or one JSON object.
 
 Must not know how anything is found out.
 """
@@ -27,14 +27,15 @@ from fullshard.prove.proof import NEAR, Verdict
 _COLOURS = {"exact": "green", "equal": "green", "DRIFT": "bold red", "not run": "bold red", "left out": "yellow"}
 
 _ALLOWED = (
-    "Allowed: nothing where resumed, bit by bit, optimizer included. In the others, where sums round in another order, "
+    "Tolerances: none after a resume, which must be bitwise equal, optimizer included. In the other cases, where sums "
+    "round in a different order: "
     f"{NEAR.losses:.0e} in losses ({10 * NEAR.losses:.0e} from step 4 on), {NEAR.norms:.0e} in gradient norms, "
     f"{NEAR.updates:.0e} of the last updates in each weight tensor, {NEAR.moments:.0e} in its momentum."
 )
 
 
 class Report:
-    """The screen of a proof, and its verdict."""
+    """The output of a proof."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -44,7 +45,7 @@ class Report:
         self._width = max(min(columns, 120), 60)
 
     def opening(self, title: str, notes: Sequence[str]) -> None:
-        """What is about to be done, and what is other than in the recipe."""
+        """What will be run, and what differs from the recipe."""
         self._show(Text(f"\n{title}", style="bold"))
         for note in notes:
             self._wrapped(note, indent="  ", style="dim")
@@ -52,14 +53,14 @@ class Report:
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Says what takes long while it does."""
+        """Shows a status line meanwhile."""
         shown = self._on_terminal and not self._as_json
         with self._screen.status(f"{what} ...") if shown else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Says what takes long while it does, and then how long it took."""
+        """Shows a status line meanwhile, then how long it took."""
         begun = time.monotonic()
         with self.working(what):
             yield
@@ -141,6 +142,3 @@ def _as_dict(verdict: Verdict) -> dict[str, Any]:
 def _look(look: Seen) -> dict[str, Any]:
     apart = look.worst if math.isfinite(look.worst) else None
     return {"equal": look.drift is None, "apart": apart, "step": look.step, "tensor": look.tensor, "drift": look.drift}
-
-
-__all__ = ["Report"]

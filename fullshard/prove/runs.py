@@ -1,4 +1,4 @@
-"""Makes the runs of a plan: starts ranks, kills them, starts them again; keeps what they said.
+"""Makes the runs of a plan: starts ranks, kills them, restarts them; keeps their output.
 
 Must not know how runs are compared.
 """
@@ -23,13 +23,13 @@ from fullshard.prove.rank import RECIPE, RESUME
 from fullshard.recipes.read import Reading, hand_on
 
 Start = Callable[[Case, Path], int]
-"""Starts the ranks of a case and waits for them; what they say goes into the folder. Gives the exit code."""
+"""Starts the ranks of a case and waits for them; their output goes into the folder. Returns the exit code."""
 _LINES = 12
-"""How much of what a failed run said is shown."""
+"""How many of the last lines of a failed run are shown."""
 
 
 class RunFailed(FullshardError):
-    """A run of the proof did not end as it should; the message has what it said last."""
+    """A run of the proof failed; the message has its last lines."""
 
     def __init__(self, message: str, *, case: str, code: int) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class RunFailed(FullshardError):
 
 
 class Stopped(FullshardError):
-    """The user, or whoever gives out the machine, wants no more runs."""
+    """A signal from the user or the cluster stopped the proof."""
 
     def __init__(self, message: str, *, code: int) -> None:
         super().__init__(message)
@@ -46,31 +46,31 @@ class Stopped(FullshardError):
 
 @dataclass
 class Runs:
-    """The runs that are made so far."""
+    """Makes the runs."""
 
     folder: Path
     start: Start
     watch: Callable[[str], AbstractContextManager[None]]
-    """Shows what is being done, and when it is over how long it took."""
+    """Shows what is being done, and then how long it took."""
     keep: bool = False
     number: int = 0
 
     def make(self, case: Case, what: str) -> None:
-        """Runs a case to its last step; RunFailed when it does not get there."""
+        """Runs a case to its last step; raises RunFailed if it does not get there."""
         code, told = self._start(what, case)
         if code or max(taken(case).numbers, default=0) < STEPS:
             raise _failed(case, f"ended with exit code {code}, before step {STEPS} was saved", code, told)
 
     def kill(self, case: Case, step: int, what: str) -> int:
-        """Runs a case until it is killed after a step; gives the step of the checkpoint that is left."""
+        """Runs a case until it is killed after a step; returns the step of its last checkpoint."""
         code, told = self._start(what, case.killed_after(step))
         if not (case.folder / f"killed-{step}").exists():
-            how = f"ended with exit code {code} before" if code else "found no checkpoint to be killed behind, at"
+            how = f"ended with exit code {code} before" if code else "had no checkpoint to be killed after, at"
             raise _failed(case, f"{how} step {step}", code, told)
         return max(int(path.name.rpartition("-")[2]) for path in files.published(case.folder))
 
     def remove(self, case: Case) -> None:
-        """Gives the disk back once a run has been compared, unless the user wants to see it."""
+        """Deletes a run once it has been compared, unless the user keeps it."""
         if not self.keep:
             shutil.rmtree(case.folder, ignore_errors=True)
 
@@ -94,7 +94,7 @@ def start_ranks(reading: Reading) -> Start:
         command = [sys.executable, "-m", "fullshard", "prove", str(told), "--as-rank"]
         said = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):  # the launcher's words; the ranks have files of their own
+            with contextlib.redirect_stderr(said):  # what the launcher prints; ranks write to their own files
                 return case.recipe.topology.launcher.start(command, case.ranks)
         finally:
             (told / "launcher.txt").write_text(said.getvalue(), encoding="utf-8")
@@ -103,18 +103,15 @@ def start_ranks(reading: Reading) -> Start:
 
 
 def taken(case: Case, *, first: int = 1, last: int | None = None) -> Steps:
-    """What a run wrote down of its steps, from `first` up to `last`."""
+    """What a run logged of its steps, from `first` up to `last`."""
     path = case.folder / FILE
     return steps_of(read(path) if path.exists() else [], first=first, last=last)
 
 
 def _failed(case: Case, how: str, code: int, told: Path) -> RunFailed:
-    """What the rank that failed said last; of several, the one that said a mistake."""
+    """The last lines of the rank that failed; of several, the first with an error."""
     said = [(path, path.read_text(encoding="utf-8", errors="replace")) for path in sorted(told.glob("*.txt"))]
     telling = [(path, text) for path, text in said if "Error" in text] or [(p, t) for p, t in said if t.strip()]
     lines = [line for line in telling[0][1].splitlines() if line.strip()][-_LINES:] if telling else ["(nothing)"]
     text = "\n".join(f"    {line}" for line in lines)
-    return RunFailed(f"The run `{case.title}` {how}. It said last:\n{text}", case=case.name, code=code or 1)
-
-
-__all__ = ["RunFailed", "Runs", "Start", "Stopped", "start_ranks", "taken"]
+    return RunFailed(f"The run `{case.title}` {how}. Its last lines:\n{text}", case=case.name, code=code or 1)

@@ -79,7 +79,8 @@ class NextToken(Objective):
     @torch.no_grad()
     def check(self, model: Any, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """The head path gives the model's own logits."""
-        if self.full_logits or not isinstance(model, TokenModel):
+        hands_over_head: bool = isinstance(model, TokenModel)
+        if self.full_logits or not hands_over_head:
             return []
         ids = batch["input_ids"].reshape(-1).repeat(16)[None, :16]
         positions = torch.arange(ids.shape[1], device=ids.device)[None]

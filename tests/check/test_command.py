@@ -59,7 +59,7 @@ def test_sections_come_in_order_and_the_verdict_last(seed: Seed) -> None:
     lines = result.stdout.splitlines()
     assert (result.exit_code, result.stderr) == (0, "")
     assert titles(result.stdout) == SECTIONS
-    assert lines[-2] == "Setup is CORRECT; the model was not tried, leave --quick out for that"
+    assert lines[-2] == "Setup is CORRECT; the model was not tried: run without --quick for that"
     assert lines[-1] == f"  fullshard train {seed.folder}/recipe.yaml"
     marked = [line for line in lines if line.startswith("  ") and not line.startswith("    ")][:-1]
     assert marked
@@ -75,7 +75,7 @@ def test_findings_are_marked_with_where_and_what_to_do(seed: Seed) -> None:
     assert "! learning rate optimizer.lr = 10: adamw would move" in said
     assert "is usual. Use 3e-4 for training from scratch" in said
     assert "✗ model model.freeze[0] = 'nothing.*' matches none" in said
-    assert said.endswith("1 problem, 1 warning. Nothing was trained, nothing was left behind.")
+    assert said.endswith("1 problem, 1 warning. Nothing was trained, and no files were left behind.")
     assert "Setup is CORRECT" not in said
 
 

@@ -341,18 +341,18 @@ def heads_that_do_not_divide(seed: Seed) -> None:
     }
 
 
-@mistake("model", "model: weight files", "model.safetensors: truncated", "are missing", remedy="Fetch or save it again")
+@mistake("model", "model: weight files", "model.safetensors: truncated", "are missing", remedy="Download or save it again")
 def truncated_weights(seed: Seed) -> None:
     file = seed.folder / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
 
 
-@mistake("model", "train: ", "model.safetensors: truncated", remedy="Fetch or save it again", by="train")
+@mistake("model", "train: ", "model.safetensors: truncated", remedy="Download or save it again", by="train")
 def truncated_weights_in_train(seed: Seed) -> None:
     truncated_weights(seed)
 
 
-@mistake("model", "model: weight files", "its header", "model.safetensors", remedy="Fetch or save it again")
+@mistake("model", "model: weight files", "its header", "model.safetensors", remedy="Download or save it again")
 def weights_cut_in_the_header(seed: Seed) -> None:
     file = seed.folder / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:200])
@@ -416,7 +416,7 @@ def a_tensor_too_many(seed: Seed) -> None:
     _edit(seed, lambda tensors: tensors.update({"model.layers.3.extra.weight": torch.zeros(4)}))
 
 
-@mistake("model", "model: stored values", "model.norm.weight", "NaN", remedy="fetch them again")
+@mistake("model", "model: stored values", "model.norm.weight", "NaN", remedy="download them again")
 def nan_in_the_weights(seed: Seed) -> None:
     _edit(seed, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
 

@@ -134,7 +134,7 @@ def test_mistakes_are_told_in_words(ranks: RankPool, folder: Path, run: Path, tm
     assert "has no validation data of its own" in refused(ranks, folder / "model")
     assert "neither a run" in refused(ranks, tmp_path)
     assert "--weights mode: allowed are ema, model (did you mean" in refused(ranks, run, "--weights", "mode")
-    assert "is no run" in refused(ranks, folder / "model", "--checkpoint", "best")
+    assert "is not a run" in refused(ranks, folder / "model", "--checkpoint", "best")
     assert "data.sequence_lenght" in refused(ranks, run, "data.sequence_lenght=3")
     (folder / "train.jsonl").rename(folder / "hidden")
     try:

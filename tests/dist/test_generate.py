@@ -138,7 +138,7 @@ def test_what_is_drawn_follows_from_seed_and_prompt(ranks: RankPool, folder: Pat
 
 def test_mistakes_are_told_in_words(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     assert "there is no prompt" in refused(ranks, folder / "model")
-    assert "an empty text" in refused(ranks, folder / "model", "--prompt", "")
+    assert "the text is empty" in refused(ranks, folder / "model", "--prompt", "")
     told = refused(ranks, folder / "model", "--prompt", "ban", "--max-new-tokens", "200")
     assert "more than the 128 positions" in told
     assert "no chat template" in refused(ranks, folder / "model", "--messages", '[{"role": "user", "content": "ban"}]')

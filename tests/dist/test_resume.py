@@ -269,8 +269,8 @@ def test_a_refused_change_can_be_wanted_and_harmless_ones_pass_with_a_note(
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        ([], 0, r"train goes on from \S*/checkpoint-{last}, step {last} of {last}|is finished"),
-        (["duration.steps=90"], 0, r"train goes on from \S*/checkpoint-{last}, step {last} of 90"),
+        ([], 0, r"train resumes from \S*/checkpoint-{last}, step {last} of {last}|is finished"),
+        (["duration.steps=90"], 0, r"train resumes from \S*/checkpoint-{last}, step {last} of 90"),
         (["duration.steps=90"], 0, r"learning rate at step {last} was \S+ and is \S+ by this recipe; .* to 90\."),
         (["seed=1"], 2, "cannot be resumed with this recipe, .*seed: 0 then, 1 now"),
         (["seed=1", "--resume-anyway"], 0, "Resumed anyway, .*seed: 0 then, 1 now.*--resume-anyway"),

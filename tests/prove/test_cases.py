@@ -104,7 +104,7 @@ def test_every_run_can_divide_the_step(folder: Path, world: int, half: bool) -> 
             assert 1 <= passes <= 32, case
         if accumulate > 1:
             assert found.samples_per_step > per_device * world, "what accumulates goes on accumulating"
-        said = any("samples a step instead of" in note for note in found.notes)
+        said = any("samples per step instead of" in note for note in found.notes)
         assert said == (found.samples_per_step != own)
 
 
@@ -136,7 +136,7 @@ def test_a_dropout_without_a_setting_is_left_out_with_its_name(folder: Path) -> 
     found = plan(asked, place(), inputs, cases=("resume", "world"))
     assert found.killed is not None
     assert found.others == ()
-    assert "mine is a dropout that no setting" in found.left_out["world"]
+    assert "turns off the dropout mine" in found.left_out["world"]
 
 
 @pytest.mark.parametrize(("num_gpus", "ids"), [(1, None), (8, (3,))])

@@ -38,18 +38,18 @@ def test_equal_runs_are_equal(law: Law) -> None:
 def test_the_first_step_with_other_samples_is_named() -> None:
     seen = compare_samples(steps_of(records(sample_ids3=[30, 7], sample_ids4=[1, 2])), steps_of(records()), law=NEAR)
     assert (seen.step, seen.word) == (3, "step 3")
-    assert seen.drift == "step 3 reads other samples: 7 instead of 31"
+    assert seen.drift == "step 3 reads the wrong samples: 7 instead of 31"
 
 
 def test_the_order_within_a_step_matters_only_on_the_same_ranks() -> None:
     ours, theirs = steps_of(records(sample_ids2=[21, 20])), steps_of(records())
     assert compare_samples(ours, theirs, law=NEAR).drift is None
-    assert compare_samples(ours, theirs, law=EXACT).drift == "step 2 reads its samples in another order"
+    assert compare_samples(ours, theirs, law=EXACT).drift == "step 2 reads its samples in a different order"
 
 
 def test_a_sample_that_is_read_twice_is_a_drift() -> None:
     seen = compare_samples(steps_of(records(sample_ids2=[20, 20, 21])), steps_of(records()), law=NEAR)
-    assert (seen.step, seen.drift) == (2, "step 2 reads some samples more than once")
+    assert (seen.step, seen.drift) == (2, "step 2 reads some samples twice")
 
 
 def test_the_first_step_with_another_loss_is_named() -> None:
@@ -81,7 +81,7 @@ def test_rounding_is_allowed_and_no_more(change: dict[str, Any], allowed: bool) 
 
 def test_steps_that_were_not_taken_are_missing() -> None:
     ours, theirs = steps_of(records(), last=3), steps_of(records())
-    assert compare_samples(ours, theirs, law=EXACT).drift == "step 4 was not taken"
+    assert compare_samples(ours, theirs, law=EXACT).drift == "step 4 is missing"
     assert compare_numbers(ours, theirs, law=EXACT).step == 4
 
 

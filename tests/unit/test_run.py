@@ -81,7 +81,7 @@ def test_an_output_that_cannot_be_written_is_named(settings: dict[str, Any], fol
     (folder / "other").mkdir()
     (folder / "other" / "run").write_text("a file where the run folder should be")
     settings["output"] = str(folder / "other")
-    with pytest.raises(SetupError, match=r"other/run is a file, and the run folder must be there: .*name=NAME"):
+    with pytest.raises(SetupError, match=r"other/run is a file where the run folder must be: .*name=NAME"):
         small.train(settings)
 
 

@@ -157,7 +157,7 @@ def test_a_gpu_asked_for_and_none_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "environ", "said"),
     [
-        ({}, {}, "a build without CUDA"),
+        ({}, {}, "built without CUDA"),
         ({"cuda": "12.8"}, {}, "may be too old for CUDA 12.8"),
         ({"cuda": "12.8"}, {"CUDA_VISIBLE_DEVICES": ""}, "hidden"),
     ],

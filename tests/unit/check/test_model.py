@@ -74,7 +74,7 @@ def test_a_healthy_folder_has_ticks_only(folder: Path) -> None:
     kept = "stored float32, trained parameters are kept in float32"
     assert text["dtypes"] == f"{kept}; compute bfloat16, reduce float32"
     assert text["positions"] == "data.sequence_length = 48, the model has 128 positions"
-    assert text["vocabulary"] == "tokens up to 96 in 16 samples, 97 rows of the embedding"
+    assert text["vocabulary"] == "tokens up to 96 in 16 samples, 97 embedding rows"
 
 
 @pytest.mark.parametrize("architecture", sorted(CAUSAL))
@@ -101,7 +101,7 @@ def test_a_tokenizer_trained_on_the_data_has_ticks_only(folder: Path) -> None:
     (folder / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     findings = look(folder, model=scratch("llama", tokenizer={"train": 300}))
     assert bad(findings) == []
-    assert said(findings)["round trip"] == "80 sample texts come back exactly, as do other scripts"
+    assert said(findings)["round trip"] == "80 sample texts survive exactly, and so do other scripts"
     assert said(findings)["chat template"].startswith("plain")
 
 
@@ -175,7 +175,7 @@ def test_ties_across_units() -> None:
     module = Hf(architecture="gpt2", size="tiny").build(processor=None)
     (finding,) = check.ties(module, WrapPlan(["lm_head"]))
     assert finding.level == "error"
-    assert "lie in different units: lm_head, the root" in finding.text
+    assert "belong to different units: lm_head, the root" in finding.text
     assert [f.level for f in check.ties(module, WrapPlan(["transformer.h.0"]))] == ["ok"]
 
 
@@ -214,7 +214,7 @@ def test_tokens_of_another_vocabulary(folder: Path) -> None:
     (folder / "train.jsonl").write_text(json.dumps({"input_ids": [1, 2, 97]}) + "\n")
     (finding,) = bad(look(folder))
     assert (finding.level, finding.check) == ("error", "vocabulary")
-    assert "holds the token 97" in finding.text
+    assert "contains the token 97" in finding.text
 
 
 def rewrite(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
@@ -279,7 +279,7 @@ def test_a_norm_that_rounds_its_statistics(folder: Path) -> None:
     module.model.norm = RoundingNorm(128)
     (finding,) = bad(list(check.look(recipe, None, module=module)))
     assert (finding.level, finding.check) == ("warning", "norms")
-    assert "model.norm: RoundingNorm works out its statistics in bfloat16" in finding.text
+    assert "model.norm: RoundingNorm computes its statistics in bfloat16" in finding.text
 
 
 def test_shared_batch_norm_statistics(folder: Path) -> None:

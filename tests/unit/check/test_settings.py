@@ -57,22 +57,22 @@ def test_a_healthy_recipe_has_ticks_only_and_says_what_it_comes_to(look: Look) -
     said = {(f.check, f.text) for f in findings}
     assert ("batch", "16 samples per step = 4 per device x 4 accumulated x 1 rank") in said
     assert ("steps", "6 = 1.5 epochs x 4 per epoch (64 samples)") in said
-    assert ("recipe", "a mapping: every key is known, every value allowed") in said
-    assert ("settings", "none contradicts another, all of them have an effect") in said
+    assert ("recipe", "a mapping: every key is known and every value is valid") in said
+    assert ("settings", "no conflicts, and every setting has an effect") in said
 
 
 def test_source_preset_and_overrides_are_told(folder: Path) -> None:
     overrides = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", "optimizer.lr=1e-4"]
     reading = read("sft", *overrides, preset="single_node_fsdp")
     texts = [f.text for f in settings.look(reading, Ranks(8), None) if f.check == "recipe"]
-    assert texts[0] == "built-in recipe sft, preset single_node_fsdp: every key is known, every value allowed"
+    assert texts[0] == "built-in recipe sft, preset single_node_fsdp: every key is known and every value is valid"
     assert any("optimizer.lr" in text and "command line" in text for text in texts[1:])
 
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "says"),
     [
-        ("full", Ranks(1), "1 rank (CPU); full: nothing to divide"),
+        ("full", Ranks(1), "1 rank (CPU); full: nothing to shard"),
         ("auto", Ranks(2), "2 ranks (CPU); full: 1 x 2 (replicate x shard); auto: CPU ranks"),
         ("hybrid", Ranks(2), "hybrid: 1 x 2 (replicate x shard); one node, so hybrid is the same as full"),
         ("hybrid", Ranks(2, nodes=2), "4 ranks on 2 nodes (CPU); hybrid: 2 x 2 (replicate x shard)"),
@@ -100,12 +100,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "export best without best": (
         {"checkpoint": {"export": "best"}},
         "error",
-        "checkpoint.export = best, and checkpoint.best = null",
+        "checkpoint.export = best, but checkpoint.best = null",
     ),
     "export best without validation": (
         {"checkpoint": {"export": "best", "best": "loss"}, "evaluate": {"parts": ["loss"]}},
         "error",
-        "checkpoint.export = best, and nothing is validated",
+        "checkpoint.export = best, but nothing is validated",
     ),
     "best the wrong way": (
         {
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "warning",
         "checkpoint.best.mode = min keeps the model with the lowest accuracy, the worst one: a higher",
     ),
-    "batch beyond the data": ({"batch": {"global": 128}}, "warning", "128 samples per step are asked for"),
+    "batch beyond the data": ({"batch": {"global": 128}}, "warning", "128 samples per step"),
     "lr without its minus sign": ({"optimizer": {"lr": 2e5}}, "warning", "optimizer.lr = 200000: adamw would move"),
     "lr too large": ({"optimizer": {"lr": 0.5, "weight_decay": 0}}, "warning", "up to 0.1 is usual"),
     "lr too small": ({"optimizer": {"lr": 1e-12}}, "warning", "optimizer.lr = 1e-12: below 1e-09"),
@@ -151,14 +151,18 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "evaluate.patience = 3 has no effect: the run has 3 validations",
     ),
     "validation interval without data": ({"evaluate": {"every_steps": 2}}, "warning", "there is no validation data"),
-    "held out for nothing": ({"data": {"holdout": 0.1}}, "warning", "data.holdout = 0.1 is kept apart for nothing"),
-    "save interval": ({"checkpoint": {"every_steps": 500}}, "warning", "checkpoint.every_steps = 500 never acts"),
-    "epoch interval": ({"checkpoint": {"every_epochs": 4}}, "warning", "checkpoint.every_epochs = 4 never acts"),
-    "log interval": ({"log": {"every_steps": 50}}, "warning", "log.every_steps = 50 never acts: the run has 6 steps"),
+    "held out for nothing": ({"data": {"holdout": 0.1}}, "warning", "data.holdout = 0.1 is held out for nothing"),
+    "save interval": ({"checkpoint": {"every_steps": 500}}, "warning", "checkpoint.every_steps = 500 has no effect"),
+    "epoch interval": ({"checkpoint": {"every_epochs": 4}}, "warning", "checkpoint.every_epochs = 4 has no effect"),
+    "log interval": (
+        {"log": {"every_steps": 50}},
+        "warning",
+        "log.every_steps = 50 has no effect: the run has only 6 steps",
+    ),
     "evaluate interval": (
         {"evaluate": {"every_steps": 50, "parts": ["loss"]}, "data": {"holdout": 0.1}},
         "warning",
-        "evaluate.every_steps = 50 never acts",
+        "evaluate.every_steps = 50 has no effect",
     ),
 }
 

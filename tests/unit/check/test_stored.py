@@ -72,10 +72,10 @@ def mangle_pointer(raw: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("mangle", "text"),
     [
-        (mangle_tail, r"truncated: [\d,]+ bytes, and its header promises [\d,]+ \(1,000 are missing\)"),
+        (mangle_tail, r"truncated: [\d,]+ bytes, but its header describes [\d,]+ \(1,000 are missing\)"),
         (mangle_end, r"\(7 too many\)"),
-        (mangle_header, r"its header says it has [\d,]+ bytes, and the file has 200"),
-        (mangle_length, r"its header says it has [\d,]+ bytes, and the file has"),
+        (mangle_header, r"its header claims [\d,]+ bytes, but the file has 200"),
+        (mangle_length, r"its header claims [\d,]+ bytes, but the file has"),
         (mangle_text, r"its header of [\d,]+ bytes is not a list of tensors"),
         (mangle_all, r"3 bytes, too few for a safetensors file"),
         (mangle_pointer, r"Git LFS pointer"),
@@ -123,7 +123,7 @@ def test_values_that_are_no_numbers(folder: Path, name: str, value: float) -> No
     change(folder, name, lambda tensor: torch.full_like(tensor, value))
     findings = list(weights.look(folder))
     assert levels(findings) == [("ok", "weight files"), ("error", "stored values")]
-    assert f"{name} holds NaN or infinity" in findings[1].text
+    assert f"{name} holds NaN or Inf" in findings[1].text
 
 
 def test_a_matrix_of_zeros_is_suspicious_and_a_vector_of_zeros_is_not(folder: Path) -> None:

@@ -48,20 +48,20 @@ def test_a_byte_level_tokenizer_has_ticks_only(trained: Any) -> None:
         ("ok", "special tokens"),
         ("ok", "round trip"),
     ]
-    assert findings[2].text == "3 sample texts come back exactly, as do other scripts"
+    assert findings[2].text == "3 sample texts survive exactly, and so do other scripts"
 
 
 def test_ids_beyond_the_embedding(trained: Any) -> None:
     (finding,) = bad(check.vocabulary(trained, rows=299))
     assert finding.level == "error"
-    assert "ids up to 299, and the embedding has 299 rows" in finding.text
+    assert "ids up to 299, but the embedding has 299 rows" in finding.text
 
 
 def test_unused_rows_and_a_new_size_are_noted(trained: Any) -> None:
     (note,) = check.vocabulary(trained, rows=2000)
-    assert (note.level, note.text) == ("ok", "300 tokens, 2,000 rows of the embedding (1,700 rows are not used)")
+    assert (note.level, note.text) == ("ok", "300 tokens, 2,000 embedding rows (1,700 rows unused)")
     (note,) = check.vocabulary(trained, rows=300, stored=256)
-    assert (note.level, note.text) == ("ok", "300 tokens, 300 rows of the embedding, resized from 256")
+    assert (note.level, note.text) == ("ok", "300 tokens, 300 embedding rows, resized from 256")
 
 
 def test_special_tokens() -> None:
@@ -75,9 +75,9 @@ def test_special_tokens() -> None:
     (strange,) = bad(check.special_tokens(good, rows=3, config=config))
     assert (strange.level, "config.json: eos_token_id = 151,645 is outside" in strange.text) == ("warning", True)
     (fine,) = check.special_tokens(good, rows=3, config={})
-    assert (fine.level, fine.text) == ("ok", "ends with </s> (1); no padding token, and none is needed")
+    assert (fine.level, fine.text) == ("ok", "ends with </s> (1); no padding token, which is fine")
     (same,) = check.special_tokens(words(*known, eos_token="</s>", pad_token="</s>"), rows=3, config={})
-    assert "padding is left out by place, so the end is still learned" in same.text
+    assert "padding is masked by position, so the end is still learned" in same.text
 
 
 def test_a_lossy_tokenizer_is_told_with_an_example() -> None:
@@ -90,7 +90,7 @@ def test_a_lossy_tokenizer_is_told_with_an_example() -> None:
 def test_scripts_that_the_data_does_not_have_are_a_note() -> None:
     (note,) = check.round_trip(words("<unk>", "the", "cat"), ["the cat"])
     assert note.level == "ok"
-    assert "1 sample texts come back exactly; other scripts do not" in note.text
+    assert "1 sample texts survive exactly; other scripts do not" in note.text
 
 
 def test_unknown_tokens_above_one_per_cent() -> None:
@@ -119,5 +119,5 @@ def test_tokens_made_elsewhere(tmp_path: Path) -> None:
     assert not bad(check.token_ids(samples, rows=97))
     (finding,) = bad(check.token_ids(samples, rows=96))
     assert finding.level == "error"
-    assert "holds the token 96, and the embedding has 96 rows, for 0 to 95" in finding.text
+    assert "contains the token 96, but the embedding has 96 rows, for 0 to 95" in finding.text
     assert list(check.token_ids([{"labels": np.array([1])}], rows=5)) == []  # type: ignore[arg-type]

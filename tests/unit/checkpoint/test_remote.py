@@ -288,7 +288,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
     [found] = check(read(settings(output=bucket.url(tmp_path / "b"))).recipe, num_ranks=1, patience_s=0.2)
     let_go.set()
     assert found.level == "error"
-    assert "cannot be written there and read back (TimeoutError: no answer within 0.2 s)" in found.text
+    assert "writing and reading back a small file failed (TimeoutError: no answer within 0.2 s)" in found.text
 
 
 def test_a_store_needs_no_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
