@@ -1,6 +1,6 @@
-"""The one definition of a whole checkpoint: a format that is known, every file as described, every tensor as listed.
+"""Whether a checkpoint is complete: a known format, every file as described, every tensor as listed.
 
-`train`, `check`, `verify` and whoever else asks get the same answer. Must not import torch before it needs it.
+`train`, `check` and `verify` all use this one definition. Must not import torch before it needs it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def problems(
     world: int = 1,
     done: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """What is wrong with a checkpoint, one line each. Of several ranks each looks at a share of the bytes, and the
-    first at the tensors too. `done` hears of the bytes that were looked at."""
+    """What is wrong with a checkpoint, one line each. Every rank checks a share of the bytes, and rank 0 also the
+    tensors. `done` is called with the number of bytes checked."""
     try:
         manifest = files.read_manifest(checkpoint)
         mine = integrity.share(manifest["files"], rank=rank, world=world)
@@ -35,12 +35,12 @@ def problems(
 
 
 def _other_tensors(checkpoint: Path, manifest: dict[str, Any]) -> list[str]:
-    """Tensors that the files hold and the manifest does not list as they are, or the other way round."""
+    """Tensors that the files hold differently from what the manifest lists."""
     from fullshard.checkpoint.reader import described, open_tensors
 
     try:
         stored = described(open_tensors(checkpoint))
-    except Exception as error:  # a file that cannot be read is a finding, whatever the library calls it
+    except Exception as error:  # whatever the library raises for an unreadable file
         return [str(error) or type(error).__name__]
     listed = manifest["tensors"]
     other = [name for name in sorted(stored.keys() | listed.keys()) if stored.get(name) != listed.get(name)]

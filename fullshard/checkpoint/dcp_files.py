@@ -1,6 +1,6 @@
-"""DCP's files under our rules: every byte is hashed as it is written, nothing that is read can run code.
+"""DCP files with two rules: every byte is hashed as it is written, and nothing that is read can run code.
 
-Works on local folders and on remote ones (fsspec, as UPath). Must not know what the tensors are.
+Works on local and remote folders (fsspec, as UPath). Must not know what the tensors are.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Files(FileSystemBase):
 
 
 class Hashed(io.RawIOBase):
-    """A file that is written from front to back, and the checksum of what went into it."""
+    """A file that is written sequentially, and the checksum of what was written."""
 
     def __init__(self, file: Any) -> None:
         self._file, self._sha256 = file, hashlib.sha256()
@@ -101,7 +101,7 @@ class Hashed(io.RawIOBase):
         return int(self._file.tell())
 
     def fileno(self) -> int:
-        self._file.flush()  # asked for by fsync alone
+        self._file.flush()  # only fsync asks for it
         return int(self._file.fileno())
 
     def writable(self) -> bool:
@@ -112,7 +112,7 @@ class Hashed(io.RawIOBase):
 
 
 class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file. DCP has one as well, which zipfile cannot read."""
+    """A byte range of a file, as a file. zipfile cannot read DCP's own."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -136,11 +136,11 @@ class _Part(io.RawIOBase):
 
 
 class Writer(FileSystemWriter):
-    """Writes this rank's share, as several files at once; an error in any of them is raised, not lost in a thread."""
+    """Writes this rank's share as several files in parallel; raises an error in any of them."""
 
     def __init__(self, path: Path, *, threads: int) -> None:
-        # Nothing is copied ahead: what is written asynchronously lies in host memory already.
-        local = not is_remote(path)  # a remote file is whole when it is closed, and has nothing to sync
+        # Nothing is copied ahead: background saves are in host memory already.
+        local = not is_remote(path)  # a remote file is complete when it is closed
         super().__init__(str(path), sync_files=local, thread_count=1, per_thread_copy_ahead=0, overwrite=False)
         self.fs, self.path = cast(Any, Files()), cast(Any, path)
         self._threads = threads
@@ -150,7 +150,7 @@ class Writer(FileSystemWriter):
         return cast(Files, self.fs).digests
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(save_id=self.save_id)  # not where it was written: a checkpoint may move
+        return StorageMeta(save_id=self.save_id)  # without its path: a checkpoint may be moved
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         if self._threads == 1:
@@ -159,7 +159,7 @@ class Writer(FileSystemWriter):
         shares = [plan.items[index :: self._threads] for index in range(self._threads)]
 
         def write(index: int) -> list[WriteResult]:
-            # DCP counts files from 0 in each call: the share is part of the prefix.
+            # DCP numbers files from 0 in each call, so the prefix names the share.
             storage = type(plan.storage_data)(f"{prefix}{index}_")
             share = dataclasses.replace(plan, items=shares[index], storage_data=storage)
             return super(Writer, self).write_data(share, planner).wait()
@@ -173,10 +173,10 @@ class Writer(FileSystemWriter):
 
 
 class Reader(FileSystemReader):
-    """Reads what DCP wrote; the metadata, which is a pickle, only as the plain data that it should be."""
+    """Reads what DCP wrote; unpickles the metadata only as plain data."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path))  # DCP takes strings; where it really is follows
+        super().__init__(str(path))  # DCP takes a string; the real path follows
         self.fs, self.path = cast(Any, Files()), cast(Any, path)
         self._begins: dict[tuple[str, int], int | None] = {}
 
@@ -188,7 +188,7 @@ class Reader(FileSystemReader):
             _require_tensors(metadata, path)
         except CheckpointError:
             raise
-        except Exception as error:  # what is no pickle, or holds odd values, may raise anything
+        except Exception as error:  # a broken pickle may raise anything
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}).") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return cast(Metadata, metadata)
@@ -206,8 +206,8 @@ class Reader(FileSystemReader):
             with path.open("rb") as file:
                 piece = torch.load(self._slice_file(file, info), map_location="cpu", weights_only=True)
             if not isinstance(piece, torch.Tensor):
-                raise CheckpointError(f"a {type(piece).__name__} is stored where a tensor should be")
-        except Exception as error:  # torch names a damaged archive in several ways
+                raise CheckpointError(f"found a {type(piece).__name__} instead of a tensor")
+        except Exception as error:  # torch raises several classes for a damaged archive
             raise CheckpointError(f"{path} cannot be read at byte {info.offset}: {_first_line(error)}") from error
         return piece
 
@@ -229,7 +229,7 @@ class Reader(FileSystemReader):
 
 
 def _first_byte(piece: Any, dtype: torch.dtype) -> int | None:
-    """Where the numbers of a stored tensor begin; None where they do not simply lie there one after the other."""
+    """The offset of a stored tensor's values; None if they are not stored contiguously."""
     try:
         with torch.serialization.skip_data():
             found = torch.load(piece, map_location="cpu", weights_only=True)
@@ -240,19 +240,19 @@ def _first_byte(piece: Any, dtype: torch.dtype) -> int | None:
             return None
         piece.seek(record.header_offset + 26)
         return int(record.header_offset + 30 + sum(struct.unpack("<HH", piece.read(4))))
-    except Exception:  # a tensor of another kind, or a damaged one: reading all of it tells
+    except Exception:  # another kind of tensor, or a damaged one: reading all of it will tell
         return None
 
 
 def _require_tensors(metadata: Any, path: Path) -> None:
-    """DCP would unpickle, as code, whatever is not described as a tensor, and leave rows alone that no piece covers."""
+    """DCP would unpickle anything that is not described as a tensor, and skip rows that no piece covers."""
     if type(metadata) is not Metadata:
         raise CheckpointError(f"{path} holds {type(metadata).__name__}, not DCP's metadata: do not use it.")
     for name, entry in metadata.state_dict_metadata.items():
         if type(entry) is not TensorStorageMetadata:
             raise CheckpointError(
-                f"{path} describes {name} as {type(entry).__name__}, which would run code when it is loaded; a "
-                f"checkpoint of fullshard has tensors only. {_DO_NOT_USE}"
+                f"{path} describes {name} as {type(entry).__name__}, which would run code when it is loaded; "
+                f"fullshard checkpoints hold tensors only. {_DO_NOT_USE}"
             )
         if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
             raise CheckpointError(f"{path} has only some of the rows of {name}: the checkpoint is damaged.")
@@ -267,7 +267,7 @@ _DO_NOT_USE = "Do not use this checkpoint, and find out where it came from."
 
 @contextlib.contextmanager
 def _untouched(path: Path) -> Iterator[None]:
-    """Refuses a pickle that sets attributes of the classes it may name, and puts them right again."""
+    """Refuses a pickle that changes the classes it may name, and restores them."""
     things: list[Any] = [getattr(importlib.import_module(m), name) for m, names in _KNOWN.items() for name in names]
     before = [(thing, _members(thing)) for thing in things]
     try:
@@ -285,12 +285,12 @@ def _untouched(path: Path) -> Iterator[None]:
 
 
 def _members(thing: Any) -> dict[str, Any]:
-    # Not what Python notes on a class when one of its objects is pickled, perhaps by a save in another thread.
+    # Python itself sets __slotnames__ when an object is pickled, perhaps by a save in another thread.
     return {name: value for name, value in vars(thing).items() if name != "__slotnames__"}
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickles DCP's own data classes and nothing else."""
+    """Unpickles DCP's data classes and nothing else."""
 
     def __init__(self, file: IO[bytes], path: Path) -> None:
         super().__init__(file)

@@ -1,7 +1,7 @@
-"""The run folder's checkpoints as files: names, pointers, retention, what is published and what is not.
+"""The checkpoints of a run folder as files: names, pointers, retention, publication.
 
 A local checkpoint is written under a hidden name and published by one rename; a remote one (fsspec, as UPath) is
-written in its place and published by its manifest, which comes last. `best` and `last` are pointers, never copies.
+written in place and published by its manifest, which comes last. `best` and `last` are pointers, never copies.
 Must not know what a checkpoint holds, nor import torch.
 """
 
@@ -28,10 +28,10 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 PROCESSOR = "processor"
 VERSION = 1
-"""The version of the format that is written, and the newest that is read. A checkpoint that names none is of the first.
-To be raised with every change that an older fullshard would misread."""
+"""The format version that is written, and the newest that is read. A checkpoint without a version has version 1.
+Raise it with every change that an older fullshard would misread."""
 NEWER = "of the checkpoint format, and this fullshard"
-"""Said of a checkpoint that a newer fullshard wrote, which is no damage."""
+"""Part of the message for a checkpoint that a newer fullshard wrote, which is not damaged."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -58,21 +58,20 @@ def _numbered(run: Path) -> list[Path]:
 
 
 def _inside(run: Path) -> list[Path]:
-    """What lies in a folder, also in one that is not there, or in a file; of a store that cannot be reached nobody
-    knows."""
+    """The contents of a folder; empty if it does not exist or is a file. Raises if a store cannot be reached."""
     with paths.reaching(run):
         return list(run.iterdir()) if paths.exists(run) and not run.is_file() else []
 
 
 def begin(run: Path, step: int) -> Path:
-    """An empty place for a checkpoint; whatever an interrupted save has left is gone."""
+    """An empty folder for a checkpoint, after removing what an interrupted save left."""
     tidy(run, keep=None)
     target = unfinished(run, step)
     if not is_remote(run):
         target.mkdir(parents=True)
         return target
     if paths.exists(target / MANIFEST):
-        # The same step again, perhaps the only one: a copy stays until the new one is published.
+        # The same step again, perhaps the only checkpoint: keep a copy until the new one is published.
         paths.copy(target, run / f"{_OLD}{target.name}", last=MANIFEST)
         _remove(target)
     paths.make(target)
@@ -80,7 +79,7 @@ def begin(run: Path, step: int) -> Path:
 
 
 def publish(run: Path, step: int, manifest: dict[str, Any]) -> Path:
-    """Makes an unfinished checkpoint visible, in one rename; remote ones by their manifest."""
+    """Makes an unfinished checkpoint visible by one rename; a remote one by its manifest."""
     hidden, target = unfinished(run, step), run / name_of(step)
     manifest = signed(manifest)
     if is_remote(run):
@@ -95,7 +94,7 @@ def publish(run: Path, step: int, manifest: dict[str, Any]) -> Path:
 
 
 def sync(folder: Path) -> None:
-    """Sees that the names in a folder survive a loss of power; DCP does the same for the files."""
+    """Makes the names in a folder survive a power loss; DCP does the same for the files."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -104,7 +103,7 @@ def sync(folder: Path) -> None:
 
 
 def begin_export(run: Path) -> Path:
-    """Where the exported model is written before it takes its place, empty."""
+    """An empty folder in which the exported model is written first."""
     hidden = run / ".unfinished-model"
     if hidden.exists():
         shutil.rmtree(hidden)
@@ -112,7 +111,7 @@ def begin_export(run: Path) -> Path:
 
 
 def replace(finished: Path, target: Path) -> None:
-    """Gives a finished folder its name; one that had it is deleted only afterwards."""
+    """Gives a finished folder its name; an older folder of that name is deleted only afterwards."""
     old = target.with_name(f"{_OLD}{target.name}")
     if target.exists():
         os.replace(target, old)
@@ -125,7 +124,7 @@ _OLD = ".unfinished-old-"
 
 
 def point(run: Path, pointer: str, target: Path) -> None:
-    """Lets `best` or `last` name a checkpoint; readers see the old or the new one, never none."""
+    """Points `best` or `last` at a checkpoint; readers see the old or the new one, never neither."""
     if is_remote(run):
         paths.put_text(run / pointer, target.name)
         return
@@ -136,7 +135,7 @@ def point(run: Path, pointer: str, target: Path) -> None:
 
 
 def pointed(run: Path, pointer: str) -> Path | None:
-    """What a pointer names, if that exists."""
+    """The checkpoint that a pointer names, if it exists."""
     link = run / pointer
     if is_remote(run):
         with paths.reaching(run):
@@ -148,7 +147,7 @@ def pointed(run: Path, pointer: str) -> Path | None:
 
 
 def point_best(run: Path, step: int | None) -> None:
-    """Lets `best` name the checkpoint of `step`, unless it does: a kill may have come before its pointer was moved."""
+    """Points `best` at the checkpoint of `step`, if it does not yet: a kill may have come before the pointer moved."""
     if step is not None and paths.exists((target := run / name_of(step)) / MANIFEST) and pointed(run, "best") != target:
         point(run, "best", target)
 
@@ -167,7 +166,7 @@ def tidy(run: Path, *, keep: int | None) -> list[Path]:
 
 
 def recover(run: Path) -> None:
-    """Brings back what a save of the same step had put aside when it was interrupted: the old one is still good."""
+    """Restores the checkpoint that an interrupted save of the same step had moved aside."""
     for old in [path for path in _inside(run) if path.name.startswith(_OLD)]:
         target = run / old.name.removeprefix(_OLD)
         if not is_remote(run):
@@ -187,7 +186,7 @@ def _sweep(run: Path) -> None:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Deletes a checkpoint in such an order that half of one is never taken for a whole."""
+    """Deletes a checkpoint in an order that never leaves half of one looking complete."""
     if is_remote(checkpoint):
         if paths.exists(checkpoint / MANIFEST):
             (checkpoint / MANIFEST).unlink()
@@ -211,11 +210,11 @@ def _as_text(content: dict[str, Any]) -> str:
 
 
 class NewerCheckpointError(CheckpointError):
-    """A checkpoint of a format that a newer fullshard writes."""
+    """A checkpoint in a format that only a newer fullshard reads."""
 
 
 def signed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """A manifest that says which format it is of, and who wrote it."""
+    """The manifest with its format version and the fullshard version that wrote it."""
     return {"version": VERSION, "fullshard": fullshard_version(), **manifest}
 
 
@@ -279,14 +278,14 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
                 "Name a folder like RUN/checkpoint-100, or start over with --resume never."
             ) from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{checkpoint / name} holds no object: the checkpoint is damaged. {_ANOTHER}")
+        raise CheckpointError(f"{checkpoint / name} is not a JSON object: the checkpoint is damaged. {_ANOTHER}")
     return content
 
 
 def candidates(run: Path) -> list[Path]:
-    """The checkpoints to go on from, the one saved last first.
+    """The checkpoints to resume from, the one saved last first.
 
-    That is not the highest step: after `--resume` of an earlier checkpoint that one belongs to a life given up."""
+    That need not be the highest step: after `--resume` of an earlier checkpoint, higher ones are abandoned."""
     last, rest = pointed(run, "last"), published(run)[::-1]
     if last is None or last not in rest:
         return rest
@@ -295,7 +294,7 @@ def candidates(run: Path) -> list[Path]:
 
 
 def named(path: str | Path) -> Path:
-    """The finished checkpoint that a path or a URL means: its folder, a pointer to it, or a run folder's last one."""
+    """The finished checkpoint at a path or URL: its folder, a pointer to it, or a run folder's last one."""
     found = place(path)
     with paths.reaching(found):
         return _named(found, str(path))
@@ -314,11 +313,11 @@ def _named(found: Path, asked: str) -> Path:
 
 
 def claim(run: Path) -> IO[str]:
-    """Takes the run folder for this process until the file returned is closed, or the process ends in whatever way.
+    """Locks the run folder for this process until the returned file is closed or the process ends.
 
-    The lock lies beside the folder, because the folder may be moved aside. It is a record lock, and not one of
-    `filelock`: loader processes that are forked must not keep it when this one was killed. A file system without locks
-    raises OSError with ENOLCK, ENOSYS or EOPNOTSUPP."""
+    The lock file is beside the folder, because the folder may be moved aside. It is a record lock, not `filelock`:
+    forked loader processes must not keep it when this process is killed. A file system without locks raises OSError
+    with ENOLCK, ENOSYS or EOPNOTSUPP."""
     file = run.with_name(f".{run.name}.lock").open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -329,7 +328,7 @@ def claim(run: Path) -> IO[str]:
             file.seek(0)
             holder = file.read().strip() or "another process"
         raise CheckpointError(f"{run} is in use by {holder}. Wait for it, stop it, or choose another name.") from None
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without its text
+    with contextlib.suppress(OSError):  # full disk: the lock holds without its text
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         file.flush()

@@ -1,6 +1,7 @@
-"""The `full` format: every tensor whole, in one safetensors file for the model and one for the optimizer.
+"""The `full` format: whole tensors in one safetensors file for the model and one for the optimizer.
 
-Slices come to rank 0 one tensor at a time, over the host: no GPU ever holds a second slice, no host a second tensor.
+Slices are sent to rank 0 one tensor at a time, through host memory: no GPU holds a second slice, no host a second
+tensor.
 Must not know what the tensors are.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.dcp_files import Hashed
-from fullshard.checkpoint.reader import StoredTensors
+from fullshard.checkpoint.reader import CheckpointTensors
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.checkpoint.tensors import Tensors, local
 from fullshard.dist import reduce
@@ -26,7 +27,7 @@ SECTIONS = ("model", "optimizer")
 
 
 def write_full(folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
-    """Writes both files on rank 0, with the help of all; gives their checksums there."""
+    """Writes both files on rank 0, with slices from all ranks; returns their checksums there."""
     digests = {}
     for section in SECTIONS:
         part = {n.removeprefix(f"{section}/"): t for n, t in tensors.items() if n.startswith(f"{section}/")}
@@ -54,7 +55,7 @@ def _write(path: Path, tensors: Tensors, group: Any) -> str:
             os.fsync(hashed.fileno())
         return hashed.hexdigest()
     finally:
-        for pieces in arriving.values():  # after an error the other ranks still send: let them end before it is raised
+        for pieces in arriving.values():  # after an error the other ranks still send: receive before raising
             for _ in pieces:
                 pass
 
@@ -73,14 +74,14 @@ def _pieces(tensor: torch.Tensor, group: Any) -> Iterator[torch.Tensor]:
 
 
 def _to_main(tensor: torch.Tensor, group: Any) -> None:
-    """Sends this rank's slice, if rank 0 has not one just like it."""
+    """Sends this rank's slice, unless rank 0 has the same."""
     if isinstance(tensor, DTensor):
         rows = dict(slices(tensor))
         if rows.get(torch.distributed.get_rank()):
             reduce.send(tensor.to_local().detach().cpu().contiguous(), group=group)
 
 
-def read_full(stored: StoredTensors, tensors: Tensors) -> None:
+def read_full(stored: CheckpointTensors, tensors: Tensors) -> None:
     """Reads this rank's rows of every tensor into their place."""
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""Whether the hosts of a run have memory for a copy of its state. Must not know what is copied or why."""
+"""Whether the hosts of a run have enough memory for a copy of its state. Must not know what is copied or why."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fullshard.formatting.readable import size
 from fullshard.launch.host_memory import memory_left
 
 SPARE = 0.1
-"""Share of the host memory left that staging leaves alone."""
+"""Share of the available host memory that staging leaves free."""
 
 
 def shortage(num_bytes: int, world: World, *, group: Any = None) -> str | None:
-    """Why a copy does not fit, in words; `num_bytes` is what each rank needs. The same answer on all ranks."""
+    """Why a copy does not fit; `num_bytes` is what each rank needs. The same answer on all ranks."""
     per_node: dict[int, list[int]] = {}
     for node, each, left in reduce.gather_objects(
         (world.rank // world.local_size, num_bytes, memory_left()), group=group
@@ -25,4 +25,4 @@ def shortage(num_bytes: int, world: World, *, group: Any = None) -> str | None:
     if not short:
         return None
     total, left = max(short)
-    return f"Saving in the background needs {size(total)} of host memory on a node, and {size(left)} are left there"
+    return f"Saving in the background needs {size(total)} of host memory on a node, and {size(left)} are available"

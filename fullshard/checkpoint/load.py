@@ -18,7 +18,7 @@ from torch import nn
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.dcp_files import Reader
 from fullshard.checkpoint.full import read_full
-from fullshard.checkpoint.reader import Full, StoredTensors, open_tensors
+from fullshard.checkpoint.reader import CheckpointTensors, Full, open_tensors
 from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
 from fullshard.checkpoint.write import norms
 from fullshard.dist.all_or_fail import together
@@ -70,7 +70,7 @@ def _spoil(state: Tensors) -> None:
 
 
 def _read(path: Path, state: Tensors, *, left_out: Collection[str], weights_only: bool = False) -> None:
-    opened: list[StoredTensors] = []
+    opened: list[CheckpointTensors] = []
     wanted: Tensors = {}
 
     def fit() -> None:

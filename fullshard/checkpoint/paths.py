@@ -1,6 +1,6 @@
-"""Folders by path or by URL (fsspec, as UPath): what a remote store does otherwise than a disk is known here.
+"""Folders by path or URL (fsspec, as UPath): how remote stores differ from a disk.
 
-An object store has no folders, no links and no renames, and its library may remember listings. Must not know what a
+An object store has no folders, links or renames, and its library may cache listings. Must not know what a
 checkpoint is, nor import torch.
 """
 
@@ -20,7 +20,7 @@ _PACKAGES = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs")
 
 
 def place(text: str | Path) -> Path:
-    """A folder by its path, or by its URL: s3://, gs://, anything that fsspec knows. SetupError where it knows none."""
+    """A folder by path or URL: s3://, gs://, anything that fsspec knows. Raises SetupError for other protocols."""
     if "://" not in str(text) or not isinstance(text, (str, Path)):
         return Path(text) if isinstance(text, (str, Path)) else text
     address = str(text)
@@ -39,13 +39,13 @@ def place(text: str | Path) -> Path:
         raise SetupError(f"{address}: {protocol}:// needs a package that is not installed ({error}).") from error
     except ValueError as error:
         raise SetupError(
-            f"{address}: there is no store of the kind {protocol}:// ({error}). Allowed are s3://, gs:// and whatever "
-            "else the installed fsspec knows, and paths without ://."
+            f"{address}: {protocol}:// is not a known kind of store ({error}). Use s3://, gs:// or another protocol "
+            "of the installed fsspec, or a path without ://."
         ) from error
-    except Exception as error:  # a library of its own, which may log in at once
+    except Exception as error:  # a store's library, which may log in right away
         raise SetupError(f"{address} cannot be opened ({words(error)}). {REACH}") from error
     if listings is not None:
-        # A listing from before another process wrote would hide what it wrote.
+        # A cached listing would hide what another process wrote since.
         listings.clear()
         listings.use_listings_cache = False
     return cast(Path, found)
@@ -59,7 +59,7 @@ def is_remote(path: Path) -> bool:
 
 
 def is_flat(path: Path) -> bool:
-    """Whether the place is an object store, which has no folders; there a new folder may mean a new bucket."""
+    """Whether the path is in an object store, which has no folders; there, mkdir may create a bucket."""
     if not is_remote(path):
         return False
     from upath.implementations.cloud import CloudPath
@@ -68,7 +68,7 @@ def is_flat(path: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """Whether something is there. Not UPath's own word for it: that calls a store that cannot be reached empty."""
+    """Whether a path exists. Unlike UPath.exists, raises if the store cannot be reached."""
     if not is_remote(path):
         return path.exists()
     remote: Any = path
@@ -81,16 +81,16 @@ def exists(path: Path) -> bool:
 
 
 def make(folder: Path) -> None:
-    """Makes a folder and those above it, where there are folders."""
+    """Makes a folder and its parents, if the store has folders."""
     if not is_flat(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
 def put_text(path: Path, text: str) -> None:
-    """Writes a small remote file which readers see whole or not at all."""
+    """Writes a small remote file that readers see whole or not at all."""
     remote: Any = path
     if remote.protocol not in ("file", "local"):
-        path.write_text(text)  # visible when it is closed
+        path.write_text(text)  # becomes visible when it is closed
         return
     part: Any = path.with_name(f".{path.name}.part")
     part.write_text(text)
@@ -98,14 +98,14 @@ def put_text(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a remote folder, if there is one."""
+    """Deletes a remote folder, if it exists."""
     if exists(folder):
         remote: Any = folder
         remote.fs.rm(remote.path, recursive=True)
 
 
 def move(folder: Path, target: Path, *, last: str) -> None:
-    """Moves a remote folder to a place where nothing is; an object store can only copy and then delete."""
+    """Moves a remote folder to a new path; an object store can only copy and delete."""
     if is_flat(folder):
         copy(folder, target, last=last)
         remove(folder)
@@ -115,7 +115,7 @@ def move(folder: Path, target: Path, *, last: str) -> None:
 
 
 def copy(folder: Path, target: Path, *, last: str) -> None:
-    """Copies a remote folder within its store, files called `last` at the end."""
+    """Copies a remote folder within its store, files named `last` at the end."""
     remote: Any = folder
     paths: list[Any] = [path for path in remote.rglob("*") if path.is_file()]
 
@@ -130,12 +130,12 @@ def copy(folder: Path, target: Path, *, last: str) -> None:
 
 
 _COPIES = 8
-"""Copies under way at once: the store does the work."""
+"""Parallel copies; the store does the work."""
 
 
 @contextlib.contextmanager
 def reaching(place: Path) -> Iterator[None]:
-    """Puts what a store's library raises into words, whatever its class; errors of a local folder pass."""
+    """Turns any error of a store's library into a CheckpointError; errors of a local folder pass."""
     try:
         yield
     except FullshardError:

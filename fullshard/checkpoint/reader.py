@@ -1,6 +1,6 @@
-"""The tensors of a finished checkpoint, of either format, read in part: no ranks, no model, never more than is asked.
+"""Reads tensors of a finished checkpoint of either format, by rows; needs no ranks and no model.
 
-Whoever starts from a checkpoint, exports or compares one reads through this. Must not know what the tensors mean.
+Starting from a checkpoint, exporting and comparing all read through this. Must not know what the tensors mean.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fullshard.errors import CheckpointError
 from fullshard.formatting.plural import counted
 
 EMA = "/ema"
-"""How the name of an average ends among the optimizer's state."""
+"""The suffix of averaged weights in the optimizer's state."""
 
 
-class StoredTensors:
+class CheckpointTensors:
     """Tensors by name: `model/NAME` and `optimizer/NAME/KEY`."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
 
     def names(self) -> set[str]:
-        """What is stored."""
+        """The stored names."""
         prefix = self._prefix
         return {name.removeprefix(prefix) for name in self._all() if name.startswith(prefix)}
 
@@ -44,7 +44,7 @@ class StoredTensors:
     def whole(self, name: str) -> torch.Tensor:
         return self.read(name, 0, (self.shape(name) or (1,))[0])
 
-    def section(self, name: str) -> StoredTensors:
+    def section(self, name: str) -> CheckpointTensors:
         """The tensors of one section, `model` or `optimizer`, without its prefix."""
         raise NotImplementedError
 
@@ -52,19 +52,19 @@ class StoredTensors:
         raise NotImplementedError
 
 
-def open_tensors(checkpoint: Path) -> StoredTensors:
+def open_tensors(checkpoint: Path) -> CheckpointTensors:
     """The tensors of a checkpoint of either format."""
     if files.read_manifest(checkpoint).get("format") != "full":
         return Sharded(Reader(checkpoint))
     if files.is_remote(checkpoint):
         raise CheckpointError(
-            f"{checkpoint} has the full format, which cannot be read in part from a store. Copy it to a local folder."
+            f"{checkpoint} has the full format, which cannot be read by rows from a store. Copy it to a local folder."
         )
     return Full(checkpoint)
 
 
-class Sharded(StoredTensors):
-    """What DCP wrote: each tensor in pieces, one or more a rank."""
+class Sharded(CheckpointTensors):
+    """What DCP wrote: each tensor in pieces, one or more per rank."""
 
     def __init__(self, reader: Reader, prefix: str = "", metadata: Any = None) -> None:
         super().__init__(prefix)
@@ -73,7 +73,7 @@ class Sharded(StoredTensors):
         for index, info in self._metadata.storage_data.items():
             self._pieces.setdefault(index.fqn, []).append((index, info))
 
-    def section(self, name: str) -> StoredTensors:
+    def section(self, name: str) -> CheckpointTensors:
         return Sharded(self._reader, f"{name}/", self._metadata)
 
     def _all(self) -> set[str]:
@@ -116,8 +116,8 @@ class Sharded(StoredTensors):
         return self._metadata.state_dict_metadata[self._prefix + name]
 
 
-class Full(StoredTensors):
-    """One safetensors file a section."""
+class Full(CheckpointTensors):
+    """One safetensors file per section."""
 
     def __init__(self, checkpoint: Path, prefix: str = "") -> None:
         super().__init__(prefix)
@@ -127,10 +127,10 @@ class Full(StoredTensors):
             path = checkpoint / f"{section}.safetensors"
             try:
                 self._files[section] = safe_open(path, framework="pt")
-            except Exception as error:  # safetensors' own class of error
+            except Exception as error:  # SafetensorError
                 raise CheckpointError(f"{path} cannot be read ({error}).") from error
 
-    def section(self, name: str) -> StoredTensors:
+    def section(self, name: str) -> CheckpointTensors:
         return Full(self._checkpoint, f"{name}/")
 
     def _all(self) -> set[str]:
@@ -140,12 +140,9 @@ class Full(StoredTensors):
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._read(name, 0, 0).dtype if self.shape(name) else self._read(name, 0, 1).dtype
+        return self.read(name, 0, 0).dtype
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._read(name, start, stop)
-
-    def _read(self, name: str, start: int, stop: int) -> torch.Tensor:
         part = self._slice(name)
         rows: torch.Tensor = part[start:stop] if part.get_shape() else part[...]
         return rows
@@ -155,10 +152,10 @@ class Full(StoredTensors):
         return self._files[section].get_slice(key)
 
 
-class Averaged(StoredTensors):
-    """The model's tensors, those that were trained as their average."""
+class Averaged(CheckpointTensors):
+    """The model's tensors, with trained ones replaced by their averages."""
 
-    def __init__(self, tensors: StoredTensors) -> None:
+    def __init__(self, tensors: CheckpointTensors) -> None:
         super().__init__()
         self._model, self._kept = tensors.section("model"), tensors.section("optimizer")
         self._averages = {name.removesuffix(EMA) for name in self._kept.names() if name.endswith(EMA)}
@@ -183,8 +180,8 @@ class Averaged(StoredTensors):
         return self._model.read(name, start, stop)
 
 
-def weights_of(checkpoint: Path, which: str | None) -> StoredTensors:
-    """The model's tensors, `ema` or `model`; None: averaged where the run kept an average."""
+def weights_of(checkpoint: Path, which: str | None) -> CheckpointTensors:
+    """The model's tensors, `ema` or `model`; None: averaged if the run kept an average."""
     tensors = open_tensors(checkpoint)
     averaged = Averaged(tensors)
     if which == "ema" and not averaged.there:
@@ -192,8 +189,8 @@ def weights_of(checkpoint: Path, which: str | None) -> StoredTensors:
     return averaged if averaged.there and which != "model" else tensors.section("model")
 
 
-def described(tensors: StoredTensors) -> dict[str, dict[str, Any]]:
-    """Name, shape and dtype of everything, as the manifest has it."""
+def described(tensors: CheckpointTensors) -> dict[str, dict[str, Any]]:
+    """Shape and dtype by name, as in the manifest."""
     return {
         name: {"shape": list(tensors.shape(name)), "dtype": str(tensors.dtype(name)).removeprefix("torch.")}
         for name in tensors.names()

@@ -1,4 +1,4 @@
-"""A run folder's other files at a remote store: copies beside the checkpoints, so that a lost machine loses nothing.
+"""Copies of a run folder's other files in a remote store, so that nothing is lost with the machine.
 
 Must not know what the files are.
 """
@@ -17,7 +17,7 @@ MODEL, _WHOLE = "model", ".model-is-whole"
 
 
 def upload_model(folder: Path, run: Path) -> None:
-    """Copies the exported model to the store; what was there before goes. A mark tells a whole copy from a half."""
+    """Copies the exported model to the store, replacing an older one. A marker file says that the copy is complete."""
     target: Any = run / MODEL
     paths.remove(run / _WHOLE)
     paths.remove(target)
@@ -29,12 +29,12 @@ def upload_model(folder: Path, run: Path) -> None:
 
 
 def is_exported(run: Path) -> bool:
-    """Whether the run's model lies there, whole."""
+    """Whether the store has the run's complete model."""
     return paths.exists(run / MODEL) and (not is_remote(run) or paths.exists(run / _WHOLE))
 
 
 def send_texts(run: Path, target: Path, *, warn: Callable[[str], None]) -> None:
-    """Copies what the run has written about itself; the run goes on without a copy, and the next save tries again."""
+    """Copies log files; if that fails, the run continues and the next save tries again."""
     if not is_remote(target):
         return
     for name in TEXTS:
@@ -42,12 +42,12 @@ def send_texts(run: Path, target: Path, *, warn: Callable[[str], None]) -> None:
             if (run / name).is_file():
                 (target / name).write_bytes((run / name).read_bytes())
         except Exception as error:  # whatever the store's library raises
-            warn(f"{name} could not be copied to {target} ({paths.words(error)}): it lies in {run} alone for now.")
+            warn(f"{name} could not be copied to {target} ({paths.words(error)}): for now it is only in {run}.")
 
 
 def fetch_texts(run: Path, target: Path) -> None:
-    """Brings back what a run on another machine has written about itself. A file that goes on from the store's copy is
-    this machine's own, and newer."""
+    """Fetches the log files of a run on another machine. A local file that starts with the store's copy is newer, and
+    stays."""
     for name in TEXTS if is_remote(target) else ():
         if paths.exists(target / name):
             copy, own = (target / name).read_bytes(), run / name

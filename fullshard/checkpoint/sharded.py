@@ -1,7 +1,7 @@
-"""The `sharded` format: every rank writes its own slices, as DCP's files.
+"""The `sharded` format: every rank writes its own slices as DCP files.
 
-Which rank writes what is the same in every save of a run, so it is agreed on once and kept: that work would hold up the
-thread that feeds the device. Must not know what the tensors are, nor when a save is whole.
+Which rank writes what is the same in every save of a run, so it is planned once: planning would hold up the thread that
+feeds the device. Must not know what the tensors are, nor when a save is complete.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from fullshard.dist.all_or_fail import together
 
 
 class OneByOne(DefaultSavePlanner):
-    """Brings one tensor at a time to the host in each thread that writes. DCP holds on to all that a file was written
-    from, which for a save that training waits for would be a copy of the whole state."""
+    """Copies one tensor at a time to the host in each writing thread. DCP would hold all tensors of a file, which in a
+    synchronous save is a copy of the whole state."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._written = threading.local()
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        for part in getattr(self._written, "parts", ()):  # DCP asks for the next one when the last is written
+        for part in getattr(self._written, "parts", ()):  # DCP asks for the next tensor when the last one is written
             part.untyped_storage().resize_(0)
         self._written.parts = []
         data = super().resolve_data(write_item)
         if isinstance(data, torch.Tensor):
             data = data.detach()
-            # A tensor of a kind of its own that is on the host already may hand out itself as its copy.
+            # A tensor subclass that is already on the host may return itself as its copy.
             part = type(data) is torch.Tensor and data.untyped_storage().nbytes() != data.nbytes
             if data.device.type != "cpu" or part:
                 data = data.to("cpu", copy=True)
@@ -54,10 +54,10 @@ class Sharded:
         self._form: list[Any] = []
         self._plan: SavePlan | None = None
         self._metadata: Metadata | None = None
-        """The description of the whole, on rank 0."""
+        """The metadata of the whole checkpoint, on rank 0."""
 
     def write(self, folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
-        """Writes this rank's slices; gives the checksums of its files. Every rank fails when one does."""
+        """Writes this rank's slices; returns the checksums of its files. Every rank fails if one does."""
         problem = f"{folder} cannot be written"
         writer = Writer(folder, threads=self._threads)
         if self._plan is None or self._form != _form(tensors):
@@ -83,7 +83,7 @@ class Sharded:
         return writer.digests
 
     def agree(self, tensors: Tensors, problem: str, *, group: Any) -> None:
-        """Plans which rank writes what, for tensors of this form; done before the first save where that is known."""
+        """Plans which rank writes what, for tensors of this form; before the first save if the form is known."""
         planner = DefaultSavePlanner()
         local: list[SavePlan] = []
 
@@ -104,7 +104,7 @@ class Sharded:
 
 
 def _form(tensors: Tensors) -> list[Any]:
-    """All that a plan depends on; alike on every rank."""
+    """All that a plan depends on; the same on every rank."""
     return [
         (name, t.dtype, t.shape, t._spec.placements if isinstance(t, DTensor) else None) for name, t in tensors.items()
     ]

@@ -1,7 +1,7 @@
-"""Host memory that a save is copied to: one mapping a rank, kept out of forked processes, pinned on a GPU's host.
+"""Host memory that a save is copied to: one mapping per rank, kept out of forked processes, pinned for a GPU.
 
 Linux copies pinned pages at a fork, once per child: a data worker would cost as much memory as the whole copy. So the
-mapping is marked before its first page is touched, and a child that touched it would crash: nobody hands it to one.
+mapping is excluded from forks before its first page is touched; a child that touched it would crash.
 Must not know what is saved, ranks or when.
 """
 
@@ -21,7 +21,7 @@ from fullshard.dist.values import local
 
 _ALIGNED = 64
 _PIECE = 2**29
-"""Memory is pinned in pieces of about this size, so that the driver is never held for long. No tensor lies in two of
+"""Memory is pinned in pieces of about this size, so that the driver is never blocked for long. No tensor spans two of
 them: a copy must not cross from one registration into another."""
 
 
@@ -31,7 +31,7 @@ def sizes_of(tensors: Tensors) -> dict[str, int]:
 
 
 class Region:
-    """Room for tensors of these sizes; memory is taken when it is opened."""
+    """Memory for tensors of these sizes, allocated by `open`."""
 
     def __init__(self, sizes: Mapping[str, int], *, pinned: bool) -> None:
         self._pinned = pinned
@@ -50,16 +50,16 @@ class Region:
         self.num_bytes = end
 
     def open(self, device: torch.device) -> None:
-        """Takes the memory, which takes seconds where it is pinned. What fails leaves nothing behind."""
+        """Allocates the memory, which takes seconds if it is pinned. A failure leaves nothing behind."""
         memory = mmap.mmap(-1, max(self.num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for wish in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # large pages are pinned in a fraction of the time
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # large pages are pinned much faster
             with contextlib.suppress(OSError):
-                if hasattr(mmap, wish):
-                    memory.madvise(getattr(mmap, wish))
+                if hasattr(mmap, advice):
+                    memory.madvise(getattr(mmap, advice))
         self._memory = memory
         if self._pinned:
             try:
-                torch.cuda.set_device(device)  # a new thread would wake the first GPU
+                torch.cuda.set_device(device)  # a new thread would initialise the first GPU
                 for start, length in self._pieces:
                     self._pin(self._address() + start, length)
             except BaseException:
@@ -68,7 +68,7 @@ class Region:
 
     def _pin(self, address: int, length: int) -> None:
         if length:
-            # Touched first: the driver would take each page under its own lock, and hold up whoever feeds the device.
+            # Touch pages first: the driver would fault in each one under its lock, and block the training thread.
             ctypes.memset(address, 0, length)
             # Not torch's pin_memory: it rounds up to a power of two.
             runtime: Any = torch.cuda.cudart()
@@ -76,19 +76,19 @@ class Region:
             self._registered.append(address)
 
     def room(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
-        """The place of a tensor; None for one that was not known when the memory was taken."""
+        """The memory of a tensor; None if it was unknown when the memory was allocated."""
         start, size = self._places.get(name, (0, -1))
         if self._memory is None or size != like.nbytes:
             return None
         if not like.numel():
             return torch.empty_like(like, device="cpu")
-        # Not a view: DCP copies a tensor once more that is only a part of its storage.
+        # Not a view: DCP copies tensors that are only part of their storage.
         return torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
 
     def close(self) -> None:
-        """Gives the memory back, once the last tensor in it is gone."""
+        """Frees the memory, once the last tensor in it is gone."""
         for address in self._registered:
-            # Pages that stay registered fail whoever is given them next.
+            # Pages that stay registered break their next user.
             runtime: Any = torch.cuda.cudart()
             torch.cuda.check_error(runtime.cudaHostUnregister(address))
         self._registered, self._memory = [], None

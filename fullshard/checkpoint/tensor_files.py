@@ -1,7 +1,7 @@
-"""Files of tensors, written one tensor at a time: safetensors, and the flat full state that `torch.load` reads.
+"""Writes files of tensors one tensor at a time: safetensors, and the flat state that `torch.load` reads.
 
-A tensor's bytes go to disk as they are given; nothing is collected. Must not know what the tensors mean, where they
-come from, nor anything of the package but its errors.
+Bytes go to disk as they arrive; nothing is buffered. Must not know what the tensors mean, where they come from, nor
+anything of the package but its errors.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _NAMES = {
 """The dtypes of safetensors, by its own names."""
 
 _PIECE_BYTES = 16 << 20
-"""One call to write: object stores copy what they are given into a buffer."""
+"""Bytes per write call: object stores copy each into a buffer."""
 
 
 _ROWS_BYTES = 4 << 20
-"""What is read, converted and written at a time, so that no copy of a large tensor is made."""
+"""Bytes read, converted and written at a time, so that large tensors are never copied whole."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a file: what is known of it before its bytes are."""
+    """Dtype and shape of one tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class TensorEntry:
 
 
 def in_rows(tensor: Any) -> Iterator[torch.Tensor]:
-    """A tensor, or whatever reads rows of one when it is indexed, in pieces of a few rows."""
+    """A tensor, or an object that reads rows when indexed, in pieces of a few rows."""
     if tensor.dim() == 0 or tensor.numel() == 0:
         yield tensor[...].cpu()
         return
@@ -76,7 +76,7 @@ def in_rows(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 class _Stream:
-    """A file that takes tensors by name, each once and whole."""
+    """A file that takes tensors by name, each once."""
 
     def __init__(self, file: Path | IO[bytes], *, entries: Mapping[str, TensorEntry] | None, mode: str) -> None:
         opened: Any = file
@@ -92,27 +92,25 @@ class _Stream:
         self.add_rows(name, TensorEntry.of(tensor), [tensor])
 
     def add_rows(self, name: str, entry: TensorEntry, pieces: Iterable[torch.Tensor]) -> None:
-        """Writes a tensor that comes in pieces of rows, so that no more than one piece need be in memory."""
+        """Writes a tensor that comes in pieces of rows, so that only one piece is in memory."""
         if name in self._written:
             raise ValueError(f"{self._where}: {name} is given twice")
         if self._expected is not None and self._expected.get(name) != entry:
-            raise ValueError(
-                f"{self._where}: {name} is given as {entry}, and was announced as {self._expected.get(name)}"
-            )
+            raise ValueError(f"{self._where}: {name} is {entry}, but was announced as {self._expected.get(name)}")
         self._place(name, entry)
         self._written[name] = entry
         written = 0
         for piece in pieces:
             if piece.dtype != entry.dtype:
-                raise ValueError(f"{self._where}: rows of {name} are {piece.dtype}, and it is {entry.dtype}")
+                raise ValueError(f"{self._where}: rows of {name} are {piece.dtype}, but it is {entry.dtype}")
             written += self._write(piece)
         if written != entry.size_bytes:
-            raise ValueError(f"{self._where}: {name} has {written} bytes, and {entry} needs {entry.size_bytes}")
+            raise ValueError(f"{self._where}: {name} has {written} bytes, but {entry} needs {entry.size_bytes}")
 
     def _write(self, tensor: torch.Tensor) -> int:
         if tensor.numel() == 0:
             return 0
-        # Torch has no bytes of bf16 and fp8 for numpy; a view of the same memory as bytes has.
+        # numpy has no bf16 and fp8: view the memory as bytes.
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data: Any = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
         for start in range(0, len(data), _PIECE_BYTES):
@@ -123,10 +121,10 @@ class _Stream:
         raise NotImplementedError
 
     def _finish(self) -> None:
-        """What is written when all tensors are."""
+        """Writes what comes after the last tensor."""
 
     def close(self) -> None:
-        """Completes the file; one that was opened here is closed."""
+        """Completes the file, and closes it if it was opened here."""
         try:
             if missing := [name for name in self._expected or () if name not in self._written]:
                 raise ValueError(f"{self._where}: {len(missing)} announced tensors were not given: {missing[:5]}")
@@ -148,7 +146,7 @@ class _Stream:
         if kind is None:
             self.close()
         else:
-            # The file stays unreadable: its header is missing, or its end.
+            # The file stays unreadable: it has no header, or no end.
             with contextlib.suppress(OSError):
                 self._release()
 
@@ -157,8 +155,8 @@ class SafetensorsStream(_Stream):
     """One safetensors file.
 
     With `entries` the header is written first, and tensors come in that order: the file may be a stream that cannot
-    seek. Without, room of `reserve_bytes` is left for the header, which is written on `close` (padded with spaces, as
-    the format allows; where the room is too small, the tensors are moved once).
+    seek. Without, `reserve_bytes` are left for the header, which is written on `close` (padded with spaces, as the
+    format allows; if they are too few, the tensors are moved once).
     """
 
     def __init__(
@@ -224,7 +222,7 @@ class TorchStream(_Stream):
     """A torch file with one flat mapping from name to tensor, as `torch.save` writes it; tensors come in any order.
 
     `torch.load` reads it with `weights_only=True` and with `mmap=True`. Checksums inside the archive are those of
-    empty tensors: torch does not look at them.
+    empty tensors; torch ignores them.
     """
 
     def __init__(self, path: Path, *, entries: Mapping[str, TensorEntry]) -> None:
@@ -236,7 +234,7 @@ class TorchStream(_Stream):
 
 
 def _write_skeleton(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Writes the file with room for the tensors; returns where each one goes."""
+    """Writes the file without its tensors; returns the offset of each."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run: its tensors by parameter name, and a few numbers that prove them after a load.
+"""The tensors of a checkpoint by parameter name, and a few numbers that prove them after a load.
 
 Must not know files, formats or recipes.
 """
@@ -50,7 +50,7 @@ def all_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, *, left_out:
 
 @torch.no_grad()
 def materialise_state(optimizer: torch.optim.Optimizer) -> None:
-    """Lets a lazy optimizer make its state, without moving a weight, so that there is a place to load into."""
+    """Lets a lazy optimizer create its state without moving a weight, so that it can be loaded into."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
@@ -63,14 +63,14 @@ def materialise_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def flat(name: str, tensor: torch.Tensor) -> Tensors:
-    """The plain tensors that one consists of: itself, or the parts of one of a kind of its own, such as 8-bit state."""
+    """The plain tensors that a tensor consists of: itself, or the parts of a subclass such as 8-bit state."""
     if not is_traceable_wrapper_subclass(tensor):
         return {name: tensor}
     return {f"{name}.{part}": getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
 
 
 def rebuilt(name: str, tensor: torch.Tensor, parts: Tensors) -> torch.Tensor:
-    """A tensor like `tensor` out of other parts, named as by `flat`."""
+    """A tensor like `tensor` from other parts, named as by `flat`."""
     if not is_traceable_wrapper_subclass(tensor):
         return parts[name]
     names, context = tensor.__tensor_flatten__()
@@ -83,26 +83,26 @@ def rebuilt(name: str, tensor: torch.Tensor, parts: Tensors) -> torch.Tensor:
 def squares(tensors: Tensors) -> Tensors:
     """This rank's share of the squared norm of each kind of optimizer state, still on the device: `exp_avg` and so on.
 
-    In fp64, so that the sum over ranks does not show how many there were."""
+    In fp64, so that the sum does not depend on the number of ranks."""
     kinds: dict[str, tuple[list[torch.Tensor], list[int]]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer/") and tensor.dim() and tensor.is_floating_point():
             slices, copies = kinds.setdefault(name.rpartition("/")[2], ([], []))
             value = local(tensor)
-            # 8-bit state is a tensor of its own kind, which knows no norm.
+            # 8-bit state is a tensor subclass without a norm.
             slices.append(value if type(value) is torch.Tensor else value.dequantize())
             copies.append(_copies(tensor))
     return {kind: _sum_of_squares(slices, copies) for kind, (slices, copies) in kinds.items()}
 
 
 def _sum_of_squares(slices: list[torch.Tensor], copies: list[int]) -> torch.Tensor:
-    # One call for all of them: the device idles while the host issues a save.
+    # One call for all: the device idles while the host prepares a save.
     norms = torch.stack(torch._foreach_norm(slices, 2.0, dtype=torch.float64))
     return (norms.square() / torch.tensor(copies, dtype=torch.float64).to(norms.device, non_blocking=True)).sum()
 
 
 def _copies(tensor: torch.Tensor) -> int:
-    """How many ranks hold this very slice."""
+    """How many ranks hold the same slice."""
     if not isinstance(tensor, DTensor):
         return torch.distributed.get_world_size()
     copies = 1
@@ -112,11 +112,11 @@ def _copies(tensor: torch.Tensor) -> int:
 
 
 def counts(tensors: Tensors) -> list[float]:
-    """The least and the largest step count in an optimizer's state; empty for one that keeps none."""
+    """The lowest and highest step count in an optimizer's state; empty if it keeps none."""
     steps = [float(t) for name, t in tensors.items() if name.startswith("optimizer/") and name.endswith("/step")]
     return [min(steps), max(steps)] if steps else []
 
 
 def tree(tensors: Tensors) -> dict[str, dict[str, Any]]:
-    """Name, shape and dtype of everything, for the manifest."""
+    """Shape and dtype by name, for the manifest."""
     return {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in tensors.items()}

@@ -1,7 +1,7 @@
-"""Writes one checkpoint on all ranks: tensors, facts, a look at what lies there, and only then its publication.
+"""Writes one checkpoint on all ranks: tensors, facts, a check of what was written, and only then publishes it.
 
-The same for a save that training waits for and for one in the background, which brings host tensors and a process group
-of its own. Must not know losses, recipes or what the facts mean.
+The same for a synchronous save and for one in the background, which brings host tensors and its own process group.
+Must not know losses, recipes or what the facts mean.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fullshard.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is saved, as it was at one step."""
+    """The state of one step, to be saved."""
 
     step: int
     tensors: Tensors
@@ -41,7 +41,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Target:
-    """Where checkpoints go and how."""
+    """Where checkpoints go, and in which format."""
 
     run: Path
     keep: int | None
@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that was published."""
+    """A published checkpoint."""
 
     path: Path
     seconds: float
@@ -59,7 +59,7 @@ class Written:
 
 
 def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
-    """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, removes the surplus. A failure is fatal."""
+    """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, deletes old ones. A failure is fatal."""
     begun, main = time.monotonic(), torch.distributed.get_rank() == 0
     hidden = files.unfinished(target.run, snapshot.step)
     digests: dict[str, str] = {}
@@ -86,7 +86,7 @@ def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
     def look() -> None:
         described.update(integrity.describe(hidden, digests))
         if found := integrity.problems(hidden, described):
-            raise CheckpointError(f"the storage does not give back what was written: {'; '.join(found)}")
+            raise CheckpointError(f"the storage does not return what was written: {'; '.join(found)}")
 
     together(look, f"{hidden} is not what was written", group=group)
     for part in reduce.gather_objects(dict(described), group=group):
@@ -104,7 +104,7 @@ def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
 
 
 def _evidence(snapshot: Snapshot, group: Any) -> dict[str, Any]:
-    """The step counts and norms of the optimizer's state, to be found again after a load."""
+    """Step counts and norms of the optimizer's state, to be compared after a load."""
     return {
         "steps": counts(snapshot.tensors),
         "norms": norms(snapshot.kinds, snapshot.squares.read(), group=group),

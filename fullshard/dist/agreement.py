@@ -1,7 +1,7 @@
-"""Whether all ranks mean the same run: facts by name, compared over the ranks.
+"""Compares facts over all ranks, to see whether they belong to the same run.
 
-Every rank calls with its own facts, and all get the same answer: each difference with its key, its ranks and their
-values. Must not know what the facts are about.
+Every rank calls with its own facts, and all get the same answer: each difference with its key, ranks and values.
+Must not know what the facts are about.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from fullshard.dist import reduce
 
 Facts = Mapping[str, str | None]
-"""Values by key; None: this rank has nothing to compare there."""
+"""Values by key; None: this rank has nothing to compare."""
 
 _SHOWN = 3
 
 
 def differences(facts: Facts) -> list[str]:
-    """What the ranks do not agree on: `optimizer.lr is 0.01 on rank 0 (a), 0.001 on rank 1 (b)`."""
-    # A hash of everything first: facts are sent whole only where they differ.
+    """What the ranks disagree on: `optimizer.lr is 0.01 on rank 0 (a), 0.001 on rank 1 (b)`."""
+    # Compare a hash first: facts are sent in full only if they differ.
     if len(set(reduce.gather_objects(digest(facts)))) == 1:
         return []
     every: list[Facts] = reduce.gather_objects(dict(facts))
@@ -35,7 +35,7 @@ def differences(facts: Facts) -> list[str]:
 
 
 def some(found: Sequence[str]) -> str:
-    """The first differences, and how many more there are."""
+    """The first differences, and the number of others."""
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join(found[:_SHOWN]) + more
 

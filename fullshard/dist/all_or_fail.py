@@ -1,4 +1,4 @@
-"""Ranks that do something that may fail, and all hear of it. Must not know what they do."""
+"""Something that may fail on one rank then fails on all of them. Must not know what it is."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from fullshard.dist import reduce
 from fullshard.errors import CheckpointError
 
-SPACE = "Check disk space and permissions; the checkpoints before it are whole."
+SPACE = "Check disk space and permissions; earlier checkpoints are complete."
 
 
 def together(act: Callable[[], Any], problem: str, *, advice: str = SPACE, group: Any = None) -> None:
-    """Runs `act` and makes every rank fail, for the same reason, when one does."""
+    """Runs `act`; if it fails on one rank, raises the same error on every rank."""
     reason = None
     try:
         act()
-    except (Exception, CheckpointException) as error:  # whatever it is, the other ranks must hear of it
+    except (Exception, CheckpointException) as error:  # the other ranks must know, whatever it is
         reason = _reason(error)
     reasons = [found for found in dict.fromkeys(reduce.gather_objects(reason, group=group)) if found]
     if reasons:
@@ -27,7 +27,7 @@ def together(act: Callable[[], Any], problem: str, *, advice: str = SPACE, group
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong and on which rank; DCP packs the errors of all ranks into one."""
+    """What went wrong, and on which rank; DCP wraps the errors of all ranks in one."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {_words(failed)}" for rank, (failed, _) in sorted(error.failures.items()))
     if isinstance(error, CheckpointError):

@@ -1,7 +1,7 @@
-"""Parts of a block that something outside the block calls: found by watching one forward pass, on meta tensors.
+"""Finds parts of a block that are called from outside the block, by watching one forward pass on meta tensors.
 
-A block's parameters are gathered while it runs. A part that is called at another time would meet parameters in slices,
-so it becomes a unit of its own. Must not know any model class, torch.distributed or how units are sharded.
+A block's parameters are gathered while it runs. A part that is called at another time would see sharded parameters, so
+it becomes its own unit. Must not know any model class, torch.distributed or how units are sharded.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def reached_from_outside(
 ) -> list[str]:
     """Names of the outermost parts within blocks that are called while their block is not running.
 
-    `rehearse` runs one forward pass of the module that it is given, a copy on the meta device. Where it cannot, nothing
-    is found, and the first real forward pass tells."""
+    `rehearse` runs one forward pass of a copy on the meta device. If it cannot, nothing is found, and the first real
+    forward pass will fail."""
     watched = copy.deepcopy(module).to("meta")
     owners = {name: block for name, _ in watched.named_modules() for block in blocks if name.startswith(f"{block}.")}
     running: list[str] = []
@@ -46,7 +46,9 @@ def reached_from_outside(
         part.register_forward_hook(leave, always_call=True)
     try:
         rehearse(watched)
-    except Exception as error:  # a model that looks at values cannot run without any
-        logger.info("no forward pass could be watched for parts that are called from outside their block: %s", error)
+    except Exception as error:  # a model that reads values cannot run on meta
+        logger.info(
+            "parts called from outside their block could not be found, the forward pass on meta failed: %s", error
+        )
         return []
     return list(found)

@@ -1,7 +1,7 @@
-"""What must not lose digits to a half precision: routers, what a model itself keeps in fp32, and timesteps.
+"""What must not be rounded to half precision: routers, what a model itself keeps in fp32, and timesteps.
 
-FSDP casts a unit's parameters together and its inputs at its boundary. So what computes in fp32 is a unit of its own,
-and an input that must stay exact is left out of the cast. Must not know any model class, ranks or losses.
+FSDP casts a unit's parameters together and its inputs at its boundary. So modules that compute in fp32 become their own
+units, and exact inputs are left out of the cast. Must not know any model class, ranks or losses.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ EXACT_INPUTS = ("timestep", "timesteps", "t", "sigma", "sigmas")
 
 
 def exact_modules(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the outermost modules that compute in fp32 whatever the precision is, and of single parameters that the
-    model lists too but that lie beside others in their module, and so are cast with them."""
+    """Names of the outermost modules that compute in fp32 in any precision, and of single parameters that the model
+    lists as well but that share a module with others, and so are cast with them."""
     listed = _listed(module)
     found: list[str] = []
     for name, part in module.named_modules():
@@ -32,19 +32,19 @@ def exact_modules(module: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def timed_modules(module: nn.Module, blocks: Collection[str]) -> list[str]:
-    """Outside the blocks, what follows an exact input: each part of a module whose forward takes one. As units of their
-    own they cast what reaches them, so a sinusoid that was computed in fp32 meets weights of the compute dtype."""
+    """Outside the blocks, what follows an exact input: each part of a module whose forward takes one. As separate units
+    they cast their inputs, so a sinusoid computed in fp32 meets weights of the compute dtype."""
     found: list[str] = []
     for name in _behind_exact(module):
         holds_block = any(block.startswith(f"{name}.") for block in blocks)
-        if not holds_block and not _within(name, [*blocks, *found]):
+        if not holds_block and not within(name, [*blocks, *found]):
             found.append(name)
     return found
 
 
 def timed_in_blocks(module: nn.Module, blocks: Collection[str], units: Collection[str]) -> list[str]:
-    """The same within the blocks: parts that are no units, as the block has gathered their parameters already."""
-    return [name for name in _behind_exact(module) if name not in units and _within(name, blocks)]
+    """The same within the blocks: these are not units, as the block has gathered their parameters."""
+    return [name for name in _behind_exact(module) if name not in units and within(name, blocks)]
 
 
 def _behind_exact(module: nn.Module) -> list[str]:
@@ -57,17 +57,18 @@ def _behind_exact(module: nn.Module) -> list[str]:
     return found
 
 
-def _within(name: str, units: Collection[str]) -> bool:
+def within(name: str, units: Collection[str]) -> bool:
+    """Whether a module is one of the units, or part of one."""
     return any(name == unit or name.startswith(f"{unit}.") for unit in units)
 
 
 def exact_inputs(part: nn.Module) -> list[str]:
-    """The exact inputs that a module's forward takes, by the names of its arguments."""
+    """The exact inputs of a module's forward, by argument name."""
     return [name for name in inspect.signature(part.forward).parameters if name in EXACT_INPUTS]
 
 
 def cast_inputs(unit: nn.Module, compute: torch.dtype) -> None:
-    """Casts the floating inputs of a unit as FSDP would, but for the exact ones."""
+    """Casts the floating-point inputs of a unit as FSDP would, except the exact ones."""
     names = list(inspect.signature(unit.forward).parameters)
 
     def cast(name: str, value: Any) -> Any:
@@ -91,7 +92,7 @@ def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _listed(module: nn.Module) -> set[str]:
-    """Parameters that the model, or a model inside it, names in its keep-in-fp32 lists."""
+    """Parameters in the keep-in-fp32 lists of the model, or of a model inside it."""
     found: set[str] = set()
     for prefix, part in module.named_modules():
         names: Sequence[str] = [
@@ -111,7 +112,7 @@ def _all(name: str, part: nn.Module, listed: set[str]) -> bool:
 
 
 def _is_router(module: nn.Module, name: str, part: nn.Module) -> bool:
-    """By its class, or by its place: a gate beside experts."""
+    """By its class, or by its position: a gate beside experts."""
     parent, _, key = name.rpartition(".")
     beside_experts = key in ("gate", "router") and hasattr(module.get_submodule(parent), "experts")
     return beside_experts or re.search("Router|Gating$", type(part).__name__) is not None

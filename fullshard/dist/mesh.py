@@ -1,4 +1,4 @@
-"""Strategy and ranks → device mesh, and the written rule behind `auto`.
+"""From strategy and ranks to a device mesh, with the rule for `auto`.
 
 Axes: `dp_replicate` (copies) and `dp_shard` (slices). Must not know models or data.
 """
@@ -17,7 +17,7 @@ from fullshard.dist.world import World
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy made concrete: how many copies, how many slices each, and why."""
+    """A resolved strategy: how many replicas, how many shards each, and why."""
 
     strategy: str
     replicas: int
@@ -45,16 +45,16 @@ def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
     if strategy == "none":
         return Layout("none", world.size, 1, "every rank holds the whole model, as in data-parallel replication")
     reason = "parameters stay gathered from forward to backward" if strategy == "grad_op" else "everything is sharded"
-    return Layout(strategy, 1, world.size, reason if world.size > 1 else "one rank, so nothing is divided")
+    return Layout(strategy, 1, world.size, reason if world.size > 1 else "one rank, so nothing is sharded")
 
 
 def _auto_layout(world: World, state_bytes: int) -> Layout:
-    if world.device.type != "cuda" or not torch.cuda.is_available():  # a check may ask for a GPU that is not here
+    if world.device.type != "cuda" or not torch.cuda.is_available():  # a check may ask for a GPU that does not exist
         return Layout("full", 1, world.size, "auto: one rank" if world.size == 1 else "auto: CPU ranks")
     memory = torch.cuda.get_device_properties(world.device).total_memory
     gib = f"{state_bytes / 2**30:.1f} GiB of state, {memory / 2**30:.0f} GiB per GPU"
     if world.size == 1:
-        # Nothing is sent: what stays is a copy in the compute dtype, an eighth of the state.
+        # Nothing is sent; the gathered copy in the compute dtype is an eighth of the state.
         strategy = "grad_op" if state_bytes < 0.1 * memory else "full"
         return Layout(strategy, 1, 1, f"auto: one rank ({gib})")
     if world.num_nodes > 1 and state_bytes / world.local_size < 0.4 * memory:
@@ -65,11 +65,11 @@ def _auto_layout(world: World, state_bytes: int) -> Layout:
 
 
 def make_mesh(layout: Layout, world: World) -> DeviceMesh:
-    """One axis where there is one copy, two where there are more."""
+    """One axis for one replica, two for more."""
     if layout.replicas == 1 and layout.strategy != "none":
         return init_device_mesh(world.device.type, (layout.shards,), mesh_dim_names=("dp_shard",))
     shape = (layout.replicas, layout.shards)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
-    for group in mesh.get_all_groups():  # torch gives them timeouts of its own, up to half an hour
+    for group in mesh.get_all_groups():  # torch's default timeouts are up to half an hour
         _set_pg_timeout(timedelta(seconds=world.timeout_s), group)
     return mesh

@@ -1,6 +1,6 @@
-"""Activation checkpointing of blocks: which activations are kept, which are computed again.
+"""Activation checkpointing of blocks: which activations are kept, which are recomputed.
 
-Non-reentrant, and without wrapper modules, so parameter names stay what they were. Must not know models or FSDP.
+Non-reentrant, and without wrapper modules, so parameter names do not change. Must not know models or FSDP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 KEPT = ("_scaled_dot_product", "flex_attention", "_varlen_attn", "packed_attention")
-"""Attention is the dearest thing to compute twice: its result is kept in `selective`."""
+"""Attention is the most expensive thing to recompute: `selective` keeps its result."""
 
 
 def apply(blocks: Sequence[nn.Module], mode: str) -> None:
@@ -29,8 +29,8 @@ def apply(blocks: Sequence[nn.Module], mode: str) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
-    # A function of its own: of a functools.partial torch.compile captures nothing, without a word. With the block's own
-    # signature: which inputs must stay exact is found by their names.
+    # A real function: torch.compile silently captures nothing of a functools.partial. With the block's own signature:
+    # exact inputs are found by name.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **settings, **kwargs)
@@ -39,7 +39,7 @@ def _recomputed(forward: Callable[..., Any], settings: dict[str, Any]) -> Callab
 
 
 def _selective_policy() -> Any:
-    # Forward and recompute each count for themselves, so that they decide alike.
+    # Forward and recompute count separately, so that they decide alike.
     seen = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -54,7 +54,7 @@ def _selective_policy() -> Any:
 
 
 def of_block(block: str, asked: str, units: Collection[str]) -> str:
-    """How much of a block is computed again. A block with units of its own cannot be `selective`: torch counts what is
-    run in the block, and FSDP gathers in the backward pass by other operations than in the forward pass."""
+    """How much of a block is recomputed. A block that contains units cannot be `selective`: torch counts operations in
+    the block, and FSDP gathers with different ones in the backward pass."""
     holds_units = any(unit.startswith(f"{block}.") for unit in units)
     return "full" if asked == "selective" and holds_units else asked

@@ -1,7 +1,7 @@
-"""A few numbers that are trained beside a model's own parameters, such as a temperature.
+"""A few numbers that are trained beside a model's parameters, such as a temperature.
 
-They lie on the module that is sharded, so that they are trained, saved and resumed as everything else is; the export
-leaves them out. Must not know what they mean.
+They are part of the sharded module, so that they are trained, saved and resumed like everything else; the export leaves
+them out. Must not know what they mean.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ NAME = "learned_by_objective"
 
 
 class Scalars(nn.Module):
-    """Numbers by name. The parameter is the distance from the first value, so that half precision, in which a unit
-    computes, costs no digits of the value itself."""
+    """Numbers by name. The parameter is the distance from the first value, so that half precision does not round the
+    value itself."""
 
     def __init__(self, first: Mapping[str, float]) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Scalars(nn.Module):
         return upload(first, self.moved.device) + self.moved.float()
 
     def set_first_values(self) -> None:
-        """Called where a family initialises modules that are not its own."""
+        """Called when a family initialises modules that are not its own."""
         nn.init.zeros_(self.moved)
 
 

@@ -1,10 +1,9 @@
-"""One rank alone: FSDP's passes over memory that nobody else needs are left out, to the same bits.
+"""One rank: skips FSDP's passes over memory that only matter with several ranks; results are bitwise the same.
 
-A unit's parameters are cast into the place where they compute all together: FSDP launches two small kernels for every
-parameter, a cast into new memory and a copy from there, more than a thousand in each step of a model of some hundred
-parameters. With one rank nothing is reduced, so gradients stay in place. The casts take FSDP's own
-objects by names that torch does not promise; where torch has renamed one, FSDP's own way remains. Must not know what is
-computed.
+All parameters of a unit are cast in one call: FSDP launches two small kernels for every parameter, a cast into new
+memory and a copy from there, more than a thousand per step for a model of some hundred parameters. With one rank
+nothing is reduced, so gradients stay in place. The casts use private names of FSDP; if torch has renamed one, they are
+left out. Must not know what is computed.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ _NAMES = (
 
 
 def save_passes(units: Sequence[Any]) -> None:
-    """Changes units of a model that one rank holds whole."""
+    """Applies both to the units of a model on one rank."""
     cast_together(units)
     reduce_in_place(units)
 
 
 def cast_together(units: Iterable[Any]) -> None:
-    """Changes how units get their parameters, from the second time on."""
+    """Casts the parameters of each unit in one call, from the second time on."""
     if any(not hasattr(owner, name) for owner, names in _NAMES for name in names):
-        logger.info("this torch keeps its sharded parameters another way; each is cast on its own")
+        logger.info("this torch has other private names in FSDP; parameters are cast one by one")
         return
     for unit in units:
         state = unit._get_fsdp_state()
@@ -58,10 +57,10 @@ def reduce_in_place(units: Iterable[Any]) -> None:
 
 
 class _InPlace:
-    """In place of FSDP's reduce-scatter, which asks for memory first for what goes in, then for what comes out."""
+    """Replaces FSDP's reduce-scatter, which allocates first its input, then its output."""
 
     def __init__(self) -> None:
-        # Not held here: where a backward pass broke off between the two, the next one must begin anew.
+        # A weak reference: if a backward pass broke off between the two, the next one must start afresh.
         self._place: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -70,16 +69,16 @@ class _InPlace:
             place = torch.empty(*size, dtype=dtype, device=device)
             self._place = weakref.ref(place)
         elif place.is_cuda:
-            # In the stream of reductions: a further micro-batch's gradient is read there, and freed before it was.
+            # The reduction stream reads it: without this, a later micro-batch's gradient would be freed too early.
             place.record_stream(torch.cuda.current_stream(device))
         return place
 
     def __call__(self, **_: Any) -> None:
-        """Called by a torch that reduces over one rank as over many."""
+        """For a torch that also reduces over one rank: does nothing."""
 
 
 class _Cast(FSDPParam):  # type: ignore[misc, valid-type]
-    """A parameter that may already lie where it computes."""
+    """A parameter that may already be where it computes."""
 
     is_there = False
 
@@ -107,7 +106,7 @@ def _say(parameters: Iterable[Any], *, is_there: bool) -> None:
 
 
 def _can_be_cast(parameter: Any) -> bool:
-    """There is a place for it, which there is not the first time, and it is a plain tensor."""
+    """Its memory exists, which it does not the first time, and it is a plain tensor."""
     plain = not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
     return plain and len(parameter.all_gather_outputs) == 1 and parameter.sharded_state == ShardedState.SHARDED
 
@@ -117,6 +116,6 @@ def _cast(parameters: list[Any]) -> None:
     places = [parameter.all_gather_outputs[0] for parameter in parameters]
     for place in places:
         alloc_storage(place)
-    # As FSDP does: autograd must not take new values for a change of what it has saved.
+    # As in FSDP: for autograd, this must not count as a change of saved tensors.
     with torch.autograd._unsafe_preserve_version_counter(tuple(places)):
         torch._foreach_copy_(places, [parameter._sharded_param_data for parameter in parameters])

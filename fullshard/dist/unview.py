@@ -1,7 +1,7 @@
-"""What a block returns is a tensor of its own, never a view of another one.
+"""Makes the outputs of a block independent tensors, never views.
 
-FSDP hangs the gathering of a block's parameters for the backward pass on the block's outputs, and an in-place operation
-on a view drops what hangs there: gradients would be wrong without a word. Must not know models or losses.
+FSDP hooks the backward gathering of a block's parameters to the block's outputs, and an in-place operation on a view
+drops hooks: gradients would be silently wrong. Must not know models or losses.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 
 def make_own(blocks: Sequence[nn.Module]) -> None:
-    """Copies outputs that are views; to be called before `fully_shard`, whose hook must come after this one."""
-    # FSDP's own hook leaves the compiled part at the same place.
+    """Copies outputs that are views; call it before `fully_shard`, whose hook must come after this one."""
+    # FSDP's own hook breaks the compiled graph in the same place.
     hook = torch.compiler.disable(_copy_views)
     for block in blocks:
         block.register_forward_hook(hook)

@@ -1,7 +1,7 @@
-"""Host tensors on the device, while the device goes on with what it has to do.
+"""Copies host tensors to the device without waiting.
 
-A plain copy makes the host wait until the device has caught up, and then the device waits for the host's next call:
-about 10 ms of every step on a fast GPU. Must not know what is copied.
+A plain copy makes the host wait for the device, and then the device waits for the host's next call: about 10 ms per
+step on a fast GPU. Must not know what is copied.
 """
 
 from __future__ import annotations
@@ -10,5 +10,5 @@ import torch
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device. Nothing waits, which takes pinned memory."""
+    """The tensor on the device; asynchronous copies need pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -13,11 +13,11 @@ from torch import nn
 
 from fullshard.config.part import did_you_mean
 from fullshard.dist.external_calls import reached_from_outside
-from fullshard.dist.keep_in_fp32 import exact_modules, timed_modules
+from fullshard.dist.keep_in_fp32 import exact_modules, timed_modules, within
 from fullshard.errors import RecipeError
 
 SEPARATE_PARAMS = 1_000_000
-"""An untied embedding from this size on is a unit of its own, so that it is not gathered for the whole forward."""
+"""An untied embedding of at least this size is its own unit, so that it is not gathered for the whole forward pass."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,17 @@ class WrapPlan:
     blocks: list[str]
     """Repeated blocks: sharded, recomputed and compiled one by one."""
     separate: list[str] = field(default_factory=list)
-    """Large input embeddings that no other parameter is tied to."""
+    """Large untied input embeddings."""
     reached: list[str] = field(default_factory=list)
-    """Parts of blocks that something outside their block calls."""
+    """Parts of blocks that are called from outside their block."""
     timed: list[str] = field(default_factory=list)
-    """What a timestep runs through outside the blocks."""
+    """Modules that a timestep passes through outside the blocks."""
     exact: list[str] = field(default_factory=list)
-    """Modules that compute in fp32 whatever the precision is."""
+    """Modules that compute in fp32 in any precision."""
     inexact: list[str] = field(default_factory=list)
-    """Single parameters that the model would keep in fp32, and that are cast with the module they lie in."""
+    """Single parameters that the model would keep in fp32, but that are cast with their module."""
     reason: str = ""
-    """How the blocks were found, for the run's header."""
+    """How the blocks were found, for the header."""
 
     @property
     def units(self) -> list[str]:
@@ -56,7 +56,7 @@ def find_blocks(
 ) -> WrapPlan:
     """The wrap plan: by class names, by size, one unit for all, or (by default) the model's own repeated blocks.
 
-    `hints` are class names that the model asks not to be split, or the names of the blocks themselves; null collects
+    `hints` are class names that the model asks not to be split, or the names of the blocks themselves; None collects
     class names from the module tree. `rehearse` runs a forward pass, to see what is called from outside its block.
     """
     exact, inexact = exact_modules(module)
@@ -73,12 +73,14 @@ def find_blocks(
         blocks, reason = _by_structure(module, set(_hints(module) if hints is None else hints))
     blocks, dropped = _without_shared(module, blocks)
     if dropped:
-        reason += f"; {len(dropped)} left in the root because they share parameters with it: {', '.join(dropped[:3])}"
-    blocks = [name for name in blocks if not _within(name, exact)]
+        reason += (
+            f"; {len(dropped)} left in the root unit because they share parameters with it: {', '.join(dropped[:3])}"
+        )
+    blocks = [name for name in blocks if not within(name, exact)]
     reached, _ = _without_shared(module, reached_from_outside(module, blocks, rehearse) if rehearse else [])
-    reached = [name for name in reached if not _within(name, exact)]
+    reached = [name for name in reached if not within(name, exact)]
     timed, _ = _without_shared(module, timed_modules(module, [*blocks, *exact]))
-    separate = [name for name in _separate(module, [*blocks, *exact]) if not _within(name, timed)]
+    separate = [name for name in _separate(module, [*blocks, *exact]) if not within(name, timed)]
     return WrapPlan(blocks, separate, reached, timed, exact, inexact, reason)
 
 
@@ -151,7 +153,7 @@ def _by_class(module: nn.Module, classes: Sequence[str]) -> list[str]:
 
 
 def _by_size(module: nn.Module, min_params: int) -> list[str]:
-    """Smallest modules first: a module counts what its wrapped children have not taken."""
+    """Innermost modules first: a module counts what its wrapped children have not taken."""
     wrapped: list[str] = []
 
     def left_over(part: nn.Module, name: str) -> int:
@@ -184,7 +186,7 @@ def _without_shared(module: nn.Module, blocks: list[str]) -> tuple[list[str], li
         split = {owner for found in owners if len(found) > 1 for owner in found if owner}
         if not split:
             return kept, [b for b in blocks if b in dropped]
-        # With a block gone, its parameters fall to the one around it, which may hold only one end as well.
+        # Without a block, its parameters go to the enclosing one, which may hold only one end as well.
         dropped |= split
         kept = [b for b in kept if b not in split]
 
@@ -198,12 +200,8 @@ def _separate(module: nn.Module, blocks: list[str]) -> list[str]:
         and name
         and part.weight.numel() >= SEPARATE_PARAMS
         and f"{name}.weight" not in tied
-        and not _within(name, blocks)
+        and not within(name, blocks)
     ]
-
-
-def _within(name: str, units: Collection[str]) -> bool:
-    return any(name == unit or name.startswith(f"{unit}.") for unit in units)
 
 
 def _has_parameters(part: nn.Module) -> bool:
@@ -215,6 +213,6 @@ def _is_composite(part: nn.Module) -> bool:
 
 
 def _composite_classes(module: nn.Module) -> list[str]:
-    """Class names of modules with parts of their own, the most repeated first."""
+    """Class names of modules with children, the most repeated first."""
     counts = Counter(type(part).__name__ for name, part in module.named_modules() if name and _is_composite(part))
     return [name for name, _ in counts.most_common()]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint.reader import StoredTensors, weights_of
+from fullshard.checkpoint.reader import CheckpointTensors, weights_of
 from fullshard.checkpoint.tensor_files import TensorEntry
 from fullshard.config.part import decode, part_class
 from fullshard.contracts.model import Family, Weights
@@ -40,7 +40,7 @@ class Trained:
     family: Family
     processor: Any
     module: nn.Module
-    stored: StoredTensors
+    stored: CheckpointTensors
     base: Weights | None
     frozen: Mapping[str, int]
     """Checksums of what the checkpoint leaves out."""
@@ -104,7 +104,7 @@ class Trained:
 class _Rows:
     """A stored tensor as far as an export looks at it: what it is, and some of its rows."""
 
-    def __init__(self, stored: StoredTensors, name: str) -> None:
+    def __init__(self, stored: CheckpointTensors, name: str) -> None:
         self._stored, self._name = stored, name
         self.shape, self.dtype = torch.Size(stored.shape(name)), stored.dtype(name)
 
@@ -233,7 +233,7 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return parameters | {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in aliases}
 
 
-def _check_fit(checkpoint: Path, module: nn.Module, stored: StoredTensors) -> None:
+def _check_fit(checkpoint: Path, module: nn.Module, stored: CheckpointTensors) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in _tensors_of(module).items()}
     # Numbers that only the objective knows stay behind.
     unknown = sorted(name for name in stored.names() - shapes.keys() if not is_scalar(name))

@@ -145,9 +145,9 @@ def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int, b
     missing = sorted(expected.names() - found.names())
     surplus = sorted(found.names() - expected.names())
     if missing or surplus:
-        what = f"lacks {len(missing)}" if missing else f"has {len(surplus)} more"
+        what = f"lacks {len(missing)} of {len(expected.names())}" if missing else f"has {len(surplus)} too many"
         name = (missing or surplus)[0]
-        text = f"the checkpoint of step {step} {what} of {len(expected.names())} tensors, first {name}"
+        text = f"the checkpoint of step {step} {what} tensors, first {name}"
         return Seen("names", text, math.inf, step, name)
     floor = 0.0 if law.exact else _floor(expected)
     apart = {name: _tensor_apart(found, expected, name, law=law, floor=floor, before=before) for name in names}

@@ -341,7 +341,9 @@ def heads_that_do_not_divide(seed: Seed) -> None:
     }
 
 
-@mistake("model", "model: weight files", "model.safetensors: truncated", "are missing", remedy="Download or save it again")
+@mistake(
+    "model", "model: weight files", "model.safetensors: truncated", "are missing", remedy="Download or save it again"
+)
 def truncated_weights(seed: Seed) -> None:
     file = seed.folder / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

@@ -138,7 +138,7 @@ def test_memory_that_is_gone_when_a_save_comes_near_makes_training_wait(ranks: R
     ]
     assert len(said) == 1, said
     assert "Saving in the background needs" in said[0]
-    assert "1000 bytes are left there" in said[0]
+    assert "1000 bytes are available" in said[0]
 
 
 def watched(chosen: dict[str, Any], refuse_on: int | None = None) -> tuple[tuple[str, str], int]:

@@ -107,7 +107,7 @@ def cut(path: Path) -> None:
 
 DAMAGE: dict[int, tuple[Callable[[Path], None], str]] = {
     2: (flip, "was changed"),
-    3: (cut, "bytes long, and was written with"),
+    3: (cut, "bytes long, but was written with"),
     4: (Path.unlink, "is missing"),
 }
 """What is done to the checkpoint of which step."""

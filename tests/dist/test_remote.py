@@ -215,8 +215,11 @@ def test_the_trial_of_a_check_uses_the_store_and_leaves_nothing_there(ranks: Ran
     ("address", "said"),
     [
         ("s3://box/runs", r"store: s3://box/runs needs the package s3fs, .*pip install 'fullshard[s3]'"),
-        ("nosuch://box/runs", "store: nosuch://box/runs: there is no store of the kind nosuch://"),
-        ("file:///proc/runs", "store: checkpoint.store = file:///proc/runs: writing and reading back a small file failed"),
+        ("nosuch://box/runs", "store: nosuch://box/runs: nosuch:// is not a known kind of store"),
+        (
+            "file:///proc/runs",
+            "store: checkpoint.store = file:///proc/runs: writing and reading back a small file failed",
+        ),
         ("memory://runs", "store: checkpoint.store = memory://runs is the memory of one process, but 2 ranks must"),
     ],
 )

@@ -115,7 +115,7 @@ def test_on_gpus_versions_and_links_are_named(tmp_path: Path) -> None:
     assert found["GPU links"].text == "NVLink between 2 of 3 pairs, the others over PCIe (NV18, SYS)"
     assert "all GPUs (NV18)" in look(recipe(tmp_path, topology={"devices": [0, 2]}), here)["GPU links"].text
     assert "no NVLink" in look(recipe(tmp_path, topology={"devices": [1, 2]}), here)["GPU links"].text
-    assert "not known" in look(recipe(tmp_path), with_gpus(H100, H100))["GPU links"].text
+    assert "unknown" in look(recipe(tmp_path), with_gpus(H100, H100))["GPU links"].text
 
 
 def test_old_python_and_untested_torch(tmp_path: Path) -> None:

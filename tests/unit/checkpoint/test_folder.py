@@ -143,7 +143,7 @@ def test_damage_is_named_by_file(tmp_path: Path) -> None:
     [line] = integrity.problems(path, described)
     assert line.startswith(f"{path}/__0_0.distcp was changed")
     (path / "__0_0.distcp").write_text("tens")
-    assert integrity.problems(path, described) == [f"{path}/__0_0.distcp is 4 bytes long, and was written with 7"]
+    assert integrity.problems(path, described) == [f"{path}/__0_0.distcp is 4 bytes long, but was written with 7"]
     (path / "__0_0.distcp").unlink()
     assert integrity.problems(path, described) == [f"{path}/__0_0.distcp is missing"]
 

@@ -22,7 +22,7 @@ from fullshard.checkpoint.completeness import problems as look
 from fullshard.checkpoint.dcp_files import METADATA, Reader
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
-from fullshard.control.resume import stand
+from fullshard.control.resume import resume_point
 from fullshard.errors import CheckpointError
 from tests.unit.checkpoint.handmade import make, seal, tensors
 
@@ -204,7 +204,7 @@ def test_a_hostile_piece_of_a_tensor_is_refused(tmp_path: Path, content: Any) ->
 def test_a_piece_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path)
     plant(path, metadata_of(path), WEIGHT, {"plain": 1}, offset=(0, 0))
-    with pytest.raises(CheckpointError, match="a dict is stored where a tensor should be"):
+    with pytest.raises(CheckpointError, match="found a dict instead of a tensor"):
         open_tensors(path).whole(WEIGHT)
 
 
@@ -279,7 +279,7 @@ def test_a_manifest_with_absurd_entries_is_refused(tmp_path: Path, kind: str) ->
     path = make(tmp_path)
     seal(path, files=HOSTILE_FILES[kind])
     [line] = look(path)
-    assert str(path / files.MANIFEST) in line or "no plain file" in line
+    assert str(path / files.MANIFEST) in line or "not a regular file" in line
     refused_by_verify(path, str(path))
 
 
@@ -287,7 +287,7 @@ def test_a_pipe_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     path = make(tmp_path)
     (path / "__0_0.distcp").unlink()
     os.mkfifo(path / "__0_0.distcp")
-    assert look(path) == [f"{path}/__0_0.distcp is no plain file"]
+    assert look(path) == [f"{path}/__0_0.distcp is not a regular file"]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +325,7 @@ def test_a_state_with_absurd_values_is_refused(tmp_path: Path, kind: str) -> Non
     path = make(tmp_path)
     files.write_json(path / files.STATE, content)
     with pytest.raises(CheckpointError) as refused:
-        stand(seal(path), identity={}, recipe={})
+        resume_point(seal(path), identity={}, recipe={})
     assert said in str(refused.value)
     assert str(path / files.STATE) in str(refused.value)
     assert "--resume" in str(refused.value)

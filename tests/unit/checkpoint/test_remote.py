@@ -199,7 +199,7 @@ def test_half_an_upload_is_no_model(tmp_path: Path) -> None:
         ("s3://bucket/runs", r"s3://bucket/runs needs the package s3fs, .*pip install 'fullshard\[s3\]'"),
         ("gs://bucket/runs", r"gs://bucket/runs needs the package gcsfs, .*pip install 'fullshard\[gcs\]'"),
         ("abfs://box/runs", r"abfs://box/runs: abfs:// needs a package that is not installed \(.*adlfs"),
-        ("nosuch://bucket/runs", r"no store of the kind nosuch:// .*Allowed are s3://, gs://"),
+        ("nosuch://bucket/runs", r"nosuch:// is not a known kind of store .*Use s3://, gs://"),
     ],
 )
 def test_a_store_that_cannot_be_opened_says_what_is_missing(address: str, said: str) -> None:

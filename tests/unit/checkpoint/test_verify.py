@@ -47,8 +47,8 @@ def cut(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "flipped": (flip, "was changed: its {size:,} bytes have another checksum than what was written"),
-    "truncated": (cut, "is {less:,} bytes long, and was written with {size:,}"),
+    "flipped": (flip, "was changed: the checksum of its {size:,} bytes differs from what was written"),
+    "truncated": (cut, "is {less:,} bytes long, but was written with {size:,}"),
     "missing": (Path.unlink, "is missing"),
 }
 
