@@ -11,7 +11,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf.adapters.edits import adapter_config, base_name, is_adapter
-from fullshard.hf.adapters.merge import Merge
+from fullshard.hf.adapters.merge import Merge, merged_rows
 from fullshard.hf.adapters.peft_folder import stored_names
 
 SHARD_BYTES = 5_000_000_000
@@ -71,11 +71,7 @@ def export_model(
             seen.add(name)
             # A buffer keeps its dtype: its values may be positions or counts.
             writer.add(name, tensor, dtype if tensor.is_floating_point() and name in expected else tensor.dtype)
-        if missing := sorted(expected.keys() - seen):
-            raise CheckpointError(
-                f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters were not given: "
-                f"{', '.join(missing[:5])}. Export from a complete checkpoint."
-            )
+        require_complete(folder, expected, seen, "parameters")
         for name, buffer in _persistent_buffers(module):
             if name not in seen:
                 writer.add(name, buffer.detach(), buffer.dtype)
@@ -100,16 +96,21 @@ def export_adapter(
             if is_adapter(name):
                 seen.add(name)
                 stream.add(stored[name], tensor if dtype is None else tensor.to(dtype))
-        if missing := sorted(stored.keys() - seen):
-            raise CheckpointError(
-                f"{folder}: the export is incomplete, {len(missing)} adapter tensors were not given: "
-                f"{', '.join(missing[:5])}. Export from a complete checkpoint."
-            )
+        require_complete(folder, stored, seen, "adapter tensors")
     config = copy.deepcopy(adapter_config(module))
     config.inference_mode = True
     config.save_pretrained(str(folder))
     if processor is not None:
         processor.save_pretrained(folder)
+
+
+def require_complete(folder: Path, expected: Collection[str], seen: Collection[str], what: str) -> None:
+    """Raises CheckpointError if a tensor did not arrive."""
+    if missing := sorted(set(expected) - set(seen)):
+        raise CheckpointError(
+            f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} {what} are missing: "
+            f"{', '.join(missing[:5])}. Export from a complete checkpoint."
+        )
 
 
 def stored_conversions(module: nn.Module) -> list[Any]:
@@ -152,11 +153,11 @@ class _Writer:
         entry = TensorEntry(dtype, tuple(tensor.shape))
         stored = self._renamed(name, tensor.shape)
         if stored is not None:
-            self._write(stored, entry, self._pieces(name, tensor, dtype))
+            self._write(stored, entry, merged_rows(name, tensor, dtype, self._merge))
             return
         self._held[name] = held = torch.empty(tensor.shape, dtype=dtype)
         start = 0
-        for piece in self._pieces(name, tensor, dtype):
+        for piece in merged_rows(name, tensor, dtype, self._merge):
             held[start : start + len(piece)] = piece
             start += len(piece)
         if not self._whole_blocks:
@@ -173,12 +174,6 @@ class _Writer:
             return None
         [(stored, found), *more] = state.items()
         return stored if found is probe and not more else None
-
-    def _pieces(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        start = 0
-        for piece in in_rows(tensor):
-            yield (self._merge.rows(name, piece, start) if self._merge and piece.dim() else piece).to(dtype)
-            start += len(piece) if piece.dim() else 1
 
     def _release(self) -> None:
         """Writes what is held of a block, in the form that Transformers stores."""

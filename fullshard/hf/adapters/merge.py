@@ -6,11 +6,13 @@ come from.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from fullshard.checkpoint.tensor_files import in_rows
 from fullshard.errors import CheckpointError
 from fullshard.hf.adapters.edits import ADAPTER, base_name
 
@@ -41,6 +43,14 @@ class Merge:
         delta = _delta(layer, down, up, slice(start, start + rows.shape[0]))
         scaling: float = layer.scaling[ADAPTER]
         return rows.to(torch.float32) + delta * scaling
+
+
+def merged_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, merge: Merge | None) -> Iterator[torch.Tensor]:
+    """A tensor in pieces of a few rows, in `dtype`, with its adapter added if there is a `merge`."""
+    start = 0
+    for piece in in_rows(tensor):
+        yield (merge.rows(name, piece, start) if merge is not None and piece.dim() else piece).to(dtype)
+        start += len(piece) if piece.dim() else 1
 
 
 def _adapted(module: nn.Module) -> dict[str, tuple[str, Any]]:

@@ -17,7 +17,7 @@ from fullshard.errors import CheckpointError, RecipeError
 from fullshard.hf.adapters.edits import ADAPTER, inject, is_adapter
 from fullshard.hf.weights.safetensors_folder import Stored, open_files
 from fullshard.hf.weights.state_file import open_pickle
-from fullshard.hf.weights.stored_weights import AdapterWeights
+from fullshard.hf.weights.stored_weights import NamedWeights, adapter_shapes
 
 CONFIG = "adapter_config.json"
 _WHOLE = ("model.safetensors", "model.safetensors.index.json")
@@ -129,13 +129,13 @@ def add_stored(module: nn.Module, folder: Path, *, base: str, revision: str | No
         ) from error
 
 
-def adapter_weights(folder: Path, module: nn.Module) -> AdapterWeights:
-    """The folder's tensors under the module's names, strict both ways."""
-    return AdapterWeights(
+def adapter_weights(folder: Path, module: nn.Module) -> NamedWeights:
+    """The folder's tensors by parameter name."""
+    return NamedWeights(
         _open(folder),
-        module,
         stored_names(module),
-        place=folder,
+        adapter_shapes(module),
+        what=f"{folder} does not hold the adapters of this model",
         advice="Check that the adapter was trained on this base model (model.base names another one).",
     )
 

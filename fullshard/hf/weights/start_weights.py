@@ -24,7 +24,7 @@ from fullshard.hf import checkpoint_model
 from fullshard.hf.adapters.edits import base_name, has_adapters, is_adapter
 from fullshard.hf.weights.safetensors_folder import Stored, TensorEntry
 from fullshard.hf.weights.state_file import Renamed, open_state
-from fullshard.hf.weights.stored_weights import AdapterWeights, StoredWeights, Together
+from fullshard.hf.weights.stored_weights import NamedWeights, StoredWeights, Together, adapter_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,9 @@ def start_weights(
                 "adapters. Give model.lora as it was, or merge them first: fullshard export."
             )
         _compare(start, alpha)
-        sources.append(AdapterWeights(Renamed(stored, adapters), module, adapters, place=place, advice=_ADVICE))
+        what = f"{place} does not hold the adapters of this model"
+        renamed, shapes = Renamed(stored, adapters), adapter_shapes(module)
+        sources.append(NamedWeights(renamed, adapters, shapes, what=what, advice=_ADVICE))
     elif adapter is not None:
         sources.append(adapter())
     if not rest and base is None:

@@ -246,16 +246,23 @@ def _stored_apart(module: nn.Module) -> tuple[str, ...]:
     return "pooler.", *marked
 
 
-class AdapterWeights:
-    """The stored tensors of a module's adapters, checked against it. `names`: the module's name → the stored name."""
+class NamedWeights:
+    """Stored tensors by parameter name, checked against `shapes`: complete, nothing left over, shapes equal.
+
+    `names`: parameter name -> stored name. `what` and `advice` begin and end the error message."""
 
     def __init__(
-        self, stored: Stored, module: nn.Module, names: Mapping[str, str], *, place: Path | str, advice: str
+        self,
+        stored: Stored,
+        names: Mapping[str, str],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        what: str,
+        advice: str,
     ) -> None:
-        shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if is_adapter(name)}
         self._stored, self._names = stored, {name: names[name] for name in shapes if names.get(name) in stored}
         check_names(
-            f"{place} does not hold the adapters of this model",
+            what,
             missing=[names.get(name, name) for name in shapes if name not in self._names],
             extra=sorted(set(stored) - set(self._names.values())),
             shapes={
@@ -271,6 +278,13 @@ class AdapterWeights:
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._stored.read(self._names[name], start, stop)
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._stored.read(self._names[name])
+
+
+def adapter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in module.named_parameters() if is_adapter(name)}
 
 
 class Together:

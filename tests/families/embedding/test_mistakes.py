@@ -175,7 +175,11 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "an encoder with a decoder": (
         RecipeError,
         {"model": model("t5")},
-        ["model.kind = sentence_transformer", "T5Model has an encoder and a decoder", "Use an encoder or a decoder"],
+        [
+            "model.kind = sentence_transformer",
+            "T5Model has an encoder and a decoder",
+            "Use an encoder-only or a decoder-only model",
+        ],
     ),
     "modules that cannot be trained": (
         RecipeError,

@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.tensor_files import SafetensorsStream
-from fullshard.errors import CheckpointError
 from fullshard.families.diffusion.denoiser.architectures import UNET_TEXT
 from fullshard.hf.adapters.edits import adapter_config, is_adapter
 from fullshard.hf.adapters.peft_folder import stored_names
-from fullshard.hf.export import export_adapter
+from fullshard.hf.export import export_adapter, require_complete
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 _HEAD = ("proj_out", "proj_out_1", "proj_out_2")
@@ -56,11 +55,7 @@ def write_adapter(
                 seen.add(name)
                 given = f"{prefix}.{stored[name].removeprefix(_PEFT)}"
                 stream.add(given, tensor if dtype is None else tensor.to(dtype))
-        if missing := sorted(stored.keys() - seen):
-            raise CheckpointError(
-                f"{folder}: the export is incomplete, {len(missing)} adapter tensors were not given: "
-                f"{', '.join(missing[:5])}. Export from a complete checkpoint."
-            )
+        require_complete(folder, stored, seen, "adapter tensors")
 
 
 def _settings(module: Any, prefix: str) -> str:

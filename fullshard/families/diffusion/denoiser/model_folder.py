@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.dist.scalars import is_scalar
-from fullshard.errors import CheckpointError, RecipeError
+from fullshard.errors import RecipeError
 from fullshard.families.diffusion.denoiser.architectures import DIT, PIXART, settings_of
 from fullshard.hf.adapters.edits import base_name, is_adapter
-from fullshard.hf.adapters.merge import Merge
+from fullshard.hf.adapters.merge import Merge, merged_rows
+from fullshard.hf.export import require_complete
 from fullshard.hf.weights.safetensors_folder import open_folder
+from fullshard.hf.weights.stored_weights import NamedWeights
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 CONFIG = "config.json"
@@ -67,32 +69,16 @@ def read_config(folder: Path) -> tuple[str, dict[str, Any]]:
     return name, {key: value for key, value in settings.items() if key in known}
 
 
-class FolderWeights:
+def folder_weights(folder: Path, module: nn.Module) -> NamedWeights:
     """Stored tensors by the module's parameter names, without adapters."""
-
-    def __init__(self, folder: Path, module: nn.Module) -> None:
-        self._stored = open_folder(folder)
-        own = {n: t for n, t in module.state_dict(keep_vars=True).items() if not is_adapter(n) and not is_scalar(n)}
-        self._names = {name: base_name(name) for name in own}
-        wanted = {base_name(name): tuple(tensor.shape) for name, tensor in own.items()}
-        missing, unexpected = sorted(wanted.keys() - self._stored.keys()), sorted(self._stored.keys() - wanted.keys())
-        if missing or unexpected:
-            raise CheckpointError(
-                f"{folder}: the tensors do not match {_class_name(module)}: missing {missing[:3] or 'none'}, "
-                f"unexpected {unexpected[:3] or 'none'}. Check model.path and model.overrides."
-            )
-        for name, shape in wanted.items():
-            if self._stored[name].shape != shape:
-                raise CheckpointError(
-                    f"{folder}: {name} is stored as {list(self._stored[name].shape)}, and the model has {list(shape)}. "
-                    "Check model.overrides and model.classes."
-                )
-
-    def names(self) -> set[str]:
-        return set(self._names)
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._stored.read(self._names[name], start, stop)
+    own = {n: t for n, t in module.state_dict(keep_vars=True).items() if not is_adapter(n) and not is_scalar(n)}
+    return NamedWeights(
+        open_folder(folder),
+        {name: base_name(name) for name in own},
+        {name: tuple(tensor.shape) for name, tensor in own.items()},
+        what=f"{folder} does not hold the tensors of {_class_name(module)}",
+        advice="Check model.path, model.overrides and model.classes.",
+    )
 
 
 def write_model(
@@ -118,12 +104,8 @@ def write_model(
             seen.add(name)
             # A buffer keeps its dtype: it may hold positions.
             chosen = dtype if dtype is not None and name in expected else tensor.dtype
-            stream.add_rows(name, TensorEntry(chosen, tuple(tensor.shape)), _pieces(name, tensor, chosen, merge))
-        if missing := sorted(expected - seen):
-            raise CheckpointError(
-                f"{folder}: the export is incomplete, {len(missing)} of {len(expected)} parameters are missing: "
-                f"{', '.join(missing[:5])}. Export from a complete checkpoint."
-            )
+            stream.add_rows(name, TensorEntry(chosen, tuple(tensor.shape)), merged_rows(name, tensor, chosen, merge))
+        require_complete(folder, expected, seen, "parameters")
         for name, buffer in module.state_dict().items():
             if base_name(name) not in seen and name not in own and not is_adapter(name) and not is_scalar(name):
                 stream.add(base_name(name), buffer)
@@ -137,15 +119,8 @@ def _write_config(module: Any, folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _pieces(name: str, tensor: torch.Tensor, dtype: torch.dtype, merge: Merge | None) -> Iterator[torch.Tensor]:
-    start = 0
-    for piece in in_rows(tensor):
-        yield (merge.rows(name, piece, start) if merge is not None and piece.dim() else piece).to(dtype)
-        start += len(piece) if piece.dim() else 1
-
-
 def _class_name(module: Any) -> str:
     return str(getattr(module, "class_name", type(module).__name__))
 
 
-__all__ = ["FolderWeights", "model_folder", "read_config", "write_model"]
+__all__ = ["folder_weights", "model_folder", "read_config", "write_model"]

@@ -47,9 +47,9 @@ class Autoencoder(Family):
         return empty(read_settings(self.stored_in(), where=WHERE))
 
     def weights(self, module: nn.Module) -> Weights | None:
-        from fullshard.families.diffusion.vae.autoencoder_kl import VaeWeights
+        from fullshard.families.diffusion.vae.autoencoder_kl import vae_weights
 
-        return VaeWeights(self.stored_in(), module, where=WHERE)
+        return vae_weights(self.stored_in(), module, where=WHERE)
 
     def latent_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
         """What images of (C, H, W) become; ValueError in words about the image where it can become nothing."""

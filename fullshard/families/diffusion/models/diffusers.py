@@ -122,10 +122,10 @@ class Diffusers(HubModel):
         )
 
     def weights(self, module: nn.Module) -> Weights | None:
-        from fullshard.families.diffusion.denoiser.model_folder import FolderWeights
+        from fullshard.families.diffusion.denoiser.model_folder import folder_weights
 
         folder = self.stored_in()
-        return FolderWeights(folder, module) if folder is not None else None
+        return folder_weights(folder, module) if folder is not None else None
 
     def stored_in(self) -> Path | None:
         from fullshard.families.diffusion.denoiser.model_folder import model_folder

@@ -1,7 +1,6 @@
-"""An AutoencoderKL of diffusers, frozen: images to latents as denoisers learn them, and back.
+"""A frozen AutoencoderKL of diffusers: images to latents, and back.
 
-Latents are the mode of the posterior, shifted and scaled as the VAE's configuration says. Must not know data, losses or
-ranks.
+Latents are the mode of the posterior, shifted and scaled as the VAE's config says. Must not know data, losses or ranks.
 """
 
 from __future__ import annotations
@@ -15,28 +14,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import CheckpointError, RecipeError
+from fullshard.errors import RecipeError
 from fullshard.families.diffusion.pipeline_parts import CONFIG
 from fullshard.hf.weights.safetensors_folder import open_folder
+from fullshard.hf.weights.stored_weights import NamedWeights
 
 CLASS = "AutoencoderKL"
 _RENAMED = {".query.": ".to_q.", ".key.": ".to_k.", ".value.": ".to_v.", ".proj_attn.": ".to_out.0."}
-"""How attention was stored before; most of the VAEs in use are of that time."""
+"""Old names of attention layers; most VAEs in use have them."""
 
 
 def read_settings(folder: Path, *, where: str) -> dict[str, Any]:
-    """The configuration of a stored VAE, without what diffusers notes in it."""
+    """The config of a stored VAE, without diffusers' private keys."""
     stored = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     if stored.get("_class_name") != CLASS:
         raise RecipeError(
-            f"{where}: {folder / CONFIG} is of {stored.get('_class_name', 'no class of diffusers')}, and only {CLASS} "
-            "is supported. Name the folder of such a VAE, or of a pipeline that has one."
+            f"{where}: {folder / CONFIG} has the class {stored.get('_class_name')}, and only {CLASS} is supported. "
+            "Name the folder of such a VAE, or of a pipeline that has one."
         )
     return {key: value for key, value in stored.items() if not key.startswith("_")}
 
 
 def empty(settings: Mapping[str, Any]) -> nn.Module:
-    """The module without values, and with the methods `encode_images` and `decode_latents`."""
+    """The module on meta, with the methods `encode_images` and `decode_latents`."""
     from accelerate import init_empty_weights
     from diffusers import AutoencoderKL
 
@@ -50,7 +50,7 @@ def empty(settings: Mapping[str, Any]) -> nn.Module:
 def load(folder: Path, *, device: torch.device, where: str) -> Any:
     """The whole VAE on one device, in fp32."""
     module = empty(read_settings(folder, where=where))
-    weights = VaeWeights(folder, module, where=where)
+    weights = vae_weights(folder, module, where=where)
     values = {name: weights.whole(name).to(device, torch.float32) for name in weights.names()}
     module.load_state_dict(values, assign=True)
     return module.requires_grad_(False)
@@ -64,14 +64,14 @@ def encode_images(module: Any, images: torch.Tensor) -> torch.Tensor:
 
 
 def decode_latents(module: Any, latents: torch.Tensor) -> torch.Tensor:
-    """The other way: images, about from -1 to 1."""
+    """Latents to images, roughly from -1 to 1."""
     shift, scale = _numbers(module.config, latents.device)
     found: torch.Tensor = module.decode(latents / scale + shift).sample
     return found.float().clone()
 
 
 def _numbers(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is taken off a latent, and what it is multiplied with; numbers for each channel where the VAE has them."""
+    """Shift and scale of latents, per channel if the VAE has them so."""
     scale = torch.tensor(float(config.scaling_factor), device=device)
     mean, deviation = config.get("latents_mean"), config.get("latents_std")
     if mean is not None and deviation is not None:
@@ -81,49 +81,34 @@ def _numbers(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Ten
 
 
 def factor(settings: Mapping[str, Any]) -> int:
-    """So many pixels a side become one."""
+    """Pixels per side of an image that become one of a latent."""
     return int(2 ** (len(settings["block_out_channels"]) - 1))
 
 
 def latent_shape(settings: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, int, int]:
-    """What an image of (C, H, W) becomes; raises ValueError in words about the image where it can become nothing."""
+    """The latent's shape for an image of (C, H, W). Raises ValueError with a predicate ('has 1 channels ...') if the
+    VAE cannot encode it."""
     channels, height, width = shape
     by, wanted = factor(settings), settings["in_channels"]
     if channels != wanted:
         raise ValueError(f"has {channels} channels, and the VAE takes {wanted}. Set data.encode.channels = {wanted}")
     if height % by or width % by or not height or not width:
         raise ValueError(
-            f"is {height} x {width} pixels, and the VAE makes one of {by} x {by}. Set data.encode.size to a multiple "
-            f"of {by}"
+            f"is {height} x {width} pixels, and the VAE needs multiples of {by}. Set data.encode.size to such a number"
         )
     return int(settings["latent_channels"]), height // by, width // by
 
 
-class VaeWeights:
-    """Stored tensors under the module's own names, whenever they were stored."""
-
-    def __init__(self, folder: Path, module: nn.Module, *, where: str) -> None:
-        self._stored = open_folder(folder)
-        self._names = {_renamed(name): name for name in self._stored}
-        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()}
-        found = {name: self._stored[stored].shape for name, stored in self._names.items()}
-        wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-        if wrong:
-            name = wrong[0]
-            raise CheckpointError(
-                f"{where}: {folder} does not hold the tensors of its own {CONFIG}: {name} is "
-                f"{list(found.get(name, ())) or 'not'} stored, and {list(wanted.get(name, ())) or 'not'} in the model "
-                f"({len(wrong)} differ). Fetch or save the VAE again."
-            )
-
-    def names(self) -> set[str]:
-        return set(self._names)
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._stored.read(self._names[name], start, stop)
-
-    def whole(self, name: str) -> torch.Tensor:
-        return self._stored.read(self._names[name])
+def vae_weights(folder: Path, module: nn.Module, *, where: str) -> NamedWeights:
+    """Stored tensors by the module's parameter names, in the old or the new naming."""
+    stored = open_folder(folder)
+    return NamedWeights(
+        stored,
+        {_renamed(name): name for name in stored},
+        {name: tuple(tensor.shape) for name, tensor in module.state_dict(keep_vars=True).items()},
+        what=f"{where}: {folder} does not hold the tensors of its own {CONFIG}",
+        advice="Fetch or save the VAE again.",
+    )
 
 
 def _renamed(name: str) -> str:
@@ -132,4 +117,4 @@ def _renamed(name: str) -> str:
     return name
 
 
-__all__ = ["VaeWeights", "decode_latents", "empty", "encode_images", "factor", "latent_shape", "load", "read_settings"]
+__all__ = ["decode_latents", "empty", "encode_images", "factor", "latent_shape", "load", "read_settings", "vae_weights"]

@@ -1,6 +1,6 @@
-"""The texts of one step, and the chunks of them that go through the model together; a text may have an image in it.
+"""The texts of one step, and the chunks that go through the model together; a text may contain images.
 
-Everything about lengths is done on the host, from numbers that the loader leaves there. Must not know losses or ranks.
+Lengths stay on the host, where the loader leaves them. Must not know losses or ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fullshard.text.document_bounds import document_bounds
 
 @dataclass(frozen=True)
 class Texts:
-    """All texts of a rank's micro-batches; sample by sample: query, positive, negatives."""
+    """All texts of a rank's micro-batches, sample by sample: query, positive, negatives."""
 
     tokens: torch.Tensor
     lengths: np.ndarray
     """(texts)"""
     per_sample: np.ndarray
-    """(samples): texts of each."""
+    """(samples): texts per sample."""
     per_batch: list[int]
-    """Texts of each micro-batch."""
+    """Texts per micro-batch."""
     keys: torch.Tensor
     """(texts)"""
     labels: torch.Tensor
@@ -35,9 +35,9 @@ class Texts:
     real: torch.Tensor
     """(samples)"""
     images: np.ndarray | None = None
-    """(texts): images of each; None where the model takes none."""
+    """(texts): images per text; None if the model takes none."""
     pixels: Sequence[torch.Tensor] = ()
-    """Patches of each image, on the host: a chunk takes its own along."""
+    """Patches of each image, on the host until their chunk runs."""
     grids: np.ndarray | None = None
     """(images, 3)"""
 
@@ -65,20 +65,20 @@ class Texts:
 
     @property
     def firsts(self) -> np.ndarray:
-        """(samples): the place of each query among the texts."""
+        """(samples): the index of each query among the texts."""
         return np.asarray(np.cumsum(self.per_sample) - self.per_sample)
 
 
 @dataclass(frozen=True)
 class Images:
-    """What a model takes of images."""
+    """How a model takes images."""
 
     token: int
-    """The token whose places the patches take."""
+    """The token that patches replace."""
     merge: int
-    """Patches to a side of the square that becomes one token."""
+    """Side length, in patches, of the square that becomes one token."""
     numbers: int
-    """Of one patch."""
+    """Values per patch."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,8 @@ class Chunk:
 
 
 def cut(texts: Texts, *, size: int | None, tokens: int | None) -> list[Chunk]:
-    """Texts of like length together, so many or so many tokens to a chunk, those with images first; without either
-    number, the micro-batches."""
+    """Chunks of texts of similar length, with at most `size` texts or `tokens` tokens, those with images first; without
+    either limit, the micro-batches."""
     if size is None and tokens is None:
         ends = np.cumsum(texts.per_batch)
         return [Chunk(np.arange(end - count, end)) for count, end in zip(texts.per_batch, ends, strict=True)]
@@ -118,25 +118,26 @@ def _cut(texts: Texts, order: np.ndarray, *, size: int | None, tokens: int | Non
 
 
 def fill_up(chunks: list[Chunk], count: int) -> list[Chunk]:
-    """As many chunks as the rank that has most: the others run a text once more, and forget it."""
+    """`count` chunks, as many as on the rank that has most: the last text is run again, and its result ignored."""
     return chunks + [Chunk(chunks[-1].texts[-1:], filler=True)] * (count - len(chunks))
 
 
 def have_images(texts: Texts, chunks: Sequence[Chunk]) -> list[bool]:
-    """Which chunks bring images."""
+    """Which chunks have images."""
     images = texts.images if texts.images is not None else np.zeros_like(texts.lengths)
     return [bool(images[chunk.texts].any()) for chunk in chunks]
 
 
 def see(chunks: Sequence[Chunk], seen: Sequence[bool]) -> list[Chunk]:
-    """The chunks as all ranks run them, where `seen` says which of them bring images on any rank."""
-    # The first, whose backward pass comes last and has ranks exchange gradients, must reach all that any has reached.
+    """The chunks as all ranks run them; `seen` says which have images on any rank."""
+    # The backward pass of the first chunk comes last and reduces gradients: it must reach every parameter that any did.
     seen = [any(seen), *seen[1:]]
     return [replace(chunk, sees=here) for chunk, here in zip(chunks, seen, strict=True)]
 
 
 def inputs(texts: Texts, chunk: Chunk, *, packed: bool, pad: int, images: Images | None = None) -> dict[str, Any]:
-    """What `embed` takes, on the device. Where images are seen and this rank has none, a text more: a blank image."""
+    """The arguments of `embed`, on the device. If other ranks have images and this one has none, a blank image is added
+    as one more text."""
     lengths = texts.lengths[chunk.texts]
     starts = (np.cumsum(texts.lengths) - texts.lengths)[chunk.texts]
     tokens, [mine] = texts.tokens, have_images(texts, [chunk])
@@ -173,8 +174,8 @@ def _image_inputs(texts: Texts, chunk: Chunk, images: Images) -> dict[str, torch
 
 
 def crowded(texts: Texts, *, most: int, images: Images | None = None) -> Texts:
-    """The longest of the first `most` texts, and half of each of them: wherever texts have more than one token, some of
-    these share a row. Without images, whose places another token takes."""
+    """Halves of the first `most` texts, and the longest of them whole: if texts have more than one token, some of these
+    share a row. Image tokens are replaced by another token."""
     lengths, starts = texts.lengths[:most], (np.cumsum(texts.lengths) - texts.lengths)[:most]
     longest = int(lengths.argmax())
     lengths = np.append(np.maximum(lengths // 2, 1), lengths[longest])
@@ -192,7 +193,7 @@ def there(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def spread(vectors: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
-    """(texts, longest, width) from the vectors of all tokens, text by text; zero where a text has ended."""
+    """(texts, longest, width) from the vectors of all tokens; zero beyond the end of a text."""
     text = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=len(vectors))
     within = torch.arange(len(vectors), device=lengths.device) - (lengths.cumsum(0) - lengths)[text]
     room = vectors.new_zeros(len(lengths) * longest, vectors.shape[-1])

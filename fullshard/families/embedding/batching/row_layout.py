@@ -1,6 +1,6 @@
-"""How texts of different lengths become rows of one length: padded, or several to a row so that little is padding.
+"""How texts of different lengths fill rows of one length: one text per row, or packed so that little is padding.
 
-Works on lengths alone, on the host. Must not know tokens, models or ranks.
+Works on lengths only, on the host. Must not know tokens, models or ranks.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ PADDING = -1
 
 @dataclass(frozen=True)
 class Layout:
-    """Rows for some texts, whose tokens lie one after the other."""
+    """Rows for texts whose tokens are concatenated."""
 
     source: np.ndarray
-    """(rows, length): which token stands where; PADDING where none does."""
+    """(rows, length): the index of the token at each position; PADDING if there is none."""
     positions: np.ndarray
-    """(rows, length): places within a text; padding counts as a text of its own."""
+    """(rows, length): position within the text; padding counts as a separate text."""
     places: np.ndarray
-    """(tokens): where the tokens stand in the rows laid end to end, text by text."""
+    """(tokens): the index of each token in the flattened rows, text by text."""
     lengths: np.ndarray
     """(texts): tokens of each."""
 
     @property
     def padding(self) -> int:
-        """Places without a token."""
+        """Positions without a token."""
         return self.source.size - len(self.places)
 
 
 def lay_out(lengths: np.ndarray, *, packed: bool) -> Layout:
-    """One row for each text, or whole texts side by side, in rows as long as the longest."""
+    """One row per text, or several whole texts per row; rows are as long as the longest text."""
     longest = int(lengths.max())
     rows = best_fit(lengths, length=longest) if packed else np.arange(len(lengths))
     before = np.zeros(len(lengths), dtype=np.int64)

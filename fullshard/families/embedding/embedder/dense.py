@@ -1,4 +1,4 @@
-"""Dense layers of sentence-transformers between pooling and the embedding: as a module, and their tensors in files.
+"""Dense layers of sentence-transformers after pooling: the module, and its stored tensors.
 
 Must not know recipes, ranks or what an embedding is used for.
 """
@@ -14,22 +14,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
+from fullshard.contracts.model import Weights
 from fullshard.errors import CheckpointError
 from fullshard.families.embedding.embedder.sentence_folder import AFTER_POOLING, Layer, is_after_pooling
 from fullshard.hf.weights.safetensors_folder import Stored, open_files
 from fullshard.hf.weights.state_file import open_pickle
-from fullshard.hf.weights.stored_weights import check_names
+from fullshard.hf.weights.stored_weights import NamedWeights, Together
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _OWN = {"linear.weight": "weight", "linear.bias": "bias", "residual.weight": "residual"}
-"""The stored names, and those of the parameters."""
+"""Stored name -> parameter name."""
 
 
 class Dense(nn.Module):
     """One layer, on meta.
 
-    It holds its parameters itself, in no `nn.Linear`: adapters on all linear layers are for the backbone, the only
-    place where sentence-transformers looks for them."""
+    Its parameters are its own, not those of an `nn.Linear`: adapters on all linear layers must stay in the backbone,
+    the only place where sentence-transformers looks for them."""
 
     def __init__(self, layer: Layer) -> None:
         super().__init__()
@@ -49,12 +50,12 @@ class Dense(nn.Module):
 
 
 class AfterPooling(nn.Module):
-    """Layers one after the other; fp32 comes out, whatever they compute in.
+    """The layers in sequence; the output is fp32.
 
-    No `nn.ModuleList`: layers of one class in a list would be taken for the blocks of the model."""
+    Not an `nn.ModuleList`: layers of one class in a list would be taken for the blocks of the model."""
 
     stored_apart = True
-    """Their values lie in folders of their own, not among the backbone's."""
+    """Stored in their own folders, not with the backbone."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         super().__init__()
@@ -68,60 +69,45 @@ class AfterPooling(nn.Module):
 
 
 def layers_of(module: nn.Module) -> tuple[Layer, ...]:
-    """The layers that a module was given."""
+    """The Dense layers of a module."""
     found = getattr(module, AFTER_POOLING, None)
     return tuple(part.layer for part in found.children()) if found is not None else ()
 
 
 def backbone_of(module: nn.Module) -> nn.Module:
-    """The same module on the same tensors, but for these layers: what Transformers knows of it."""
-    # Made by hand: a sharded module cannot be copied, and while its tensors are read it must not lose a part.
+    """The same module on the same tensors without these layers: what Transformers knows of it."""
+    # Made by hand: a sharded module cannot be copied, and must not lose a part while its tensors are read.
     bare: nn.Module = object.__new__(type(module))
     parts = {name: part for name, part in module._modules.items() if name != AFTER_POOLING}
     bare.__dict__ = {**module.__dict__, "_modules": parts}
     return bare
 
 
-class DenseWeights:
-    """The stored tensors of layers by their parameters' names; strict both ways."""
+def dense_weights(layers: Sequence[Layer]) -> Weights:
+    """The stored tensors of the layers, by parameter name."""
+    return Together(*(_layer_weights(place, layer) for place, layer in enumerate(layers)))
 
-    stored_apart = True
-    """Their values lie in folders of their own, not among the backbone's."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
-        self._found: dict[str, tuple[Stored, str]] = {}
-        for place, layer in enumerate(layers):
-            stored, needed = _open(layer.folder), layer.shapes()
-            check_names(
-                f"{layer.folder} does not hold the tensors that its config.json describes",
-                missing=sorted(needed.keys() - stored.keys()),
-                extra=sorted(stored.keys() - needed.keys()),
-                shapes={
-                    name: (stored[name].shape, shape)
-                    for name, shape in needed.items()
-                    if name in stored and stored[name].shape != shape
-                },
-                advice="Fetch or save the model again.",
-            )
-            self._found |= {own: (stored, name) for name, own in _names(place, layer).items()}
-
-    def names(self) -> set[str]:
-        return set(self._found)
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        stored, source = self._found[name]
-        return stored.read(source, start, stop)
+def _layer_weights(place: int, layer: Layer) -> NamedWeights:
+    names = {own: name for name, own in _names(place, layer).items()}
+    return NamedWeights(
+        _open(layer.folder),
+        names,
+        {own: layer.shapes()[name] for own, name in names.items()},
+        what=f"{layer.folder} does not hold the tensors that its config.json describes",
+        advice="Fetch or save the model again.",
+    )
 
 
 def parameter_names(layers: Sequence[Layer]) -> set[str]:
-    """The module's names of what the layers hold."""
+    """The names of the layers' parameters."""
     return {own for place, layer in enumerate(layers) for own in _names(place, layer).values()}
 
 
 def set_aside(
     tensors: Iterator[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Passes on the tensors of the backbone, and keeps those of these layers, which are small."""
+    """Yields the tensors of the backbone, and puts those of the Dense layers, which are small, into `kept`."""
     for name, tensor in tensors:
         if is_after_pooling(name):
             kept[name] = tensor
@@ -132,10 +118,10 @@ def set_aside(
 def write_layers(
     folders: Sequence[Path], layers: Sequence[Layer], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> None:
-    """Writes tensors, given by the names of parameters, into the layers' new folders: in `dtype`, else as stored."""
+    """Writes tensors, by parameter name, into the layers' new folders, in `dtype` or as stored."""
     if missing := sorted(parameter_names(layers) - tensors.keys()):
         raise CheckpointError(
-            f"{folders[0].parent}: the export is incomplete, {', '.join(missing)} were not given. Export from a "
+            f"{folders[0].parent}: the export is incomplete, {', '.join(missing)} are missing. Export from a "
             "complete checkpoint."
         )
     for place, (folder, layer) in enumerate(zip(folders, layers, strict=True)):
@@ -147,7 +133,7 @@ def write_layers(
 
 
 def _names(place: int, layer: Layer) -> dict[str, str]:
-    """Stored names, and those of the parameters."""
+    """Stored name -> parameter name in the module."""
     return {name: f"{AFTER_POOLING}.{place}.{_OWN[name]}" for name in layer.shapes()}
 
 
@@ -162,8 +148,8 @@ def _open(folder: Path) -> Stored:
 __all__ = [
     "AfterPooling",
     "Dense",
-    "DenseWeights",
     "backbone_of",
+    "dense_weights",
     "layers_of",
     "parameter_names",
     "set_aside",

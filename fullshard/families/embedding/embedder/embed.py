@@ -1,7 +1,6 @@
-"""Embeddings from a Transformers model: the backbone on rows of texts, which may have images, then one vector a text,
-then Dense layers where the model has them.
+"""Embeddings from a Transformers model: backbone, pooling to one vector per text, then Dense layers if there are any.
 
-`bind` gives a module the method `embed`. Rows may hold one text each or several; either way a text sees itself only.
+`bind` gives a module the method `embed`. Rows hold one text or several; either way a text attends only to itself.
 Must not know losses, files or ranks.
 """
 
@@ -33,15 +32,15 @@ class EmbedRule:
     causal: bool
     takes_positions: bool
     position_offset: int
-    """Where a model counts positions from; those of the RoBERTa family leave room for the padding index."""
+    """The first position; in the RoBERTa family it comes after the padding index."""
     reach: int | None
-    """How far a token sees to either side in layers that see only what is near; None where no layer is one."""
+    """How far a token sees to either side in sliding-window layers; None without such layers."""
     images: Images | None
-    """None for a model of texts alone."""
+    """None for a text-only model."""
 
 
 def bind(module: nn.Module, *, pooling: str, normalize: bool, dense: Sequence[Layer] = ()) -> EmbedRule:
-    """Gives the module its method `embed`, its Dense layers and `embedding_width`; freezes what takes no part."""
+    """Gives the module its method `embed`, its Dense layers and `embedding_width`; freezes the unused pooler."""
     bound: Any = module
     check_widths(dense, width_of(module))
     bound.embedding_width = dense[-1].outputs if dense else width_of(module)
@@ -59,18 +58,18 @@ def bind(module: nn.Module, *, pooling: str, normalize: bool, dense: Sequence[La
 
 
 def width_of(module: nn.Module) -> int:
-    """Numbers that the backbone gives for each token."""
+    """The hidden size of the backbone."""
     model: Any = module
     return int(model.config.get_text_config(decoder=True).hidden_size)
 
 
 def is_causal(module: nn.Module) -> bool:
-    """Whether tokens see only what comes before them."""
+    """Whether tokens attend only to earlier tokens."""
     return any(getattr(part, "is_causal", False) is True for part in module.modules())
 
 
 def position_offset(module: nn.Module) -> int:
-    """What position 0 is called."""
+    """The model's number of the first position."""
     for name, part in module.named_modules():
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding) and part.padding_idx is not None:
             return part.padding_idx + 1
@@ -107,11 +106,10 @@ def embed(
     grids: torch.Tensor | None = None,
     tokens: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(texts, width) in fp32, or (all tokens, width) with `tokens`; and the numbers that the objective learns.
+    """(texts, width) in fp32, or (all tokens, width) with `tokens`; and the objective's learned scalars.
 
-    `positions`, `real`: of each place in the rows; `places`, `lengths`: see Layout. `bounds` are the cumulative lengths
-    of texts and padding, for an attention kernel that takes them. `pixels`, `grids`: patches of all images, row
-    by row."""
+    `positions`, `real`: of each position in the rows; `places`, `lengths`: see Layout. `bounds` are the cumulative
+    lengths of texts and padding, for varlen attention. `pixels`, `grids`: patches of all images, row by row."""
     rule: EmbedRule = module.embed_rule
     inputs: dict[str, Any] = {"input_ids": input_ids}
     if getattr(module, "takes_bounds", False):
@@ -122,7 +120,7 @@ def embed(
         inputs["attention_mask"] = _same_text(positions, rule.reach)
     if packed and rule.takes_positions:
         inputs["position_ids"] = positions + rule.position_offset
-        if rule.images is not None:  # three axes of an image, after the place among the tokens
+        if rule.images is not None:  # the position among the tokens, and three axes of an image
             inputs["position_ids"] = inputs["position_ids"].expand(4, -1, -1)
     if pixels is not None and rule.images is not None:
         inputs |= {"pixel_values": pixels, "image_grid_thw": grids}
@@ -133,8 +131,8 @@ def embed(
     if (dense := getattr(module, AFTER_POOLING, None)) is not None:
         if tokens:
             raise RecipeError(
-                "objective.loss: tokens are compared before they are pooled, and the model's Dense modules come after "
-                "that: they would not be trained. Use another loss, or take them out of a copy's modules.json."
+                "objective.loss: tokens are compared before pooling, and the model's Dense modules come after it, so "
+                "they would not be trained. Use another loss, or remove them from modules.json in a copy."
             )
         vectors = dense(vectors)
     if rule.normalize or tokens:
@@ -144,7 +142,7 @@ def embed(
 
 
 def _same_text(positions: torch.Tensor, reach: int | None) -> torch.Tensor | dict[str, torch.Tensor]:
-    """(rows, 1, length, length): which places belong to one text; by kind of layer where some see only what is near."""
+    """(rows, 1, length, length): which positions are of one text; one mask per layer type if some have a window."""
     text = (positions == 0).cumsum(-1)
     same = (text[:, :, None] == text[:, None, :])[:, None]
     if reach is None:
@@ -155,7 +153,7 @@ def _same_text(positions: torch.Tensor, reach: int | None) -> torch.Tensor | dic
 
 def _pool(vectors: torch.Tensor, lengths: torch.Tensor, pooling: str) -> torch.Tensor:
     if pooling == "mean":
-        # Lengths are what the caller counted: looking at them would make the host wait for the device.
+        # unsafe: checking the lengths would make the host wait for the device.
         return torch.segment_reduce(vectors, "mean", lengths=lengths, unsafe=True)
     ends = lengths.cumsum(0)
     return vectors[ends - 1] if pooling == "last" else vectors[ends - lengths]

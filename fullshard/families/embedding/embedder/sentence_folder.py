@@ -1,5 +1,4 @@
-"""Folders of sentence-transformers: which backbone, how it is pooled, what follows, which prompts; read, and written at
-the export.
+"""Folders of sentence-transformers: backbone, pooling, Dense modules and prompts; read, and written at export.
 
 Must not know modules, tensors, ranks or losses.
 """
@@ -21,7 +20,7 @@ ACTIVATIONS = {
     "Identity": "torch.nn.modules.linear.Identity",
     **{name: f"torch.nn.modules.activation.{name}" for name in ("Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")},
 }
-"""By the last part of their names; as sentence-transformers writes them."""
+"""Class name -> the full name that sentence-transformers writes."""
 _DENSE_KEYS = {
     *("in_features", "out_features", "bias", "activation_function", "use_residual"),
     *("module_input_name", "module_output_name"),
@@ -35,17 +34,17 @@ class Layer:
     """A Dense module: one linear layer after pooling."""
 
     folder: Path
-    """Where it is stored."""
+    """Where its config and tensors are."""
     inputs: int
     outputs: int
     bias: bool
     activation: str
     """A key of ACTIVATIONS."""
     residual: bool
-    """What goes in is added to what comes out, by a matrix where the two have other widths."""
+    """The input is added to the output, through a matrix if their widths differ."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors, by their stored names."""
+        """Shapes of its tensors, by stored name."""
         matrix = (self.outputs, self.inputs)
         return {
             "linear.weight": matrix,
@@ -61,43 +60,43 @@ def is_after_pooling(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Sentence:
-    """What a folder says beside the backbone itself."""
+    """Everything in a folder but the backbone itself."""
 
     backbone: str = ""
-    """The folder of the backbone, inside."""
+    """The subfolder of the backbone."""
     pooling: str | None = None
     dense: tuple[Layer, ...] = ()
     normalize: bool = False
     prompts: dict[str, str] = field(default_factory=dict)
     longest: int | None = None
-    """Tokens at which texts are cut."""
+    """The maximum number of tokens of a text."""
     lower_case: bool = False
-    """Whether texts are lowered before the tokenizer gets them."""
+    """Whether texts are lowercased before they are tokenized."""
     template: dict[str, Any] = field(default_factory=dict)
-    """What a chat template is called with, where texts go through one."""
+    """The arguments of the chat template, if texts go through one."""
 
 
 def read_sentence(folder: Path) -> Sentence | None:
-    """None where the folder is a plain one of Transformers."""
+    """None for a plain folder of Transformers."""
     if not (folder / "modules.json").is_file():
         return None
     modules = _modules(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
     if other := [kind for kind in kinds if kind not in _UNDERSTOOD]:
         raise RecipeError(
-            f"model.path: {folder / 'modules.json'} has {', '.join(other)}, and what can be trained here is "
-            f"{', '.join(_UNDERSTOOD)}. Choose another model, or train the rest: take it out of a copy's modules.json."
+            f"model.path: {folder / 'modules.json'} has {', '.join(other)}, which cannot be trained here (only "
+            f"{', '.join(_UNDERSTOOD)}). Choose another model, or remove it from modules.json in a copy."
         )
     dense = [place for kind, place in modules if kind == "Dense"]
     normalize = kinds[-1:] == ["Normalize"]
     if kinds != _kinds(dense=len(dense), normalize=normalize):
         raise RecipeError(
-            f"model.path: {folder / 'modules.json'} lists {', '.join(kinds)}; what can be trained here is a "
-            "Transformer, then its Pooling, then any number of Dense, then at most one Normalize. Choose another model."
+            f"model.path: {folder / 'modules.json'} lists {', '.join(kinds)}; the order must be Transformer, "
+            "Pooling, any number of Dense, at most one Normalize. Choose another model."
         )
     config = folder / "config_sentence_transformers.json"
     prompts = _json(config).get("prompts") or {} if config.is_file() else {}
-    # It is named after the backbone in folders of old: sentence_bert_config.json, sentence_roberta_config.json.
+    # Old folders name it after the backbone: sentence_bert_config.json, sentence_roberta_config.json.
     texts = [_json(path) for path in sorted((folder / modules[0][1]).glob("sentence_*_config.json"))[:1]] or [{}]
     return Sentence(
         backbone=modules[0][1],
@@ -112,7 +111,7 @@ def read_sentence(folder: Path) -> Sentence | None:
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """Kind and folder of each; what is not of sentence-transformers itself keeps its whole name."""
+    """Kind and folder of each; a class from outside sentence-transformers keeps its full name."""
     found = []
     for entry in _json(path):
         if not isinstance(entry, dict) or not isinstance(entry.get("type"), str) or "path" not in entry:
@@ -127,7 +126,7 @@ def _kinds(*, dense: int, normalize: bool) -> list[str]:
 
 
 def _layer(folder: Path) -> Layer:
-    """A Dense module's settings; one that is not known here would be trained as if it were not there."""
+    """A Dense module's settings. An unknown setting is an error: ignoring it would train another model."""
     path = folder / "config.json"
     settings = _json(path)
     widths = [settings.get(key) for key in ("in_features", "out_features")]
@@ -143,8 +142,8 @@ def _layer(folder: Path) -> Layer:
             wrong.append(f"{key} = {settings[key]!r} (allowed: 'sentence_embedding')")
     if wrong:
         raise RecipeError(
-            f"model.path: {path} has {', '.join(wrong)}, which cannot be trained here. Choose another model, or train "
-            "the rest: take this module out of a copy's modules.json."
+            f"model.path: {path} has {', '.join(wrong)}, which cannot be trained here. Choose another model, or "
+            "remove this module from modules.json in a copy."
         )
     return Layer(
         folder,
@@ -157,12 +156,12 @@ def _layer(folder: Path) -> Layer:
 
 
 def check_widths(layers: Sequence[Layer], width: int) -> None:
-    """Each layer takes what the one before it gives, and the first what the backbone does."""
+    """Each layer's input width is the output width before it."""
     for layer in layers:
         if layer.inputs != width:
             raise RecipeError(
-                f"model.path: {layer.folder / 'config.json'} has in_features = {layer.inputs}, and what comes before "
-                f"it gives {width} numbers. Save the model again, or choose another one."
+                f"model.path: {layer.folder / 'config.json'} has in_features = {layer.inputs}, but its input has "
+                f"width {width}. Save the model again, or choose another one."
             )
         width = layer.outputs
 
@@ -176,13 +175,12 @@ def _pooling(path: Path) -> str:
     names = [_POOLING.get(mode) or _OLD_POOLING.get(mode) for mode in modes]
     if len(names) != 1 or names[0] is None:
         raise RecipeError(
-            f"model.path: {path} pools by {', '.join(modes) or 'nothing'}, and what can be trained here is one of "
-            "mean, cls, lasttoken."
+            f"model.path: {path} pools by {', '.join(modes) or 'nothing'}; supported is one of mean, cls, lasttoken."
         )
     if settings.get("include_prompt") is False:
         raise RecipeError(
-            f"model.path: {path} leaves prompts out of the mean (include_prompt = false), which is not supported. "
-            "Train with prompts included: set it to true in a copy of the folder."
+            f"model.path: {path} excludes prompts from the mean (include_prompt = false), which is not supported. "
+            "To train with prompts included, set it to true in a copy of the folder."
         )
     return names[0]
 
@@ -199,12 +197,12 @@ def write_sentence(
     template: dict[str, Any],
     images: bool = False,
 ) -> list[Path]:
-    """Makes a folder of Transformers, or of an adapter, one that `SentenceTransformer(folder)` reads; gives the folders
+    """Adds what `SentenceTransformer(folder)` reads to a folder of Transformers, or of an adapter. Returns the folders
     of the Dense modules, which still need their tensors. `width`: of the backbone."""
     kinds = _kinds(dense=len(dense), normalize=normalize)
     places = ["", *(f"{index}_{kind}" for index, kind in enumerate(kinds[1:], start=1))]
     modules = [
-        # The names that every version of sentence-transformers knows.
+        # Names that every version of sentence-transformers knows.
         {"idx": index, "name": str(index), "path": place, "type": f"sentence_transformers.models.{kind}"}
         for index, (kind, place) in enumerate(zip(kinds, places, strict=True))
     ]
@@ -218,7 +216,7 @@ def write_sentence(
         _write(own / "config.json", _settings(layer))
     settings: dict[str, Any] = {"max_seq_length": longest, "do_lower_case": False}
     if images:
-        # Without a word about it, sentence-transformers takes the model for one of texts, and uses no chat template.
+        # Without these, sentence-transformers takes the model for a text model and uses no chat template.
         way = {"method": "forward", "method_output_name": "last_hidden_state"}
         settings["modality_config"] = {"text": way, "image": way, "message": {**way, "format": "structured"}}
         settings |= {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
@@ -232,7 +230,7 @@ def write_sentence(
 
 
 def _settings(layer: Layer) -> dict[str, Any]:
-    """What every version of sentence-transformers knows; older ones stop at a key that is new to them."""
+    """Only keys that every version of sentence-transformers knows; older ones fail on a new key."""
     return {
         "in_features": layer.inputs,
         "out_features": layer.outputs,
@@ -243,7 +241,7 @@ def _settings(layer: Layer) -> dict[str, Any]:
 
 
 def lower_texts(processor: Any) -> None:
-    """Lets the tokenizer lower texts, and every copy of it that is saved."""
+    """Makes the tokenizer, and every saved copy of it, lowercase texts."""
     from tokenizers.normalizers import Lowercase, Sequence
 
     backend = getattr(processor, "tokenizer", processor).backend_tokenizer

@@ -1,8 +1,8 @@
-"""The embedding family: a folder of sentence-transformers, or any encoder or decoder of Transformers, pooled; with
-images where the model is one of vision and language.
+"""Embedding models: a folder of sentence-transformers, or any pooled encoder or decoder of Transformers, also with
+images.
 
-Everything about the backbone's weights, adapters and edits is the Transformers family's. Dense layers after pooling are
-trained with the backbone; under adapters they are frozen, as it is. Must not know objectives, ranks or sharding.
+`TransformersModel` has everything about the backbone's weights, adapters and edits. Dense layers after pooling are
+trained with the backbone; with adapters they are frozen, as it is. Must not know objectives, ranks or sharding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNBOUNDED = 10**9
-"""From here on a tokenizer's longest text means none."""
+"""A tokenizer's model_max_length above this means no limit."""
 
 
 class SentenceTransformer(TransformersModel):
@@ -61,7 +61,7 @@ class SentenceTransformer(TransformersModel):
         return (folder / "modules.json").is_file()
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
-        """The tokenizer, with the stored prompts on it; one that is named may come from a run and bring its own."""
+        """The tokenizer with the stored prompts; one from another run may bring its own."""
         processor = super().processor(cache=cache, fingerprint=fingerprint)
         if processor is not None:
             stored = self._sentence()
@@ -96,7 +96,7 @@ class SentenceTransformer(TransformersModel):
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
         from fullshard.families.embedding.embedder.embed import images_of
 
-        # The kernel for rows of several texts would take the place of the one that images go through, too.
+        # The kernel for packed rows would also replace that of the vision tower.
         model: Any = module
         plain = images_of(model.config) is None
         return super().choose_kernels(module, device=device, compute=compute, packed=packed and plain)
@@ -108,17 +108,17 @@ class SentenceTransformer(TransformersModel):
         return None if found is None else found - position_offset(module)
 
     def weights(self, module: nn.Module) -> Weights | None:
-        """With the Dense layers' own files, as far as `model.from` does not hold them."""
-        from fullshard.families.embedding.embedder.dense import DenseWeights, layers_of, parameter_names
+        """With the Dense layers' own files, unless `model.from` has them."""
+        from fullshard.families.embedding.embedder.dense import dense_weights, layers_of, parameter_names
         from fullshard.hf.weights.stored_weights import Together
 
         found, layers = super().weights(module), layers_of(module)
         if found is None or parameter_names(layers) <= found.names():
             return found
-        return Together(found, DenseWeights(layers))
+        return Together(found, dense_weights(layers))
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """fp32 for Dense layers, too, which are few: the backbone's stored dtype says nothing about them."""
+        """fp32 for Dense layers: the backbone's stored dtype does not apply to them."""
         import torch
 
         return torch.float32 if is_after_pooling(name) else super().storage_dtype(name, parameter)
@@ -163,7 +163,7 @@ class SentenceTransformer(TransformersModel):
         write_layers(folders, layers, dense, dtype)
 
     def _frozen_dense(self, module: nn.Module, *, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Dense layers beside adapters: `fullshard export` gives adapters alone, and what is frozen is read again."""
+        """Dense layers beside adapters: `fullshard export` gives only adapters, so frozen layers are read again."""
         from fullshard.families.embedding.embedder.dense import layers_of, parameter_names
 
         absent = parameter_names(layers_of(module)) - given.keys()
@@ -173,8 +173,7 @@ class SentenceTransformer(TransformersModel):
         return given | {name: stored.read(name, 0, module.get_parameter(name).shape[0]) for name in absent}
 
     def _cut(self, module: nn.Module, processor: Any) -> int | None:
-        """Tokens at which users of the model cut texts: where the run did; for a processor of no run, as stored by one
-        of the two libraries or the other."""
+        """The maximum number of tokens of a text: as in the run; without a run, as stored by either library."""
         tokenizer = getattr(processor, "tokenizer", processor)
         if trained := getattr(tokenizer, "init_kwargs", {}).get("trained_length"):
             return int(trained)
@@ -188,8 +187,8 @@ class SentenceTransformer(TransformersModel):
         model: Any = module
         if model.config.is_encoder_decoder:
             raise RecipeError(
-                f"model.kind = sentence_transformer: {type(module).__name__} has an encoder and a decoder, and an "
-                "embedding comes from one of them. Use an encoder or a decoder."
+                f"model.kind = sentence_transformer: {type(module).__name__} has an encoder and a decoder. Use "
+                "an encoder-only or a decoder-only model."
             )
         stored = self._sentence()
         usual = stored.pooling or ("last" if is_causal(module) else "mean")
@@ -201,7 +200,7 @@ class SentenceTransformer(TransformersModel):
             dense=stored.dense,
         )
         if stored.dense and (self.lora is not None or self._adapter() is not None):
-            logger.warning("the Dense modules stay as they are: LoRA trains adapters only")
+            logger.warning("the Dense modules are frozen: LoRA trains adapters only")
 
     def _sentence(self) -> Sentence:
         if self.path is None:
@@ -210,7 +209,7 @@ class SentenceTransformer(TransformersModel):
         return next((found for folder in places if (found := read_sentence(folder))), Sentence())
 
     def _exported_base(self) -> tuple[str | None, str | None]:
-        """The backbone by its own folder, where that lies inside another: peft looks for it nowhere but at the top."""
+        """The backbone's own folder if it is a subfolder: peft only looks at the top."""
         inside = self.stored_in() is not None and self._folder() != super()._folder()
         return (str(self._folder()), None) if inside else super()._exported_base()
 
@@ -221,7 +220,7 @@ class SentenceTransformer(TransformersModel):
 
 
 def _prompts_of(processor: Any) -> dict[str, str]:
-    """The prompts on a processor; one that was just loaded has them among its settings."""
+    """The prompts of a processor; a freshly loaded one has them in its settings."""
     tokenizer = getattr(processor, "tokenizer", processor)
     found = getattr(processor, "prompts", None) or getattr(tokenizer, "init_kwargs", {}).get("prompts")
     return dict(found or {})

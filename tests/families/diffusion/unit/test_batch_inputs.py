@@ -198,7 +198,7 @@ def test_images_that_the_vae_does_not_take_are_found_before_the_first_step(vae: 
 
     assert checked(torch.zeros(2, 1, 8, 8)) == ["the model can tell neighbouring timesteps apart (float32)"]
     assert model.given[0].shape == (11, 2, 4, 4)
-    with pytest.raises(RecipeError, match=r"an image of data.train is 8 x 7 pixels, and the VAE makes one of 2 x 2"):
+    with pytest.raises(RecipeError, match=r"an image of data.train is 8 x 7 pixels, and the VAE needs multiples of 2"):
         checked(torch.zeros(2, 1, 8, 7))
     with pytest.raises(RecipeError, match=r"has 3 channels, and the VAE takes 1. Set data.encode.channels = 1"):
         checked(torch.zeros(2, 3, 8, 8))

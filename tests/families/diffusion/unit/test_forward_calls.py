@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from fullshard.families.diffusion.sampling.image_callbacks import guidance_of
 
 from fullshard.dist.wrap import find_blocks
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
+from fullshard.families.diffusion.sampling.conditioning import guidance_of
 from tests.families.diffusion.denoisers import CASES, CHANNELS, SIDE, by_hand, family, inputs, plain, real, stored
 from tests.near import assert_near
 

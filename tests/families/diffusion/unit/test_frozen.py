@@ -139,7 +139,7 @@ def test_the_cache_follows_the_weights(tmp_path: Path) -> None:
     ("record", "words"),
     [
         ({"image": np.zeros((2, 4, 4)).tolist()}, "is a latent, but data.encode.vae makes latents of images"),
-        ({"image": np.zeros((8, 9), dtype=int).tolist()}, "is 8 x 9 pixels, and the VAE makes one of 2 x 2"),
+        ({"image": np.zeros((8, 9), dtype=int).tolist()}, "is 8 x 9 pixels, and the VAE needs multiples of 2"),
         ({"image": np.zeros((8, 8, 3), dtype=int).tolist()}, "has 3 channels, and the VAE takes 1"),
         ({"image": np.zeros((4, 4), dtype=int).tolist()}, "Set data.encode.size to make the images alike"),
     ],

@@ -112,7 +112,9 @@ def test_latents_are_compared_wherever_they_are_made(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="latents by data.encode.vae of 2 x 4 x 4 .* set data.encode.size: 16"):
         prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, data=never)
     assert not (tmp_path / "never").exists(), "before anything is encoded"
-    with pytest.raises(RecipeError, match="data.encode.size = 7: an image is 7 x 7 pixels, and the VAE makes one of 2"):
+    with pytest.raises(
+        RecipeError, match="data.encode.size = 7: an image is 7 x 7 pixels, and the VAE needs multiples of 2"
+    ):
         prepared(tmp_path, data={**never, "encode": {**never["encode"], "size": 7}})  # type: ignore[dict-item]
     np.save(tmp_path / "latent.npy", np.zeros((2, 4, 4), dtype=np.float32))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"path": str(tmp_path / "latent.npy"), "label": 0}) + "\n")

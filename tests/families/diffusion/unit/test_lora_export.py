@@ -152,7 +152,7 @@ def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model\.lora\.targets = \['to_qq'\] does not fit .*did you mean 'to_q'"):
         stored(base, lora={"targets": ["to_qq"]}).build(processor=None)
     chosen, module = adapted(base, targets=["to_q", "to_k"])
-    with pytest.raises(CheckpointError, match="the export is incomplete, 8 adapter tensors were not given"):
+    with pytest.raises(CheckpointError, match="the export is incomplete, 8 of .* adapter tensors are missing"):
         chosen.export(module, iter([]), tmp_path / "none", processor=None)
     ordered = sorted(module.named_parameters(), key=lambda pair: not is_adapter(pair[0]))
     with pytest.raises(CheckpointError, match="the export is incomplete, 1 of .* parameters are missing"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fullshard.errors import CheckpointError, RecipeError
-from fullshard.families.embedding.embedder.dense import AfterPooling, DenseWeights, write_layers
+from fullshard.families.embedding.embedder.dense import AfterPooling, dense_weights, write_layers
 from fullshard.families.embedding.embedder.sentence_folder import (
     ACTIVATIONS,
     check_widths,
@@ -50,7 +50,7 @@ def test_every_activation_is_theirs_and_comes_back(activation: str, tmp_path: Pa
         theirs.save(str(start / "2_Dense"))
         found = read_sentence(start)
         assert found is not None
-        weights, module = DenseWeights(found.dense), AfterPooling(found.dense)
+        weights, module = dense_weights(found.dense), AfterPooling(found.dense)
         tensors = {name: weights.read(name, 0, width) for name in weights.names()}
         module.load_state_dict({n.removeprefix("after_pooling."): t for n, t in tensors.items()}, assign=True)
         given = torch.randn(4, 5)
@@ -125,10 +125,10 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     found = read_sentence(sentence_folder(tmp_path, PLACES[:3]))
     assert found is not None
     with pytest.raises(CheckpointError, match=r"2_Dense holds neither model.safetensors nor pytorch_model.bin"):
-        DenseWeights(found.dense)
+        dense_weights(found.dense)
     tensors = {"linear.weight": torch.zeros(5, 6), "residual.weight": torch.zeros(6, 5)}
     save_file(tensors, tmp_path / "2_Dense" / "model.safetensors")
     with pytest.raises(CheckpointError) as caught:
-        DenseWeights(found.dense)
+        dense_weights(found.dense)
     words = ["1 missing: linear.bias", "1 not part of the model: residual.weight", "linear.weight [5, 6]", "[6, 5]"]
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
