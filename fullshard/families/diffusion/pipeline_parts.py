@@ -1,6 +1,6 @@
-"""A frozen part of a pipeline, such as its VAE or a text encoder: the folder that holds it, and where it computes.
+"""A frozen part of a diffusers pipeline (VAE, text encoder): its folder, its files and its device.
 
-A part may lie alone or inside a pipeline, on disk or on the hub. Must not know data, losses or ranks.
+A part may be alone or inside a pipeline, on disk or on the hub. Must not know data, losses or ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 _CONTENT = ("*.json", "*.txt", "*.model", "*.safetensors")
-"""What decides what a part computes."""
+"""Files that decide what a part computes."""
 
 
 def part_folder(path: str, part: str, *, revision: str | None, where: str) -> Path:
-    """The folder with the part's configuration and weights: `path` itself, or `part` inside the pipeline there."""
+    """The folder with the part's config and weights: `path` itself, or `part` inside the pipeline there."""
     folder = fetch(path, revision=revision, code=False, weights=False, where=where)
     is_alone = (folder / CONFIG).is_file()
     found = folder if is_alone else folder / part
@@ -43,12 +43,12 @@ def _is_local(path: str) -> bool:
 
 
 def content(folder: Path) -> list[Path]:
-    """The files whose bytes are the part's identity, by name."""
+    """The files whose bytes identify the part, by name."""
     return sorted({file for pattern in _CONTENT for file in folder.glob(pattern)})
 
 
 def device() -> torch.device:
-    """This process's GPU, where there is one. Before ranks meet nothing has chosen one yet."""
+    """This process's GPU, or the CPU. Works before the ranks have met."""
     import torch
 
     if not torch.cuda.is_available():

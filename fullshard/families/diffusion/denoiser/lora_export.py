@@ -1,4 +1,4 @@
-"""Adapters of a denoiser, written as diffusers reads them, or as PEFT does where diffusers reads none for the class.
+"""Exports the adapters of a denoiser as diffusers reads them, or as PEFT does for classes without LoRA in diffusers.
 
 Must not know losses, ranks, recipes or how tensors were gathered.
 """
@@ -21,26 +21,26 @@ from fullshard.hf.export import export_adapter, require_complete
 
 WEIGHTS = "pytorch_lora_weights.safetensors"
 _HEAD = ("proj_out", "proj_out_1", "proj_out_2")
-"""The last projection of a transformer, and what scales its input."""
+"""The last projection of a transformer, and the scale of its input."""
 _SETTINGS = "lora_adapter_metadata"
-"""Where diffusers looks for the settings, in the file's header."""
+"""The metadata key under which diffusers looks for the settings."""
 _PEFT = "base_model.model."
 
 
 def every_linear(module: nn.Module) -> list[str]:
-    """What `all-linear` means here: the names of all linear layers but the head's. peft knows no head of a denoiser."""
+    """What `all-linear` means: all linear layers except the head. peft does not know a denoiser's head."""
     return [name for name, part in module.named_modules() if isinstance(part, nn.Linear) and name not in _HEAD]
 
 
 def prefix_of(class_name: str) -> str:
-    """What the names of tensors begin with: a pipeline finds its part by this."""
+    """The prefix of tensor names, by which a pipeline finds its part."""
     return "unet" if class_name == UNET_TEXT else "transformer"
 
 
 def write_adapter(
     module: Any, tensors: Iterator[tuple[str, torch.Tensor]], folder: Path, *, dtype: torch.dtype | None
 ) -> None:
-    """What `load_lora_weights` of a pipeline and `load_lora_adapter` of the model read, as trained or in `dtype`.
+    """Writes what a pipeline's `load_lora_weights` and the model's `load_lora_adapter` read, as trained or in `dtype`.
 
     Classes without that method (DiT, PixArt, UNet2DModel) get PEFT's own layout, for `PeftModel.from_pretrained`."""
     if not hasattr(module, "load_lora_adapter"):
@@ -59,7 +59,7 @@ def write_adapter(
 
 
 def _settings(module: Any, prefix: str) -> str:
-    """The adapters' settings as diffusers writes them: their scale does not follow from the tensors."""
+    """The adapters' settings as diffusers writes them: the tensors do not determine the scale."""
     found = {**adapter_config(module).to_dict(), "inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
     return json.dumps({f"{prefix}.{key}": value for key, value in plain.items()}, indent=2, sort_keys=True)

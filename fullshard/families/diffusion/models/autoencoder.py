@@ -1,4 +1,4 @@
-"""The autoencoder family: a frozen VAE of diffusers beside a denoiser, for objective.vae. It is never trained.
+"""A frozen VAE of diffusers beside a denoiser, for objective.vae. Never trained.
 
 Must not know objectives, ranks or sharding.
 """
@@ -28,7 +28,7 @@ class Autoencoder(Family):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """What it computes in, whatever the trained model does: many VAEs overflow in fp16."""
+    """The precision it computes in, independent of the trained model: many VAEs overflow in fp16."""
 
     def compute_precision(self) -> str:
         return self.precision
@@ -52,7 +52,7 @@ class Autoencoder(Family):
         return vae_weights(self.stored_in(), module, where=WHERE)
 
     def latent_shape(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """What images of (C, H, W) become; ValueError in words about the image where it can become nothing."""
+        """The latents' shape for images of (C, H, W); see `autoencoder_kl.latent_shape`."""
         from fullshard.families.diffusion.vae.autoencoder_kl import latent_shape, read_settings
 
         return latent_shape(read_settings(self.stored_in(), where=WHERE), shape)

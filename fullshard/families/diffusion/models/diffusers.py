@@ -1,4 +1,4 @@
-"""The diffusers family: denoisers by class and size, or from a folder or the hub; with labels, texts or neither.
+"""Denoisers of diffusers: from scratch by class and size, or from a folder or the hub.
 
 Edits come in one order: adapters, frozen parameters. Must not know objectives, noise, ranks or sharding.
 """
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GUIDANCE = 3.5
-"""The guidance given to a model that takes it as an input, as in diffusers' pipelines."""
+"""The default of diffusers' pipelines for guidance-distilled models."""
 REHEARSED = 2
-"""Images in a forward pass without values."""
+"""Images in a forward pass on meta."""
 
 
 class Diffusers(HubModel):
@@ -45,18 +45,18 @@ class Diffusers(HubModel):
     size: str | None = None
     """The named size: tiny of every architecture; of dit also S, B, L or XL with a patch of 2, 4 or 8 (XL/2)."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the class that differ: sample_size, in_channels, num_layers, ... sample_size, of latents where a VAE
-    makes them, is the one size that the model is trained, sampled and exported at: that of the data."""
+    """Settings of the class: sample_size, in_channels, num_layers, ... sample_size is the size of the data (of latents,
+    with a VAE), at which the model is trained, sampled and exported."""
     classes: int | None = Field(None, ge=1)
-    """Labels from 0 to one less; one more row stands for none. null: as stored, and without labels from scratch."""
+    """The number of labels; one more row is for "no class". null: as stored; from scratch, no labels."""
     guidance: float = Field(GUIDANCE, ge=0)
-    """What a model that takes its guidance as an input (Flux with guidance_embeds) is always given."""
+    """The guidance input of a guidance-distilled model (Flux with guidance_embeds)."""
     lora: Lora | None = None
     """Train adapters instead of the model: true, a rank, or settings."""
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     freeze: list[str] = Field(default_factory=list)
-    """Patterns over parameter names that are not trained."""
+    """Patterns of parameter names that are not trained."""
 
     @model_validator(mode="after")
     def _one_of(self) -> Diffusers:
@@ -138,7 +138,7 @@ class Diffusers(HubModel):
         initialise(unit)
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """fp32 for what is trained; frozen parameters stay in the half precision they are stored in, if they are."""
+        """fp32 if trained; frozen parameters stay in half precision if they are stored so."""
         import torch
 
         stored = torch.float32 if parameter.requires_grad else self._stored_dtype()
@@ -164,13 +164,13 @@ class Diffusers(HubModel):
         return f"model = {model}; model.load_lora_adapter({folder!r}, {options})"
 
     def _exported_base(self) -> str | None:
-        """What exported adapters name as their base, found from any working directory; None from scratch."""
+        """The base that exported adapters name, valid in any working directory; None from scratch."""
         from fullshard.hf.hub import lasting
 
         return None if self.path is None else lasting(self.path, folder=self._named_folder())
 
     def _inside_pipeline(self) -> bool:
-        """Whether the denoiser is a part of what `path` names."""
+        """Whether `path` names a pipeline."""
         return self.path is not None and self.stored_in() != self._named_folder()
 
     def _named_folder(self) -> Path:
@@ -197,8 +197,8 @@ class Diffusers(HubModel):
         model.denoise(noisy, times)
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
-        """Of an image: the matrix products of a forward pass, as torch counts them, and twice as many backward; once
-        where weights are frozen, which need no gradient."""
+        """FLOPs per image: matrix products of a forward pass, as torch counts them, and twice that backward; once if
+        weights are frozen and need no gradient."""
         import copy
 
         from torch.utils.flop_counter import FlopCounterMode
@@ -218,7 +218,7 @@ class Diffusers(HubModel):
         dtype: torch.dtype | None = None,
         merged: bool = False,
     ) -> None:
-        """Adapters alone, or configuration and weights in diffusers' own layout, in the dtype they were stored in."""
+        """Only adapters, or config and weights in diffusers' layout, in `dtype` or as they were stored."""
         from fullshard.families.diffusion.denoiser.lora_export import write_adapter
         from fullshard.families.diffusion.denoiser.model_folder import write_model
         from fullshard.hf.adapters.edits import has_adapters
@@ -238,7 +238,7 @@ class Diffusers(HubModel):
         return torch.float32 if folder is None else stored_dtype(folder)
 
     def _settings(self) -> tuple[str, dict[str, Any]]:
-        """The name of the class, and all of its settings."""
+        """The class name, and all settings."""
         from fullshard.families.diffusion.denoiser.model_folder import read_config
 
         folder = self.stored_in()
@@ -254,7 +254,7 @@ class Diffusers(HubModel):
         return name, completed(name, settings, classes=self.classes, stored=stored, where="model.overrides")
 
     def _classes(self, name: str, settings: dict[str, Any]) -> int | None:
-        """How many labels there are; a stored model knows, and the last row of a table is the one for none."""
+        """The number of labels; in a stored table the last row is for "no class"."""
         if self.classes is not None or self.path is None:
             return self.classes
         if name == "DiTTransformer2DModel":

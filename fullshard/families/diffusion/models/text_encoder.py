@@ -1,5 +1,4 @@
-"""The text_encoder family: a frozen text encoder of Transformers beside a denoiser, for data.encode.text with live. It
-is never trained.
+"""A frozen text encoder of Transformers beside a denoiser, for data.encode.text with live. Never trained.
 
 Must not know objectives, data, ranks or sharding.
 """
@@ -25,11 +24,11 @@ class TextEncoder(Family):
     forward_methods: ClassVar[tuple[str, ...]] = ("encode_texts",)
 
     encoder: Texts
-    """Which one, and how it reads texts: as an entry of data.encode.text."""
+    """An entry of data.encode.text."""
     early: bool = False
-    """Whether states come from the last layer but one."""
+    """Whether states come from the second-to-last layer."""
     join: Join = "flux"
-    """How its states go together with those of other encoders: as data.encode.join."""
+    """How its states are combined with those of other encoders: data.encode.join."""
 
     def compute_precision(self) -> str:
         return self.encoder.precision
@@ -52,7 +51,7 @@ class TextEncoder(Family):
         return TextWeights(self.stored_in(), module)
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """As it is stored: half precision stays so."""
+        """As stored, if that is half precision; else fp32."""
         import torch
 
         from fullshard.hf.weights.safetensors_folder import stored_dtype

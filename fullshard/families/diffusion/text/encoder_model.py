@@ -1,4 +1,4 @@
-"""A text encoder of Transformers, frozen: tokens to states, and how what several encoders make goes together.
+"""A frozen text encoder of Transformers: tokens to states, and how the states of several encoders are combined.
 
 Must not know texts, tokenizers, data, losses or ranks.
 """
@@ -23,25 +23,25 @@ from fullshard.hf.weights.safetensors_folder import open_folder
 from fullshard.hf.weights.stored_weights import StoredWeights
 
 Encoded = dict[str, torch.Tensor]
-"""`states` (B, T, D) and `mask` (B, T); `pooled` (B, P) where there is one vector for a whole text."""
+"""`states` (B, T, D), `mask` (B, T), and `pooled` (B, P) if an encoder has a pooled output."""
 _TEXT_SIDE = {"CLIPModel": "CLIPTextModel", "SiglipModel": "SiglipTextModel"}
-"""Models of images and texts, and the class of their text side."""
+"""Vision-language models, and the class of their text tower."""
 
 
 def class_of(folder: Path) -> Any:
-    """What builds and loads the encoder of a folder: its own class, or that of its text side."""
+    """The class that builds and loads the encoder of a folder: its own, or that of its text tower."""
     import transformers
 
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     name = (config.get("architectures") or [""])[0]
-    # A model that also writes text (T5) is read without that part.
+    # T5 and the like are loaded without their decoder.
     usual = transformers.AutoModelForTextEncoding if "ForConditional" in name else transformers.AutoModel
     found = getattr(transformers, _TEXT_SIDE.get(name, name), None) if "For" not in name else None
     return found or usual
 
 
 def empty(folder: Path) -> nn.Module:
-    """The module without values."""
+    """The module on meta."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
@@ -78,8 +78,7 @@ def bind(module: Any, *, tokens: int, fill: int, padded: bool, early: bool, join
 
 
 def encode_texts(module: Any, tokens: torch.Tensor) -> Encoded:
-    """Of tokens (B, T), NO_TOKEN where a text has ended; fp32. States where the model is told that there is no text are
-    zero."""
+    """Encodes tokens (B, T), padded with NO_TOKEN; fp32. States of masked positions are zero."""
     there = tokens != NO_TOKEN
     ids = torch.where(there, tokens, module.text_fill)
     mask = torch.ones_like(there) if module.text_padded else there
@@ -94,8 +93,8 @@ def encode_texts(module: Any, tokens: torch.Tensor) -> Encoded:
 
 @contextmanager
 def _noting(module: Any) -> Iterator[list[torch.Tensor]]:
-    """Notes what the last layer is given, where that is asked for. Transformers would find layers by the names of their
-    classes, which sharding changes: here it is the last of the longest list."""
+    """Records the input of the last layer if `text_early`. Transformers finds layers by class name, which sharding
+    changes; here it is the last of the longest ModuleList."""
     found: list[torch.Tensor] = []
     if not module.text_early:
         yield found
@@ -113,7 +112,7 @@ def _noting(module: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def _pooled(output: Any) -> torch.Tensor | None:
-    """One vector a text: projected where the encoder does that."""
+    """The pooled output, projected if the encoder does that."""
     for name in ("text_embeds", "pooler_output"):
         if (found := getattr(output, name, None)) is not None:
             return found  # type: ignore[no-any-return]
@@ -122,7 +121,7 @@ def _pooled(output: Any) -> torch.Tensor | None:
 
 @torch.no_grad()
 def encoded(encoders: Sequence[Any], tokens: torch.Tensor) -> Encoded:
-    """What encoders make of texts together. The tokens for each lie side by side, equally many for each text."""
+    """The combined states of all encoders, whose tokens are concatenated along the second axis."""
     shares = tokens.split([encoder.text_tokens for encoder in encoders], dim=1)
     found = [encoder.encode_texts(share) for encoder, share in zip(encoders, shares, strict=True)]
     return joined(found, encoders[-1].text_join)
@@ -141,8 +140,8 @@ def joined(found: Sequence[Encoded], join: Join) -> Encoded:
     missing = last["states"].shape[-1] - clip["states"].shape[-1]
     if missing < 0:
         raise RecipeError(
-            f"data.encode.join = sd3: states of {clip['states'].shape[-1]} are filled up to those of the last encoder, "
-            f"which have {last['states'].shape[-1]}. Name the widest, T5, last."
+            f"data.encode.join = sd3: states of {clip['states'].shape[-1]} are wider than those of the last encoder "
+            f"({last['states'].shape[-1]}). Name the widest, T5, last."
         )
     states = torch.cat([F.pad(clip["states"], (0, missing)), last["states"]], dim=1)
     return _with({"states": states, "mask": torch.cat([clip["mask"], last["mask"]], dim=1)}, pooled)
@@ -158,8 +157,7 @@ def _with(found: Encoded, pooled: Sequence[torch.Tensor]) -> Encoded:
 
 
 class TextWeights(StoredWeights):
-    """The stored tensors of a text encoder, by rows; what its folder holds beside them, such as a decoder or the part
-    that looks at images, is left there."""
+    """The stored tensors of a text encoder; others in its folder, such as a decoder or a vision tower, are ignored."""
 
     def __init__(self, folder: Path, module: nn.Module) -> None:
         advice = "Check that config.json belongs to these weights."

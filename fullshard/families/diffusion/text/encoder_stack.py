@@ -1,4 +1,4 @@
-"""Frozen text encoders: the settings of data.encode.text, texts as tokens, and the encoders while data is prepared.
+"""Frozen text encoders: the settings of data.encode.text, tokenization, and encoding while data is prepared.
 
 Any text encoder of Transformers. Must not know records, stores, losses or ranks.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Join = Literal["flux", "sdxl", "sd3"]
 NoText = Literal["encoded", "zeros"]
 NO_TOKEN = -1
-"""What the tokens of a text are filled up with where it ends."""
+"""Pads the tokens of a text."""
 WHERE = "data.encode.text.path"
 _PART = "text_encoder"
 _AT_ONCE = {"cpu": 8, "cuda": 64}
@@ -34,23 +34,23 @@ _AT_ONCE = {"cpu": 8, "cuda": 64}
 
 @dataclass(frozen=True)
 class TextState:
-    """What encoders make of one text."""
+    """One encoded text."""
 
     states: np.ndarray
     """(tokens, width) fp32."""
     pooled: np.ndarray | None
-    """(width,) fp32, where an encoder gives it."""
+    """(width,) fp32, if an encoder gives it."""
     is_cut: bool
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Texts as the encoders read them: the tokens for each encoder side by side."""
+    """Tokenized texts: the tokens of all encoders, concatenated."""
 
     ids: np.ndarray
-    """(texts, tokens of all encoders) int64; NO_TOKEN fills up."""
+    """(texts, tokens of all encoders) int64, padded with NO_TOKEN."""
     is_cut: np.ndarray
-    """(texts,) bool: too long for the last encoder."""
+    """(texts,) bool: truncated for the last encoder."""
 
 
 class Texts(Section):
@@ -63,7 +63,7 @@ class Texts(Section):
     revision: str | None = None
     """Branch, tag or commit on the hub."""
     max_tokens: int = Field(77, ge=1)
-    """Longer texts are cut."""
+    """Longer texts are truncated."""
     padded: bool | None = None
     """Whether every text is filled up to max_tokens and the filling counts as text, as Stable Diffusion, SD3 and Flux
     have it; false: the model gets a mask of where the text ends, as PixArt does. null: true for CLIP and for each of
@@ -72,10 +72,10 @@ class Texts(Section):
     """Whether texts are read in lower case and without blanks around them; null: as PixArt's pipeline does, where
     padded is false."""
     live: bool = False
-    """false: states are made once, and kept in data.cache. true: only tokens are, and the encoder, sharded like any
-    model, makes states of them in every step."""
+    """false: texts are encoded once, and their states kept in data.cache. true: only tokens are kept, and the encoder,
+    sharded like any model, runs in every step."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """What it computes in, whatever the trained model does."""
+    """The precision it computes in, independent of the trained model."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -87,7 +87,7 @@ class Texts(Section):
         return part_folder(self.path, self.part, revision=self.revision, where=WHERE)
 
     def tokenizer_folder(self) -> Path:
-        """The encoder's own folder, or its neighbour in a pipeline."""
+        """The encoder's own folder, or the tokenizer folder beside it in a pipeline."""
         from fullshard.hf.tokenizers.tokenizer import TOKENIZER_FILES
 
         own = self.folder()
@@ -101,7 +101,7 @@ class Texts(Section):
 
     @property
     def is_padded(self) -> bool:
-        """Whether the filling counts as text."""
+        """Whether padding counts as text."""
         if self.padded is not None:
             return self.padded
         from fullshard.families.diffusion.text.encoder_model import is_clip_folder
@@ -109,7 +109,7 @@ class Texts(Section):
         return is_clip_folder(self.folder())
 
     def files(self) -> list[Path]:
-        """What the states follow from, beside the texts."""
+        """The files that decide the states."""
         from fullshard.families.diffusion.pipeline_parts import content
 
         folders = dict.fromkeys([self.folder(), self.tokenizer_folder()])
@@ -120,11 +120,11 @@ class Texts(Section):
 
         found = load_tokenizer(self.tokenizer_folder(), trust_remote_code=False, where=WHERE)
         if found.pad_token_id is None:
-            raise RecipeError(f"{WHERE}: the tokenizer has no token for padding. Give it one, and save it again.")
+            raise RecipeError(f"{WHERE}: the tokenizer has no padding token. Add one, and save it again.")
         return found
 
     def bound(self, module: Any, *, early: bool, join: Join) -> Any:
-        """A module of this encoder with its method `encode_texts`."""
+        """Gives a module of this encoder its method `encode_texts`."""
         from fullshard.families.diffusion.text.encoder_model import bind
 
         longest = getattr(module.config, "max_position_embeddings", None)
@@ -145,7 +145,7 @@ class Texts(Section):
         return bind(module, tokens=self.max_tokens, fill=fill, padded=self.is_padded, early=early, join=join)
 
     def open(self, *, early: bool, join: Join) -> Any:
-        """The encoder itself, whole, on a device of its own choice."""
+        """The whole encoder on this process's device."""
         import torch
 
         from fullshard.families.diffusion import pipeline_parts
@@ -156,16 +156,16 @@ class Texts(Section):
 
 
 class TextStack:
-    """All text encoders of a recipe, at least one, and how they go together."""
+    """All text encoders of a recipe, at least one, and how their states are combined."""
 
     def __init__(self, texts: Sequence[Texts], join: Join, *, no_text: NoText | None = None) -> None:
-        # Pipelines with several encoders tell the denoiser of none of them where a text ends.
+        # Pipelines with several encoders pass no text mask to the denoiser.
         several = {"padded": True} if len(texts) > 1 else {}
         self.texts = [text.model_copy(update=several) if text.padded is None else text for text in texts]
         self.join, self._no_text = join, no_text
 
     def check(self) -> None:
-        """Raises ValueError for settings that do not go together."""
+        """Raises ValueError for settings that contradict each other."""
         first, *_ = self.texts
         early = [text for number, text in enumerate(self.texts) if self._is_early(number)]
         if any(text.live != first.live for text in self.texts):
@@ -184,28 +184,28 @@ class TextStack:
 
     @property
     def length(self) -> int:
-        """Tokens of the states of a text."""
+        """The number of states of a text."""
         before = self.texts[0].max_tokens if self.join == "sd3" else 0
         return before + self.texts[-1].max_tokens
 
     @cached_property
     def no_text(self) -> NoText:
-        """What stands for a text that is not there: as the recipe says, or as the encoders' own pipeline does it."""
+        """How the empty text is made: as the recipe says, or as in the encoders' own pipeline."""
         if self._no_text is not None:
             return self._no_text
         if self.join != "sdxl":
             return "encoded"
-        # Zeros unless the pipeline says otherwise: as StableDiffusionXLPipeline, whose setting it is.
+        # As in StableDiffusionXLPipeline: zeros unless its setting says otherwise.
         index = self.texts[0].folder().parent / "model_index.json"
         settings = json.loads(index.read_text(encoding="utf-8")) if index.is_file() else {}
         return "zeros" if settings.get("force_zeros_for_empty_prompt", True) else "encoded"
 
     def empty_tokens(self) -> np.ndarray | None:
-        """(1, tokens of all encoders): what encoders make the text that means none from; None: it is zeros."""
+        """(1, tokens of all encoders): the tokenized empty text; None: its states are zeros."""
         return None if self.no_text == "zeros" else self.tokens([""]).ids
 
     def empty_state(self) -> TextState:
-        """What means no text."""
+        """The encoded empty text."""
         [found] = self.states([""])
         if self.no_text == "encoded":
             return found
@@ -222,7 +222,7 @@ class TextStack:
         }
 
     def _is_early(self, number: int) -> bool:
-        """Whether an encoder's states come from its last layer but one, as SDXL and SD3 have it for CLIP."""
+        """Whether states come from the second-to-last layer, as for CLIP in SDXL and SD3."""
         return self.join == "sdxl" or (self.join == "sd3" and number < len(self.texts) - 1)
 
     @cached_property
@@ -241,7 +241,7 @@ class TextStack:
         ids = np.full((len(written), text.max_tokens), NO_TOKEN, dtype=np.int64)
         if text.lowercase if text.lowercase is not None else not text.is_padded:
             written = [one.lower().strip() for one in written]
-        # One token more than there may be shows which texts are too long.
+        # One token over the limit shows which texts are too long.
         whole = tokenizer(list(written), truncation=True, max_length=text.max_tokens + 1)["input_ids"]
         cut = tokenizer(list(written), truncation=True, max_length=text.max_tokens)["input_ids"]
         for row, found in enumerate(cut):
@@ -249,7 +249,7 @@ class TextStack:
         return Tokens(ids, np.array([len(found) > text.max_tokens for found in whole]))
 
     def states(self, written: Sequence[str]) -> Iterator[TextState]:
-        """In order, by encoders that stay open with this."""
+        """In order. The encoders stay open as long as this object."""
         import torch
 
         from fullshard.families.diffusion.text.encoder_model import encoded
