@@ -1,4 +1,4 @@
-"""The contract of a loss over embeddings: which of them should lie near each other, and by how much.
+"""The contract of a loss over embeddings: which of them should be close, and by how much.
 
 A loss sees the embeddings of the whole step, over all ranks, and answers for this rank's own samples; whoever calls it
 divides by the number of samples over all ranks. Must not know models, texts, ranks, caches or Matryoshka dimensions.
@@ -29,40 +29,40 @@ class Embedded:
     positives: torch.Tensor
     """(samples, width)"""
     negatives: torch.Tensor
-    """(samples, most negatives of a sample, width); the middle axis may be 0."""
+    """(samples, max negatives, width); the middle axis may be 0."""
     has_negative: torch.Tensor
-    """(samples, most negatives of a sample): which of them are there."""
+    """(samples, max negatives): which of them exist."""
     real: torch.Tensor
-    """(samples): false for a sample that only fills the batch; it is no query and nobody's candidate."""
+    """(samples): false for a filler sample, which is neither a query nor a candidate."""
     own: slice
     """This rank's samples."""
     labels: torch.Tensor
-    """(samples), fp64: a class, or a similarity; NaN where a record has none."""
+    """(samples), fp64: a class, or a similarity; NaN if a record has none."""
     positive_keys: torch.Tensor
-    """(samples): equal for equal texts, so that a query's own positive elsewhere in the batch is no negative."""
+    """(samples): equal for equal texts, so that a query's own positive elsewhere in the batch is not a negative."""
     negative_keys: torch.Tensor
-    """(samples, most negatives of a sample)"""
+    """(samples, max negatives)"""
     query_keys: torch.Tensor | None = None
-    """(samples): equal for equal queries, whose positives are no negatives of each other."""
+    """(samples): equal for equal queries, whose positives are not negatives of each other."""
     scalars: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The values of `SimilarityLoss.learned`, each of no dimension."""
+    """The values of `SimilarityLoss.learned`, each a 0-d tensor."""
     query_tokens: torch.Tensor | None = None
     positive_tokens: torch.Tensor | None = None
     negative_tokens: torch.Tensor | None = None
-    """Which tokens are real, where embeddings are token-level."""
+    """Which tokens are real, if embeddings are token-level."""
     teacher_queries: torch.Tensor | None = None
     teacher_positives: torch.Tensor | None = None
     teacher_negatives: torch.Tensor | None = None
-    """The same texts by the teacher of `SimilarityLoss.needs_teacher`, in its own width; never narrowed."""
+    """The teacher's embeddings of the same texts, in its own width; never narrowed."""
 
     def narrowed(self, width: int) -> Embedded:
-        """The first `width` numbers of each embedding."""
+        """The first `width` dimensions of each embedding."""
         parts = {name: getattr(self, name)[..., :width] for name in ("queries", "positives", "negatives")}
         return replace(self, **parts)
 
 
 class SimilarityLoss(Part):
-    """What embeddings are trained for."""
+    """How embeddings are compared and trained."""
 
     folder: ClassVar[str] = "fullshard.similarity"
     default_kind: ClassVar[str | None] = "infonce"
@@ -83,14 +83,14 @@ class SimilarityLoss(Part):
 
     @property
     def in_batch(self) -> bool:
-        """Whether the samples of a step are compared with each other, so that a step of one sample teaches nothing."""
+        """Whether samples of a step are compared with each other, so that a step of one sample trains nothing."""
         return True
 
     def learned(self) -> dict[str, float]:
-        """Numbers that are trained with the model, and their first values."""
+        """Scalars that are trained with the model, and their initial values."""
         return {}
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
-        """The sum of the loss over this rank's own real samples; over all ranks and divided by their number, the loss
+        """The sum of the loss over this rank's own real samples. The sum over ranks, divided by the number of samples,
         is the same for any number of ranks."""
         raise NotImplementedError

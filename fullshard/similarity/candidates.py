@@ -1,4 +1,4 @@
-"""Which texts of a step stand against each query, and how near to it they lie.
+"""Which texts of a step each query is compared with, and their scores.
 
 Samples that only fill the step and negatives that are not there are left out before anything is computed, so whatever
 their embeddings hold reaches neither a loss nor a gradient. Must not know losses, models or ranks.
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from fullshard.similarity.base import Embedded
 
 LOWEST = torch.finfo(torch.float32).min
-"""The score of what must not be chosen; finite, because a row of infinities would give NaN gradients."""
+"""The score of excluded texts; finite, because a row of infinities would give NaN gradients."""
 
 Reach = Literal["shared", "in_batch", "own"]
-"""Beside its own positive, a query stands against: all positives and all hard negatives of the step; all positives and
-its own hard negatives; its own hard negatives."""
+"""What a query is compared with, besides its own positive: all positives and all hard negatives of the step; all
+positives and its own hard negatives; its own hard negatives."""
 
 
 def present(embedded: Embedded) -> Embedded:
-    """The step without samples that only fill it, and with zeros for negatives that are not there."""
+    """The step without filler samples, and with zeros for missing negatives."""
     real = embedded.real.cpu()
     start, stop, _ = embedded.own.indices(len(real))
     first, number = int(real[:start].sum()), int(real[start:stop].sum())
@@ -44,11 +44,11 @@ def _widened(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The columns of a matrix of scores, one row a query: positives first, so a query's own positive is easily found,
+    """The columns of a score matrix with one row per query: positives first, so that a query's own is easy to find,
     then hard negatives."""
 
     step: Embedded
-    """As `present` gives it."""
+    """The result of `present`."""
     reach: Reach = "shared"
     mask_labels: bool = False
     """Whether the positive of another sample with the same label is left out."""
@@ -64,7 +64,7 @@ class Candidates:
         return len(self.step.real) + (own if self.reach == "in_batch" else int(self.step.has_negative.sum()))
 
     def embeddings(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, positives and hard negatives, of unit length; the last in one list where all queries share them."""
+        """Queries, positives and hard negatives, normalised; hard negatives are flattened if all queries share them."""
         negatives = self.step.negatives
         if self.reach == "shared":
             negatives = negatives[self.step.has_negative]
@@ -73,7 +73,7 @@ class Candidates:
     def cosines(
         self, rows: slice, queries: torch.Tensor, positives: torch.Tensor, negatives: torch.Tensor
     ) -> torch.Tensor:
-        """(rows, columns), from what `embeddings` gave."""
+        """(rows, columns), from the result of `embeddings`."""
         queries = queries[rows]
         own_only = self.reach == "own"
         near = (queries * positives[rows]).sum(-1, keepdim=True) if own_only else queries @ positives.T
@@ -87,7 +87,7 @@ class Candidates:
         return torch.zeros_like(numbers) if self.reach == "own" else numbers
 
     def left_out(self, rows: slice) -> torch.Tensor:
-        """(rows, columns): what is no negative of the query, though it stands in its row; never its own positive."""
+        """(rows, columns): candidates that are not negatives of the query; never its own positive."""
         if self.reach == "own":
             positives = torch.zeros(rows.stop - rows.start, 1, dtype=torch.bool, device=self.step.real.device)
         else:
@@ -95,7 +95,7 @@ class Candidates:
         return torch.cat([positives, self._equal_negatives(rows)], 1)
 
     def same(self, rows: slice) -> torch.Tensor:
-        """(rows, samples): the other samples that belong to these, by label, an equal positive or an equal query."""
+        """(rows, samples): other samples that match these by label, an equal positive or an equal query."""
         keys, labels = self.step.positive_keys, self.step.labels
         same = torch.zeros(rows.stop - rows.start, len(keys), dtype=torch.bool, device=keys.device)
         if self.mask_equal:
@@ -103,12 +103,12 @@ class Candidates:
             if (asked := self.step.query_keys) is not None:
                 same |= asked[rows, None] == asked[None]
         if self.mask_labels:
-            same |= labels[rows, None] == labels[None]  # where there is none it is NaN, which equals nothing
+            same |= labels[rows, None] == labels[None]  # a missing label is NaN, which equals nothing
         same.diagonal(rows.start).fill_(False)
         return same
 
     def _equal_negatives(self, rows: slice) -> torch.Tensor:
-        """Hard negatives have no label: those of a sample with the query's label are not of that label."""
+        """Hard negatives have no label of their own: those of a sample with the query's label stay negatives."""
         there, keys, wanted = self.step.has_negative, self.step.negative_keys, self.step.positive_keys[rows, None]
         if self.reach == "shared":
             return (keys[there][None] == wanted) & self.mask_equal
@@ -116,12 +116,12 @@ class Candidates:
 
 
 def unit(embeddings: torch.Tensor) -> torch.Tensor:
-    """Embeddings of length one, in fp32."""
+    """Unit vectors in fp32."""
     return F.normalize(embeddings.float(), dim=-1)
 
 
 def cross_entropy(scores: torch.Tensor, targets: torch.Tensor, left_out: torch.Tensor) -> torch.Tensor:
-    """The sum over rows of how unlikely the target is among what is not left out."""
+    """The sum over rows of the cross-entropy of the target among what is not excluded."""
     return F.cross_entropy(scores.masked_fill(left_out, LOWEST), targets, reduction="sum")
 
 

@@ -1,4 +1,4 @@
-"""CoSENT: pairs are ranked by their cosine as their labels rank them, whatever the labels' scale.
+"""CoSENT: cosines of pairs are trained to rank as their labels do, independent of the labels' scale.
 
 Must not know models, texts, ranks, caches or Matryoshka dimensions.
 """
@@ -28,12 +28,12 @@ class CoSENT(SimilarityLoss):
         cosines = (unit(step.queries) * unit(step.positives)).sum(-1)
         labels, order = step.labels.sort()
         scores = self.scale * cosines[order]
-        # For each sample, over all with a higher label at once: their place begins where equal labels end. The sums
-        # run backwards from the end, so no matrix of all pairs is needed.
+        # For each sample, over all with a higher label at once: they start where equal labels end. Sums run backwards
+        # from the end, so no matrix of all pairs is needed.
         higher = torch.cat([(-scores.flip(0)).logcumsumexp(0).flip(0), scores.new_full((1,), LOWEST)])
         wrong = scores + higher[torch.searchsorted(labels, labels, right=True)]
         total = torch.cat([wrong.new_zeros(1), wrong]).logsumexp(0)
-        # Every rank computes the whole, and counts it once for each of its own samples.
+        # Every rank computes the whole loss, and counts it once per own sample.
         return len(step.queries[step.own]) * total
 
 

@@ -1,4 +1,4 @@
-"""Distillation: the student's similarities follow those of a frozen teacher, beside a loss on the data itself.
+"""Distillation: the student's similarities follow those of a frozen teacher, plus a loss on the data itself.
 
 Must not know models, texts, ranks, caches or Matryoshka dimensions.
 """
@@ -19,7 +19,7 @@ from fullshard.similarity.row_blocks import rows_of, sum_over_rows
 
 
 class Distillation(SimilarityLoss):
-    """alpha * how far the student's similarities of a query and all texts of the step lie from the teacher's,
+    """alpha * (the distance of the student's similarities of a query to all texts of the step from the teacher's)
     + (1 - alpha) * `task`."""
 
     needs_teacher: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class Distillation(SimilarityLoss):
     @classmethod
     def _plain(cls, task: SimilarityLoss) -> SimilarityLoss:
         if task.tokens or task.needs_teacher:
-            raise ValueError(f"{task.kind()} cannot stand beside a distillation; use a loss over pooled embeddings")
+            raise ValueError(f"{task.kind()} cannot be combined with distillation; use a loss over pooled embeddings")
         return task
 
     def requires_negatives(self) -> bool:

@@ -1,4 +1,4 @@
-"""InfoNCE over the hardest negatives of the step only: easy ones teach little and hide those that matter.
+"""InfoNCE over only the hardest negatives of the step: easy ones teach little and hide the others.
 
 Must not know models, texts, ranks, caches or Matryoshka dimensions.
 """
@@ -19,11 +19,11 @@ class InBatchHard(SimilarityLoss):
     temperature: float = Field(0.05, gt=0)
     """Cosines are divided by it."""
     top_k: int = Field(16, ge=1)
-    """How many of the other positives and of all hard negatives of the step a query is compared with."""
+    """How many of the other positives and hard negatives of the step a query is compared with."""
     mask_labels: bool = True
-    """Another sample's positive is no negative when both samples have the same label."""
+    """Another sample's positive is not a negative if both samples have the same label."""
     mask_equal: bool = True
-    """A text equal to the query's own positive is no negative."""
+    """A text equal to the query's own positive is not a negative."""
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
         step = present(embedded)
@@ -35,7 +35,7 @@ class InBatchHard(SimilarityLoss):
             others = scores.masked_fill(left_out.scatter(1, own, True), LOWEST)
             hardest = others.topk(min(self.top_k, others.shape[1]), sorted=False).values
             chosen = torch.cat([scores.gather(1, own), hardest], 1)
-            # Where fewer than `top_k` are left, the rest has the lowest score already.
+            # If fewer than `top_k` are left, the rest already has the lowest score.
             return cross_entropy(chosen, torch.zeros_like(own[:, 0]), torch.zeros_like(chosen, dtype=torch.bool))
 
         return sum_over_rows(term, step.own, candidates.embeddings(), block=rows_of(candidates.columns))

@@ -15,14 +15,14 @@ from fullshard.similarity.candidates import Candidates, Reach, cross_entropy, pr
 from fullshard.similarity.row_blocks import rows_of, sum_over_rows
 
 LARGEST_SCALE = 100.0
-"""A learned scale grows no further; beyond, a few hard samples make all of the gradient."""
+"""The limit of a learned scale; beyond it, a few hard samples dominate the gradient."""
 
 
 class InfoNCE(SimilarityLoss):
     """Cross-entropy of the query's own positive among all its candidates, by cosine over temperature."""
 
     temperature: float = Field(0.05, gt=0)
-    """Cosines are divided by it; the lower, the more the hardest negatives count. The first value, where learned."""
+    """Cosines are divided by it; the lower, the more the hardest negatives count. The initial value, if learned."""
     learn_temperature: bool = False
     """Train the temperature with the model; it stays at or above 0.01."""
     negatives: Reach = "shared"
@@ -30,11 +30,11 @@ class InfoNCE(SimilarityLoss):
     the step; in_batch: the positives of all samples and its own hard negatives; own: its own hard negatives only, which
     every record must then have."""
     bidirectional: bool = False
-    """Let each positive look for its query among all queries too; the loss is the mean of both directions."""
+    """Each positive also searches for its query among all queries; the loss is the mean of both directions."""
     mask_labels: bool = True
-    """Another sample's positive is no negative when both samples have the same label."""
+    """Another sample's positive is not a negative if both samples have the same label."""
     mask_equal: bool = True
-    """A text equal to the query's own positive is no negative."""
+    """A text equal to the query's own positive is not a negative."""
 
     @model_validator(mode="after")
     def _directions(self) -> InfoNCE:
@@ -76,7 +76,7 @@ class InfoNCE(SimilarityLoss):
         if not self.learn_temperature:
             return torch.full((), 1 / self.temperature, device=embedded.queries.device)
         scale = embedded.scalars["log_scale"].float().exp()
-        # The gradient passes the limit, or a scale that once went beyond it would never come back.
+        # The gradient passes through the limit; otherwise a scale beyond it could never return.
         return scale + (scale.clamp(max=LARGEST_SCALE) - scale).detach()
 
 

@@ -27,11 +27,11 @@ class LateInteraction(SimilarityLoss):
     normalise_by_length: bool = True
     """Divide a score by the number of the query's tokens, so that long queries do not count more."""
     block: int = Field(64, ge=1)
-    """Queries and documents compared at a time: memory grows with its square, time hardly falls with it."""
+    """Queries and documents compared at a time: memory grows with its square, time hardly changes."""
     mask_labels: bool = True
-    """Another sample's positive is no negative when both samples have the same label."""
+    """Another sample's positive is not a negative if both samples have the same label."""
     mask_equal: bool = True
-    """A text equal to the query's own positive is no negative."""
+    """A text equal to the query's own positive is not a negative."""
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
         step = present(embedded)
@@ -51,13 +51,13 @@ class LateInteraction(SimilarityLoss):
 
 
 def _real(embeddings: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of unit length, zeros where there is none; and which there are."""
+    """Normalised tokens, zeros for padding; and the mask."""
     assert tokens is not None, "embeddings are token-level"
     return unit(torch.where(tokens[..., None], embeddings, 0.0)), tokens
 
 
 def _documents(step: Embedded) -> tuple[torch.Tensor, torch.Tensor]:
-    """All positives, then all hard negatives, with as many tokens as the longest has."""
+    """All positives, then all hard negatives, padded to the longest."""
     assert step.negative_tokens is not None, "embeddings are token-level"
     negatives = _real(step.negatives[step.has_negative], step.negative_tokens[step.has_negative])
     both = [_real(step.positives, step.positive_tokens), negatives]
@@ -71,8 +71,7 @@ def _score(
 ) -> torch.Tensor:
     """(queries, documents): the sum of the best cosines, not yet divided by the number of the query's tokens."""
     cosines = torch.einsum("qtw,dsw->qdts", queries, documents)
-    # Filled with less than any cosine. `max` keeps only where it found the best for the backward pass, `amax` would
-    # keep all cosines.
+    # The fill value is below any cosine. For the backward pass `max` keeps only indices; `amax` would keep all cosines.
     best = cosines.masked_fill(~document_tokens[None, :, None], -2.0).max(-1).values
     return torch.where(query_tokens[:, None], best, 0.0).sum(-1)
 

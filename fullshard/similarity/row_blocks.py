@@ -1,4 +1,4 @@
-"""A sum over rows, block by block: what one block needs is freed before the next one starts.
+"""A sum over rows, block by block: the memory of one block is freed before the next one starts.
 
 Gradients are computed with the sum, so nothing is kept for or computed again in the backward pass: a matrix of scores
 of tens of thousands of samples never exists as a whole. Must not know losses or embeddings.
@@ -13,14 +13,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 ENTRIES = 2**25
-"""Most scores alive at a time; a loss holds a handful of tensors of this size (128 MiB each in fp32)."""
+"""The maximum number of scores at a time; a loss holds a handful of such tensors (128 MiB each in fp32)."""
 
 Term = Callable[..., torch.Tensor]
 """(rows as a slice, the inputs) -> the sum over these rows."""
 
 
 def rows_of(columns: int) -> int:
-    """How many rows of that many columns fit into a block."""
+    """How many rows of this many columns fit into a block."""
     return max(ENTRIES // max(columns, 1), 1)
 
 
@@ -31,7 +31,7 @@ def sum_over_rows(term: Term, rows: slice, inputs: Sequence[torch.Tensor], *, bl
     if rows.stop - rows.start <= block:
         return term(rows, *inputs)
     if not torch.is_grad_enabled():
-        # Inside, `needs_input_grad` says what requires grad, also where none is asked for.
+        # Inside, `needs_input_grad` is set by requires_grad, even under no_grad.
         inputs = [tensor.detach() for tensor in inputs]
     total: torch.Tensor = _SumOverRows.apply(term, rows, block, *inputs)
     return total

@@ -1,4 +1,4 @@
-"""Sigmoid loss, as in SigLIP: each pair of query and text is a question of its own, same or not.
+"""Sigmoid loss, as in SigLIP: a binary classification of each pair of query and text.
 
 Must not know models, texts, ranks, caches or Matryoshka dimensions.
 """
@@ -17,19 +17,19 @@ from fullshard.similarity.row_blocks import rows_of, sum_over_rows
 
 
 class Sigmoid(SimilarityLoss):
-    """The sum, over a query's own positive, the positives of all other samples and its own hard negatives, of how
-    wrong the sigmoid of scale * cosine + bias is."""
+    """The binary cross-entropy of sigmoid(scale * cosine + bias), summed over a query's own positive, the positives of
+    all other samples and its own hard negatives."""
 
     log_scale: float = Field(2.6592, le=math.log(100))
-    """The logarithm of the scale; 2.6592 is a scale of 14.3. The first value, where learned."""
+    """The logarithm of the scale; 2.6592 is a scale of 14.3. The initial value, if learned."""
     bias: float = -10.0
-    """Makes up for there being far more wrong pairs than right ones. The first value, where learned."""
+    """Offsets that negatives far outnumber positives. The initial value, if learned."""
     learn: bool = True
     """Train scale and bias with the model."""
     mask_labels: bool = True
-    """Another sample's positive does not count as wrong when both samples have the same label."""
+    """Another sample's positive is not a negative if both samples have the same label."""
     mask_equal: bool = True
-    """A text equal to the query's own positive does not count as wrong."""
+    """A text equal to the query's own positive is not a negative."""
 
     def learned(self) -> dict[str, float]:
         return {"log_scale": self.log_scale, "bias": self.bias} if self.learn else {}

@@ -1,4 +1,4 @@
-"""Triplet: each positive is nearer to its query than its hard negatives are, by a margin.
+"""Triplet loss: each positive is closer to its query than its hard negatives, by a margin.
 
 Must not know models, texts, ranks, caches or Matryoshka dimensions.
 """
@@ -16,12 +16,12 @@ from fullshard.similarity.candidates import present, unit
 
 
 class Triplet(SimilarityLoss):
-    """By how much the margin is missed, as the mean over the sample's own hard negatives."""
+    """How much the margin is violated, averaged over the sample's own hard negatives."""
 
     margin: float = Field(0.2, gt=0)
-    """How much farther away than the positive a negative must be."""
+    """How much farther than the positive a negative must be."""
     distance: Literal["cosine", "euclidean"] = "cosine"
-    """cosine: one minus the cosine, from 0 to 2; euclidean: of the embeddings as they are, of any length."""
+    """cosine: one minus the cosine, from 0 to 2; euclidean: of the embeddings without normalisation."""
 
     def requires_negatives(self) -> bool:
         return True

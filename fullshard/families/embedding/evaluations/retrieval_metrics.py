@@ -1,4 +1,4 @@
-"""Recall, reciprocal rank and nDCG from the places at which documents were found. Must not know scores or ranks."""
+"""Recall, reciprocal rank and nDCG from the ranks of relevant documents. Must not know scores or processes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def quality_sums(
 ) -> torch.Tensor:
     """Sums over some queries: recall at each depth, reciprocal rank and nDCG at the largest, and their number.
 
-    One entry for each query and each document that is relevant to it, in the order of the queries: the document's place
-    in the list (0 is the first), the query's number and the document's gain. Gains count as they are, as in trec_eval;
-    every query has at least one document."""
+    One entry per query and relevant document, in the order of the queries: the document's place in the list (from 0),
+    the query's number and the document's gain. Gains are used directly, as in trec_eval; every query has at least one
+    document."""
     device, furthest = place.device, max(at)
     place, gain = place.double(), gain.double()
 
@@ -27,7 +27,7 @@ def quality_sums(
     best = best.scatter_reduce(0, query, place, "amin")
     reciprocal = torch.where(best < furthest, 1 / (best + 1), 0.0).sum()
     found = per_query(torch.where(place < furthest, gain / torch.log2(place + 2), 0.0))
-    # The best list has the largest gains first.
+    # The ideal list has the largest gains first.
     order = torch.argsort(gain, descending=True, stable=True)
     order = order[torch.argsort(query[order], stable=True)]
     first = counts.cumsum(0) - counts

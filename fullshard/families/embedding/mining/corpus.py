@@ -1,6 +1,6 @@
-"""Reads the pairs and the corpus, and numbers their texts: equal ones count once.
+"""Reads the pairs and the corpus, and numbers their texts without duplicates.
 
-Texts that differ only in white space are equal. Must not know models, scores or ranks.
+Texts that differ only in whitespace are equal. Must not know models, scores or ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fullshard.log.console import Bar, Console
 
 
 def open_source(text: str, *, where: str) -> Records:
-    """The records that a word of the command line means, as `data.train` would take it: a path, the name of a source
-    that needs no settings, or {kind: ...}."""
+    """The records that an argument names, as in `data.train`: a path, a source without required settings, or
+    {kind: ...}."""
     value: Any = text
     if text.lstrip()[:1] in ("[", "{"):
         value = parse_value(text, where=where)
@@ -41,7 +41,7 @@ def read_documents(records: Records, encoder: Pairs, console: Console) -> list[s
     for part in getattr(records, "parts", [records]):
         if isinstance(part, TextPieces):
             raise DataError(
-                f"{part.where(0)}: a .txt file has no documents, it is cut anywhere. Give the corpus as .jsonl, one "
+                f"{part.where(0)}: a .txt file has no document boundaries. Give the corpus as .jsonl, one "
                 '{"text": "..."} a line.'
             )
     return _read(records, encoder.document, "Reading corpus", console)
@@ -51,7 +51,7 @@ def _read(records: Records, take: Callable[[Any], Any], label: str, console: Con
     found = []
     with Bar(console, label, "", Pace(len(records), clock=console.clock)) as bar:
         for index in range(len(records)):
-            # Read before the try: what cannot be read is named with its place already.
+            # Outside the try: a record that cannot be read already names its place.
             record = records[index]
             try:
                 check_text(record)
@@ -65,7 +65,7 @@ def _read(records: Records, take: Callable[[Any], Any], label: str, console: Con
 
 @dataclass(frozen=True)
 class Numbered:
-    """Texts without repetition; of equal ones the first stands."""
+    """Texts without duplicates; the first of equal ones is kept."""
 
     texts: list[str] = field(default_factory=list)
     _numbers: dict[str, int] = field(default_factory=dict)
@@ -96,16 +96,16 @@ class Task:
     positive_of: list[int]
     """The document that is its positive."""
     own: list[set[int]]
-    """What can never be a negative of each query: the positives of all pairs that have it, and the query itself."""
+    """Documents that are never negatives of each query: the positives of all its pairs, and the query itself."""
 
     def kept(self, pair: int) -> set[int]:
-        """The documents that are negatives of a pair already."""
+        """The documents that already are negatives of a pair."""
         found = map(self.documents.find, self.pairs[pair].texts[2:])
         return {number for number in found if number is not None}
 
 
 def lay_out(pairs: list[Pair], more: Iterable[str]) -> Task:
-    """The corpus is every positive, and more documents after them."""
+    """The corpus is all positives, then `more` documents."""
     queries, documents = Numbered(), Numbered()
     query_of = [queries.add(pair.texts[0]) for pair in pairs]
     positive_of = [documents.add(pair.texts[1]) for pair in pairs]

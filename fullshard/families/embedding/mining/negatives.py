@@ -1,6 +1,6 @@
-"""Which hits of a query become its negatives, and an account of those that did not.
+"""Which hits of a query become its negatives, and why the others do not.
 
-A query's own documents (its positives, and a document equal to the query) are no hits and have no rank.
+A query's own documents (its positives, and a document equal to the query) are not hits and have no rank.
 Must not know models, files or where scores come from.
 """
 
@@ -28,7 +28,7 @@ class Rules:
     min_score: float | None = None
 
     def refusal(self, score: float, positive: float) -> str | None:
-        """The option that rules a score out, beside a positive of another score."""
+        """The option that excludes a hit with this score; `positive` is the score of the positive."""
         if self.margin is not None and score > positive - self.margin:
             return "--margin"
         if self.max_score is not None and score > self.max_score:
@@ -43,11 +43,11 @@ class Tally:
     """What was found over all pairs."""
 
     mined: Counter[int] = field(default_factory=Counter)
-    """How many pairs got so many negatives."""
+    """Number of negatives -> number of pairs that got that many."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Why hits in the window of a pair that got too few were left out."""
+    """Why hits in the window of a pair with too few negatives were excluded."""
     at_end: int = 0
-    """Pairs that got too few, and in whose window the corpus ended."""
+    """Pairs with too few negatives because the corpus ended inside their window."""
     positive_sum: float = 0.0
     negative_sum: float = 0.0
 
@@ -60,9 +60,9 @@ class Tally:
         return sum(number * pairs for number, pairs in self.mined.items())
 
     def why(self) -> str:
-        """Why some pairs got fewer than were asked for."""
+        """Why some pairs got fewer negatives than requested."""
         said = [
-            f"{counted(number, 'hit')} in their windows {'was' if number == 1 else 'were'} refused by {option}"
+            f"{counted(number, 'hit')} in their windows {'was' if number == 1 else 'were'} excluded by {option}"
             for option, number in sorted(self.refused.items())
         ]
         if self.at_end:
@@ -71,7 +71,7 @@ class Tally:
 
 
 def window(hits: Sequence[Hit], own: Collection[int], rules: Rules) -> list[Hit]:
-    """The hits between the two ranks, best first; equal scores stand in the order of the corpus."""
+    """The hits between the two ranks, best first; equal scores are in the order of the corpus."""
     ranked = sorted((hit for hit in hits if hit[0] not in own), key=lambda hit: (-hit[1], hit[0]))
     return ranked[rules.first - 1 : rules.last]
 

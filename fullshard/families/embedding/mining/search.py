@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from fullshard.log.console import Bar
 
 BATCHES = 16
-"""Batches that are embedded between two moves of the bar."""
+"""Batches per update of the progress bar."""
 QUERIES = 100
-"""Queries that are searched for at once."""
+"""Queries per search."""
 PAIRS = 2**14
-"""Pairs that are scored at once."""
+"""Pairs scored at once."""
 _MODEL = ("modules.json", "config.json", "adapter_config.json")
 
 
 def locate(name: str) -> str:
-    """The folder that MODEL means, or the hub name that it is; nothing large is fetched yet."""
+    """The folder of MODEL, or its hub name; weights are not fetched yet."""
     from fullshard.hf.hub import fetch
 
     folder = fetch(name, revision=None, code=False, weights=False, where="MODEL")
@@ -49,23 +49,23 @@ def locate(name: str) -> str:
     if any((folder / "model" / file).is_file() for file in _MODEL):
         return str(folder / "model")
     raise SetupError(
-        f"MODEL = {name} holds no model: there is none of {', '.join(_MODEL)} in it, nor in {folder / 'model'}. Give "
-        "the folder of a model; the checkpoint of a run that is still going is made one by fullshard export."
+        f"MODEL = {name} holds no model: neither it nor {folder / 'model'} has any of {', '.join(_MODEL)}. Give "
+        "the folder of a model; fullshard export makes one from a checkpoint."
     )
 
 
 def _refuse_language_model(name: str, folder: Path) -> None:
-    """sentence-transformers would average a language model's hidden states without a word, and call that embeddings."""
+    """sentence-transformers would silently average a language model's hidden states and call that embeddings."""
     if (folder / "modules.json").is_file():
         return
     for file, says in _LANGUAGE_MODEL.items():
         try:
             found = says(json.loads((folder / file).read_text(encoding="utf-8")))
-        except (OSError, ValueError, AttributeError):  # not there, or broken: what loads it says how
+        except (OSError, ValueError, AttributeError):  # missing or broken: loading it raises a better error
             continue
         if found:
             raise SetupError(
-                f"MODEL = {name} is a language model ({found} in {folder / file}): it gives the next token, no "
+                f"MODEL = {name} is a language model ({found} in {folder / file}): it predicts tokens and has no "
                 "embeddings. fullshard mine takes an embedding model: a run with objective.kind: contrastive, a folder "
                 "or hub name of sentence-transformers, or an encoder such as BERT."
             )
@@ -80,11 +80,11 @@ def _causal_adapter(config: dict[str, Any]) -> str | None:
 
 
 _LANGUAGE_MODEL = {"config.json": _causal, "adapter_config.json": _causal_adapter}
-"""What a folder of Transformers and one of PEFT say of themselves; modules.json makes either an embedding model."""
+"""How configs of Transformers and PEFT show a language model; with modules.json either is an embedding model."""
 
 
 def get_ready(device: str | None) -> None:
-    """Refuses a machine without the package or the device, before anything is read."""
+    """Raises if the package or the device is missing, before anything is read."""
     try:
         import sentence_transformers  # noqa: F401
     except ImportError as error:
@@ -111,7 +111,7 @@ def load(name: str, *, device: str | None) -> Any:
     logging.disable_progress_bar()
     try:
         return SentenceTransformer(name, device=device)
-    except Exception as error:  # whatever the libraries call it
+    except Exception as error:  # the libraries raise many types
         raise SetupError(
             f"MODEL = {name} cannot be loaded by sentence-transformers ({_first_line(error)}). Give a model with its "
             "tokenizer, as a run leaves it in its folder model/."
@@ -162,12 +162,12 @@ class Embedder:
                     f"--batch-size {self.batch_size} does not fit into the memory of {self.model.device}. Set a "
                     "smaller one."
                 ) from error
-            # Scores of a bf16 model would tie by the dozen.
+            # In bf16 many scores would tie.
             found.append(vectors.float())
             bar.advance()
         vectors = torch.cat(found)
         if not bool(torch.isfinite(vectors).all()):
-            raise SetupError("MODEL gives embeddings with numbers that are not finite. Use a model that is whole.")
+            raise SetupError("MODEL gives embeddings with NaN or Inf. Check its weights.")
         return vectors
 
     def pair_scores(
@@ -186,10 +186,10 @@ class Embedder:
     def search(
         self, queries: torch.Tensor, documents: torch.Tensor, depths: Sequence[int], bar: Bar
     ) -> Iterator[list[Hit]]:
-        """The best hits of each query, at least as many as its depth where the corpus has them."""
+        """The best hits of each query, at least as many as its depth if the corpus has them."""
         from sentence_transformers.util import dot_score, semantic_search
 
-        # Embeddings of unit length; every other model is asked for its own similarity.
+        # For cosine, embeddings are normalised; other models use their own similarity.
         score = dot_score if self._cosine else self.model.similarity
         for start in range(0, len(queries), QUERIES):
             some = slice(start, start + QUERIES)

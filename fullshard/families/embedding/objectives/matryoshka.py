@@ -1,4 +1,4 @@
-"""Which first numbers of an embedding are trained as embeddings of their own. Must not know losses or models."""
+"""Matryoshka: which prefixes of an embedding are trained as embeddings too. Must not know losses or models."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SMALLEST_DIM = 64
 
 
 class Matryoshka(Section):
-    """Embeddings whose first numbers are embeddings too."""
+    """Embeddings whose prefixes are embeddings too."""
 
     dims: list[int] | None = Field(None, min_length=1)
-    """How many numbers are taken each time; null: all, a half, a quarter, ... down to 64."""
+    """Dimensions of the prefixes; null: all, a half, a quarter, ... down to 64."""
     weights: list[float] | None = None
-    """The weight of the loss at each; null: 1."""
+    """The loss weight of each; null: 1."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -30,14 +30,14 @@ class Matryoshka(Section):
     @model_validator(mode="after")
     def _as_many(self) -> Matryoshka:
         if self.dims is not None and (min(self.dims) < 1 or len(set(self.dims)) != len(self.dims)):
-            raise ValueError(f"matryoshka.dims = {self.dims}: each must be at least 1, and none twice")
+            raise ValueError(f"matryoshka.dims = {self.dims}: each must be at least 1 and occur once")
         if self.weights is not None and len(self.weights) != len(self.dims or ()):
             entries = counted(len(self.weights), "entry")
             raise ValueError(f"matryoshka.weights has {entries} and dims {len(self.dims or ())}")
         return self
 
     def of(self, width: int) -> list[tuple[int, float]]:
-        """(numbers taken, weight) for embeddings of this width."""
+        """(dimension, weight) for embeddings of this width."""
         dims = self.dims or [width]
         while self.dims is None and dims[-1] // 2 >= SMALLEST_DIM:
             dims.append(dims[-1] // 2)

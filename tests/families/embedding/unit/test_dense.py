@@ -96,18 +96,18 @@ def test_widths_that_do_not_fit(tmp_path: Path) -> None:
     found = read_sentence(sentence_folder(tmp_path, PLACES, second=DENSE | {"in_features": 6}))
     assert found is not None
     check_widths(found.dense, 5)
-    with pytest.raises(RecipeError, match=r"2_Dense/config.json has in_features = 5, and what .* gives 7 numbers"):
+    with pytest.raises(RecipeError, match=r"2_Dense/config.json has in_features = 5, but its input has width 7"):
         check_widths(found.dense, 7)
     found = read_sentence(sentence_folder(tmp_path, PLACES))
     assert found is not None
-    with pytest.raises(RecipeError, match=r"3_Dense/config.json has in_features = 5, and what .* gives 6 numbers"):
+    with pytest.raises(RecipeError, match=r"3_Dense/config.json has in_features = 5, but its input has width 6"):
         check_widths(found.dense, 5)
 
 
 @pytest.mark.parametrize("order", ["01423", "01243", "02134", "012344", "104", "04", "0112", "0"])
 def test_modules_in_another_order(tmp_path: Path, order: str) -> None:
     """A Normalize before a Dense would else be moved behind it in silence."""
-    with pytest.raises(RecipeError, match="then any number of Dense, then at most one Normalize"):
+    with pytest.raises(RecipeError, match="Pooling, any number of Dense, at most one Normalize"):
         read_sentence(sentence_folder(tmp_path, [PLACES[int(place)] for place in order]))
 
 
