@@ -1,4 +1,4 @@
-"""What a fullshard checkpoint says of its model, for a recipe that gives `model.from` and nothing else.
+"""What a fullshard checkpoint records about its model, for a recipe that gives only `model.from`.
 
 Reads JSON only, so that a recipe can be completed without torch. Must not know modules, tensors or ranks.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from fullshard.errors import CheckpointError, RecipeError
 
 FILES = (".pt", ".pth", ".bin", ".safetensors")
-"""Endings of a file with one whole state; anything else that `model.from` names is a checkpoint."""
+"""Suffixes of a state file; anything else that `model.from` names is a checkpoint."""
 _STRUCTURE = (
     *("path", "base", "architecture", "size", "overrides", "revision", "lora", "resize_embedding"),
     *("pooling", "normalize"),
@@ -22,12 +22,12 @@ _NOT_BESIDE = ("base", "size", "overrides", "revision")
 
 
 def is_file(start: str) -> bool:
-    """Whether `model.from` means one file of tensors and not a checkpoint folder."""
+    """Whether `model.from` names a state file, not a checkpoint folder."""
     return start.endswith(FILES)
 
 
 def checkpoint_of(start: str) -> Path:
-    """The checkpoint that `model.from` means: a checkpoint folder, a run folder, `best` or `last`, a URL."""
+    """The checkpoint that `model.from` names: a checkpoint folder, a run folder, `best` or `last`, a URL."""
     from fullshard.checkpoint import folder as files
 
     try:
@@ -37,26 +37,26 @@ def checkpoint_of(start: str) -> Path:
 
 
 def _meant(folder: Path) -> str | None:
-    """The right key for a folder that is no checkpoint."""
+    """The right key for a folder that is not a checkpoint."""
     for name, what in (("adapter_config.json", "a PEFT adapter"), ("config.json", "a model folder")):
         if (folder / name).is_file():
-            return f"this is {what} and no checkpoint. Name it in model.path."
+            return f"this is {what}, not a checkpoint. Name it in model.path."
     return None
 
 
 def refuse_checkpoint(folder: Path, named: str) -> None:
-    """`model.path` is for models; a checkpoint or a run in it is meant for `model.from`."""
+    """Raises RecipeError for a checkpoint or run in `model.path`: it belongs into `model.from`."""
     if (folder / "config.json").is_file():
         return
     if (folder / "manifest.json").is_file() or any(folder.glob("checkpoint-*/manifest.json")):
         raise RecipeError(
-            f"model.path = {named!r} holds fullshard checkpoints and no model. Name it in model.from instead, or use "
+            f"model.path = {named!r} holds fullshard checkpoints, not a model. Name it in model.from instead, or use "
             "the model/ folder of the run."
         )
 
 
 def recorded_model(start: str) -> dict[str, Any] | None:
-    """The `model` section of the run that wrote the checkpoint; None where it is not written down."""
+    """The `model` section of the run that wrote the checkpoint; None if it is not recorded."""
     from fullshard.checkpoint import folder as files
 
     recipe = files.read_state(checkpoint_of(start)).get("recipe")
@@ -74,7 +74,7 @@ def completed(values: Mapping[str, Any], *, kinds: tuple[str, ...] = ("hf",)) ->
         return dict(values)
     if is_file(start):
         raise ValueError(
-            f"model.from = {start!r} holds tensors alone. Give model.path (a folder with its config) or "
+            f"model.from = {start!r} holds only tensors. Give model.path (a folder with its config) or "
             "model.architecture beside it"
         )
     try:
@@ -95,7 +95,7 @@ def _complete(values: dict[str, Any], start: str, kinds: tuple[str, ...]) -> dic
     beside = [key for key in _NOT_BESIDE if values.get(key)]
     if beside:
         raise RecipeError(
-            f"model.{beside[0]} goes with model.path or model.architecture; model.from = {start!r} stands alone and "
+            f"model.{beside[0]} goes with model.path or model.architecture; model.from = {start!r} is used alone and "
             "brings its own. Leave it out, or give model.path or model.architecture as well."
         )
     if values.get("lora") and (found.get("lora") or found.get("base")):
@@ -126,7 +126,7 @@ def _tokenizer(start: str, recorded: Any) -> Any:
 
 
 def kept_tokenizer(start: str) -> Path | None:
-    """The tokenizer that a checkpoint on this machine holds; None for a file of tensors, and without one."""
+    """The tokenizer in a local checkpoint; None for a state file, or without one."""
     from fullshard.checkpoint import folder as files
 
     if is_file(start) or "://" in start:

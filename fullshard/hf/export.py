@@ -1,7 +1,7 @@
-"""Writes a trained model as a folder that the ecosystem's own loader reads: safetensors, or a PEFT adapter.
+"""Writes a trained model as a folder that `from_pretrained` reads: safetensors, or a PEFT adapter.
 
-Tensors arrive one at a time and are written at once; only where Transformers makes one stored tensor of several is a
-block held. Must not know ranks or how tensors were gathered.
+Tensors arrive one at a time and are written immediately; a block is held only if Transformers stores several of its
+tensors as one. Must not know ranks or how tensors were gathered.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fullshard.hf.adapters.merge import Merge, merged_rows
 from fullshard.hf.adapters.peft_folder import stored_names
 
 SHARD_BYTES = 5_000_000_000
-"""The size of one file, the ecosystem's habit."""
+"""The usual size of one file."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Form:
     """How a model is written."""
 
     dtype: torch.dtype | None = None
-    """Of the parameters; None: fp32."""
+    """The dtype of parameters; None: fp32."""
     shard_bytes: int | None = None
-    """The most bytes that a file holds, unless one tensor has more; None: 5 GB."""
+    """The maximum size of a file, unless one tensor is larger; None: 5 GB."""
     merged: bool = False
-    """Adapters are added to the weights; their tensors come before those of the weights that they adapt."""
+    """Adapters are added to the weights; their tensors arrive before the weights that they adapt."""
 
 
 def export_model(
@@ -52,7 +52,7 @@ def export_model(
     source: Path | None,
     processor: Any,
 ) -> None:
-    """Writes all parameters, tied ones once, under the names that Transformers stores, and the config."""
+    """Writes all parameters, tied ones once, under Transformers' stored names, and the config."""
     folder.mkdir(parents=True, exist_ok=True)
     model: Any = module
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -69,7 +69,7 @@ def export_model(
             if name in seen:
                 continue
             seen.add(name)
-            # A buffer keeps its dtype: its values may be positions or counts.
+            # A buffer keeps its dtype: it may hold positions or counts.
             writer.add(name, tensor, dtype if tensor.is_floating_point() and name in expected else tensor.dtype)
         require_complete(folder, expected, seen, "parameters")
         for name, buffer in _persistent_buffers(module):
@@ -88,7 +88,7 @@ def export_adapter(
     processor: Any,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes the adapters in PEFT's own layout, as they were trained or in `dtype`; the base is named, not copied."""
+    """Writes the adapters in PEFT's layout, as trained or in `dtype`; the base is named, not copied."""
     folder.mkdir(parents=True, exist_ok=True)
     stored, seen = stored_names(module), set()
     with SafetensorsStream(folder / "adapter_model.safetensors") as stream:
@@ -114,7 +114,7 @@ def require_complete(folder: Path, expected: Collection[str], seen: Collection[s
 
 
 def stored_conversions(module: nn.Module) -> list[Any]:
-    """How Transformers' stored names differ from the module's; asked for before sharding renames the module's class."""
+    """How Transformers' stored names differ from the module's. Must run before sharding renames the class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -122,7 +122,7 @@ def stored_conversions(module: nn.Module) -> list[Any]:
 
 
 class _Writer:
-    """Streams tensors into files of at most a given size; one ends between blocks wherever a block fits into a file."""
+    """Streams tensors into files of limited size; a file ends between blocks if a block fits into a file."""
 
     def __init__(
         self, folder: Path, module: nn.Module, *, dtype: torch.dtype, shard_bytes: int, merge: Merge | None
@@ -133,7 +133,7 @@ class _Writer:
         for name, parameter in _base_parameters(module):
             block, size = _block_of(name), parameter.numel() * dtype.itemsize
             self._block_bytes[block] = self._block_bytes.get(block, 0) + size
-            # A line of the header each; fused experts may be stored one by one.
+            # Header space per tensor; fused experts may be stored one by one.
             self._reserve += 256 * (2 * parameter.shape[0] if parameter.dim() == 3 else 1)
         self._whole_blocks = any(_makes_one_of_several(t) for t in getattr(module, "_weight_conversions", None) or ())
         self._held: dict[str, torch.Tensor] = {}
@@ -164,7 +164,7 @@ class _Writer:
             self._release()
 
     def _renamed(self, name: str, shape: torch.Size) -> str | None:
-        """The stored name of a tensor that Transformers stores as it is; None where its values change."""
+        """The stored name of a tensor that Transformers stores unchanged; None if its values change."""
         from transformers.core_model_loading import revert_weight_conversion
 
         probe = torch.empty(shape, device="meta")
@@ -176,7 +176,7 @@ class _Writer:
         return stored if found is probe and not more else None
 
     def _release(self) -> None:
-        """Writes what is held of a block, in the form that Transformers stores."""
+        """Writes the held tensors of a block in Transformers' stored form."""
         from transformers.core_model_loading import revert_weight_conversion
 
         if not self._held:
@@ -206,7 +206,7 @@ class _Writer:
         self._total += entry.size_bytes
 
     def _cut(self, coming: int, *, whole: bool) -> None:
-        """Ends the file where what comes does not fit; a block larger than a file is cut between its tensors."""
+        """Ends the file if the next tensors do not fit; a block larger than a file is split between tensors."""
         if self._in_file and self._in_file + coming > self._shard_bytes and (whole or coming <= self._shard_bytes):
             self._end()
 
@@ -231,7 +231,7 @@ class _Writer:
         self._name()
 
     def _name(self) -> None:
-        """Gives the files their final names, which hold their number, and writes the index."""
+        """Renames the files to their final names, which contain their number, and writes the index."""
         for old in (*self._folder.glob("model*.safetensors"), self._folder / "model.safetensors.index.json"):
             old.unlink(missing_ok=True)
         if len(self._files) == 1:
@@ -258,7 +258,7 @@ def _block_of(name: str) -> str:
 
 
 def _base_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters without adapters, by their names before adapters came in."""
+    """The parameters without adapters, by their names before adapters were added."""
     own = ((name, p) for name, p in module.named_parameters() if not is_adapter(name) and not is_scalar(name))
     return ((base_name(name), p) for name, p in own)
 

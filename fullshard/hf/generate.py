@@ -1,4 +1,4 @@
-"""Continues rows of tokens with Transformers' own `generate`, which keeps keys and values from token to token.
+"""Continues rows of tokens with Transformers' own `generate` and its KV cache.
 
 Works on sharded modules: every rank calls it with as many rows at a time, and goes on until all ranks are done.
 Must not know prompts, texts or recipes.
@@ -27,7 +27,7 @@ def continue_rows(
     device: torch.device,
     in_step: bool,
 ) -> list[list[int]]:
-    """The tokens after each row, the stop token included where one ended it."""
+    """The new tokens of each row, including the stop token if there was one."""
     model: Any = module
     settings = _settings(model, way, source=source)
     width = max(map(len, rows))
@@ -43,13 +43,13 @@ def continue_rows(
 
 
 def stop_tokens(model: Any, source: Path | None) -> set[int]:
-    """The tokens that end a text, as the model itself says."""
+    """The stop tokens of the model."""
     found = _stored(model, source).eos_token_id
     return set(found if isinstance(found, list) else [] if found is None else [found])
 
 
 def _stored(model: Any, source: Path | None) -> Any:
-    """What an export would write: the settings beside the weights, or what follows from the model's config."""
+    """The generation settings beside the weights, or those that follow from the model's config."""
     from transformers import GenerationConfig
 
     if source is not None and (source / "generation_config.json").is_file():
@@ -58,7 +58,7 @@ def _stored(model: Any, source: Path | None) -> Any:
 
 
 def _settings(model: Any, way: Continuation, *, source: Path | None) -> Any:
-    """The stored settings, with what is asked for: nothing is drawn unless there is a temperature."""
+    """The stored settings with the requested ones; greedy unless there is a temperature."""
     found = copy.deepcopy(_stored(model, source))
     ends = sorted(way.ends)
     changed: dict[str, Any] = {
@@ -81,7 +81,7 @@ def _settings(model: Any, way: Continuation, *, source: Path | None) -> Any:
 
 
 def _up_to_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """Without the padding that follows the end of a row."""
+    """Without the padding after the end of a row."""
     stop = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
     return tokens[:stop]
 

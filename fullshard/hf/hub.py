@@ -1,4 +1,4 @@
-"""Finds a model on disk: a folder, or a hub name that has been (or now is) fetched into the hub's own cache.
+"""Finds a model on disk: a folder, or a hub name that is (or gets) downloaded into the hub's own cache.
 
 Must not know configs, modules or ranks.
 """
@@ -17,7 +17,7 @@ _SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors", "adapter_model.bin", "[0-9]_Dense*/pytorch_model.bin"]
 _UNWANTED = [
     *("original/*", "consolidated*", "onnx/*", "openvino/*", "*.gguf"),
-    # Of the folders inside, sentence-transformers names its modules' 0_Transformer, 2_Dense; these are all others.
+    # Subfolders, except those of sentence-transformers' modules (0_Transformer, 2_Dense).
     *("[!0-9]*/*.safetensors", "[0-9]/*.safetensors", "[0-9][!_]*/*.safetensors"),
 ]
 
@@ -34,13 +34,13 @@ def local_folder(name: str, *, revision: str | None, where: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
     except Exception as error:
         raise SetupError(
-            f"{where} = {name!r} is no folder here, and the hub's cache does not hold it ({_first_line(error)}). "
+            f"{where} = {name!r} is not a folder here, and not in the hub's cache ({_first_line(error)}). "
             f"Fetch it on a machine with network access: hf download {name}"
         ) from error
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The config.json in a folder; None where there is none, or it is not JSON."""
+    """The config.json of a folder; None if it is missing or not JSON."""
     try:
         found: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -57,14 +57,14 @@ def is_transformers_folder(folder: Path) -> bool:
 
 
 def lasting(name: str, *, folder: Path) -> str:
-    """The name under which other libraries find a model from anywhere: a hub name as it is; anything that means a
-    folder on this machine (a relative path, package:NAME/FOLDER) as the absolute path of that folder."""
+    """The name by which other libraries find a model from anywhere: a hub name unchanged; anything that names a local
+    folder (a relative path, package:NAME/FOLDER) as an absolute path."""
     local = name.startswith("package:") or os.path.isdir(os.path.expanduser(name))
     return str(folder.resolve()) if local else name
 
 
 def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: str) -> Path:
-    """The folder of a model, downloaded when it is a hub name that is not on disk yet."""
+    """The folder of a model, downloaded if it is a hub name that is not on disk yet."""
     folder = _in_package(name, where=where) or Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         return folder.resolve()
@@ -81,7 +81,7 @@ def fetch(name: str, *, revision: str | None, code: bool, weights: bool, where: 
 
 
 def _in_package(name: str, *, where: str) -> Path | None:
-    """The folder that `package:NAME/FOLDER` means: one that comes with an installed Python package."""
+    """The folder that `package:NAME/FOLDER` names, inside an installed Python package."""
     if not name.startswith("package:"):
         return None
     package, _, inside = name.removeprefix("package:").partition("/")
@@ -98,7 +98,7 @@ def _in_package(name: str, *, where: str) -> Path | None:
 
 
 def _refuse_paths(name: str, *, where: str) -> None:
-    """A name that can only be meant as a path must not become a request to the hub."""
+    """Raises RecipeError for a missing path, which must not become a request to the hub."""
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise RecipeError(
             f"{where} = {name!r}: there is no such folder. Check the path; a hub name looks like owner/model."
@@ -106,23 +106,23 @@ def _refuse_paths(name: str, *, where: str) -> None:
 
 
 def _explain(error: Exception, name: str, *, revision: str | None, where: str) -> Exception:
-    """Turns what the hub says into where, what and what to do."""
+    """Turns an error of the hub into a RecipeError that says what to do."""
     from huggingface_hub import errors
 
     cases: list[tuple[Any, str]] = [
         (errors.GatedRepoError, "is gated. Accept its terms on its hub page, then log in with: hf auth login"),
         (errors.RevisionNotFoundError, f"has no revision {revision!r}. Check model.revision"),
-        (errors.HFValidationError, "is no folder here and not a hub name. Check the path or the spelling"),
+        (errors.HFValidationError, "is not a folder here and not a hub name. Check the path or the spelling"),
         (
             errors.RepositoryNotFoundError,
-            "is no folder here and not on the hub (or private). Check the spelling, or log in with: hf auth login",
+            "is not a folder here and not on the hub (or private). Check the spelling, or log in with: hf auth login",
         ),
     ]
     for kind, words in cases:
         if isinstance(error, kind):
             return RecipeError(f"{where} = {name!r} {words}.")
     return SetupError(
-        f"{where} = {name!r} is no folder here and could not be fetched from the hub ({_first_line(error)}). "
+        f"{where} = {name!r} is not a folder here and could not be downloaded from the hub ({_first_line(error)}). "
         f"Fetch it on a machine with network access (hf download {name}), or give a local folder."
     )
 

@@ -1,4 +1,4 @@
-"""A model of Transformers, for any family: from a folder, the hub, an adapter, a checkpoint or from scratch.
+"""Models of Transformers, for any family: from a folder, the hub, an adapter, a checkpoint, or from scratch.
 
 Edits come in one order: embedding size, adapters, frozen parameters. Must not know objectives, ranks or sharding.
 """
@@ -43,18 +43,18 @@ ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "va
 
 
 class TransformersModel(TokenHubModel):
-    """Weights, tokenizer, adapters and edits of a Transformers model; families say what the model is for."""
+    """Weights, tokenizer, adapters and edits of a Transformers model; a family's subclass says what it is for."""
 
     headless: ClassVar[bool] = False
-    """Whether the model is the backbone alone."""
+    """Whether the model is only the backbone."""
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = tuple(
         (stored, scratch) for stored in ("path", "base") for scratch in ("architecture", "size")
     )
 
     path: str | None = None
-    """A folder or hub name with weights to start from; the training of a PEFT adapter is continued."""
+    """A folder or hub name with weights to start from; a PEFT adapter is trained further."""
     base: str | None = None
-    """The base model of the adapter in `path`, where it is not the one that the adapter names."""
+    """The base model of the adapter in `path`, if it is not the one that the adapter names."""
     start: str | None = Field(None, alias="from")
     """Weights to start from instead: a fullshard checkpoint (its folder, a run, best, last; alone it also decides what
     model it is), or beside path or architecture one file with a whole state (.pt, .pth, .bin, .safetensors)."""
@@ -63,7 +63,7 @@ class TransformersModel(TokenHubModel):
     size: str | None = None
     """The named size of the architecture; every architecture has tiny."""
     overrides: dict[str, Any] = Field(default_factory=dict)
-    """Config keys that differ from the size, or from the config beside the weights."""
+    """Config keys to change, on top of the size or the stored config."""
     tokenizer: Tokenizer | None = None
     """A folder, a hub name, or {train: {vocab_size: N}}; null: the one beside `path`."""
     trust_remote_code: bool = False
@@ -73,7 +73,7 @@ class TransformersModel(TokenHubModel):
     lora: Lora | None = None
     """Train adapters instead of the model: true, a rank, or settings."""
     freeze: list[str] = Field(default_factory=list)
-    """Patterns over parameter names that are not trained: model.embed_tokens.*"""
+    """Patterns of parameter names that are not trained: model.embed_tokens.*"""
     resize_embedding: bool | None = None
     """Rows of embedding and head: null grows them for tokens that were added to the model's own tokenizer, true fits
     them to any tokenizer exactly, false never changes them. New rows start as the mean of the stored ones."""
@@ -135,7 +135,7 @@ class TransformersModel(TokenHubModel):
             train_tokenizer(texts, training, folder=self._trained_tokenizer)
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
-        """The tokenizer; None when none is named and none lies beside the model, which is enough for tokenised data."""
+        """The tokenizer; None if none is named or stored with the model, which is enough for tokenized data."""
         from fullshard.hf.hub import local_folder
 
         if self.tokenizer and self.tokenizer.train:
@@ -151,7 +151,7 @@ class TransformersModel(TokenHubModel):
         return self.load_processor(folder, where="model.tokenizer")
 
     def own_processor(self) -> Any:
-        """The tokenizer beside the stored weights; None without one."""
+        """The tokenizer stored with the weights; None without one."""
         if self.start is not None and (kept := checkpoint_model.kept_tokenizer(self.start)) is not None:
             return self.load_processor(kept, where="model.from")
         beside = [self._adapter(), self._folder()] if self.path is not None else []
@@ -170,11 +170,11 @@ class TransformersModel(TokenHubModel):
         config = self._config()
         if processor is not None:
             self._fit_vocabulary(config, processor)
-        # varlen is switched on by whoever provides that kernel; the model is built with the one it replaces.
+        # varlen is switched on later; the model is built with the kernel that it replaces.
         attention = None if self.attention in ("auto", "varlen") else self.attention
         code = self.trust_remote_code
         module = empty_model(config, attention=attention, trust_remote_code=code, headless=self.headless)
-        # Before adapters: they replace layers, and the rule is about the model itself.
+        # Before adapters, which replace layers.
         self._bind(module)
         module._weight_conversions = stored_conversions(module)  # type: ignore[assignment]
         base, revision = self._exported_base()
@@ -245,7 +245,7 @@ class TransformersModel(TokenHubModel):
                 module,
                 base=folder if self.path is not None else None,
                 adapter=functools.partial(adapter_weights, adapter, module) if adapter is not None else None,
-                # From scratch the vocabulary has no size of its own to grow from.
+                # From scratch there is no stored vocabulary size to grow from.
                 resized=resized if self.path is not None else self.resize_embedding is True,
                 alpha=self.lora.alpha if self.lora is not None else None,
             )
@@ -254,7 +254,7 @@ class TransformersModel(TokenHubModel):
         return folder() if adapter is None else Together(adapter_weights(adapter, module), folder())
 
     def stored_in(self) -> Path | None:
-        """The folder of the base model's weights, if they come from there; None from scratch or by `model.from`."""
+        """The folder of the base model's weights; None from scratch or with `model.from`."""
         from fullshard.hf.weights.start_weights import frozen_dtype
 
         if self.path is None or (self.start is not None and frozen_dtype(self.start) is not None):
@@ -267,7 +267,7 @@ class TransformersModel(TokenHubModel):
         initialise_subtree(unit, root=root)
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """fp32 for what is trained; frozen parameters stay in the half precision they are stored in, if they are."""
+        """fp32 if trained; frozen parameters stay in half precision if they are stored so."""
         import torch
 
         from fullshard.hf.weights.safetensors_folder import stored_dtype
@@ -296,7 +296,7 @@ class TransformersModel(TokenHubModel):
         shard_bytes: int | None = None,
         merged: bool = False,
     ) -> None:
-        """Adapters in PEFT's layout, everything else in Transformers' own, in the dtype it was stored in."""
+        """Adapters in PEFT's layout, everything else in Transformers' layout and the stored dtype."""
         from fullshard.hf.adapters.edits import has_adapters
         from fullshard.hf.export import Form, export_adapter, export_model
         from fullshard.hf.weights.safetensors_folder import stored_dtype
@@ -309,7 +309,7 @@ class TransformersModel(TokenHubModel):
         export_model(module, tensors, folder, form, source=source, processor=processor)
 
     def _adapter(self) -> Path | None:
-        """The PEFT adapter in `path`; None where `path` is a model."""
+        """The PEFT adapter in `path`; None if `path` is a model."""
         from fullshard.hf.adapters.peft_folder import is_adapter_folder
         from fullshard.hf.hub import local_folder
 
@@ -337,9 +337,9 @@ class TransformersModel(TokenHubModel):
         return (self.base, None) if self.base is not None else named_base(Path(self._adapter() or ""))
 
     def _exported_base(self) -> tuple[str | None, str | None]:
-        """What exported adapters name as their base, and its revision on the hub: found from any working directory.
+        """The base that exported adapters name, valid in any working directory, and its revision on the hub.
 
-        A checkpoint or a file in `model.from` is named, too, though only fullshard reads it."""
+        May be a checkpoint or file from `model.from`, which only fullshard reads."""
         from fullshard.hf.hub import lasting
 
         if self.stored_in() is None:
@@ -372,14 +372,14 @@ class TransformersModel(TokenHubModel):
         return load_config(self._folder(), trust_remote_code=self.trust_remote_code, overrides=self.overrides)
 
     def stored_rows(self) -> int | None:
-        """Rows of the embedding as the config beside the weights has them; None where there is none."""
+        """The vocabulary size of the stored config; None without one."""
         return int(self._config().get_text_config(decoder=True).vocab_size) if self.path is not None else None
 
     def _fit_vocabulary(self, config: Any, processor: Any) -> None:
         rows = self.stored_rows()
         if self.tokenizer is not None and (rows is not None or self.start is not None):
             check_tokenizer(processor, self.own_processor(), rows=rows, agreed=self.resize_embedding is True)
-        # A named size keeps the vocabulary of its name; tiny has none of its own.
+        # A named size keeps its vocabulary; tiny has none.
         exact = self.resize_embedding is True or (self.size == "tiny" and "vocab_size" not in self.overrides)
         new_rows = fit_vocabulary(config, processor, resize=self.resize_embedding, exact=exact, stored=rows is not None)
         if new_rows and (self.lora is not None or self._adapter() is not None):

@@ -21,7 +21,7 @@ from fullshard.formatting.plural import counted
 logger = logging.getLogger(__name__)
 
 ADAPTER = "default"
-"""The name peft gives an adapter; it is part of the parameter names."""
+"""peft's name of the adapter, which is part of parameter names."""
 
 
 def add_lora(
@@ -37,12 +37,12 @@ def add_lora(
 ) -> None:
     """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta.
 
-    `base` and `revision` are what an export names as the model that the adapters belong to."""
+    An export names `base` and `revision` as the adapters' base model."""
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
     for target in targets if isinstance(targets, list) else []:
-        # peft adapts what it finds and says nothing about the rest.
+        # peft silently ignores targets that do not exist.
         if not any(name == target or name.endswith(f".{target}") for name, _ in module.named_modules()):
             raise _no_target(module, targets, f"no module is called {target!r}", name=target)
     config = LoraConfig(
@@ -53,9 +53,9 @@ def add_lora(
         task_type=task,
         base_model_name_or_path=base,
         revision=revision,
-        # No embedding comes out of a pooler: an adapter there would never learn.
+        # The pooler is unused: an adapter there would never learn.
         exclude_modules=r"(.*\.)?pooler\..*" if task == "FEATURE_EXTRACTION" and hasattr(module, "pooler") else None,
-        # GPT-2's layers keep their matrix transposed.
+        # GPT-2's Conv1D stores its matrix transposed.
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
     )
     try:
@@ -65,11 +65,11 @@ def add_lora(
 
 
 def inject(module: nn.Module, config: Any) -> None:
-    """Adds the adapters of a peft config in place; they are trained and nothing else is. ValueError: nothing fits."""
+    """Adds the adapters of a peft config in place; only they are trained. Raises ValueError if nothing fits."""
     from peft import inject_adapter_in_model
 
     with warnings.catch_warnings():
-        # peft adds patterns for fused experts by itself, and then warns that nobody targets those.
+        # peft adds patterns for fused experts itself, and then warns that they are not targeted.
         warnings.filterwarnings("ignore", message=".*_pattern keys did not match any targeted module")
         inject_adapter_in_model(config, module, adapter_name=ADAPTER, low_cpu_mem_usage=True)
     for name, parameter in module.named_parameters():
@@ -90,7 +90,7 @@ def _no_target(module: nn.Module, targets: str | list[str], reason: str, *, name
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Whether the module was given LoRA adapters."""
+    """Whether the module has LoRA adapters."""
     return bool(getattr(module, "peft_config", None))
 
 
@@ -119,8 +119,8 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def base_name(name: str) -> str:
-    """The parameter's name as it was before adapters came in."""
-    # More than once where several parameters of one module (fused experts) are adapted.
+    """The parameter's name before adapters were added."""
+    # More than once if several parameters of one module (fused experts) are adapted.
     return re.sub(r"\.base_layer(?=\.)", "", name)
 
 

@@ -18,7 +18,7 @@ from fullshard.hf.adapters.edits import ADAPTER, base_name
 
 
 class Merge:
-    """The adapters of one module: given their tensors first, it merges rows of the weights that follow."""
+    """The adapters of one module: takes their tensors first, then merges them into rows of the weights."""
 
     def __init__(self, module: nn.Module) -> None:
         self._layers = _adapted(module)
@@ -28,7 +28,7 @@ class Merge:
     def take(self, name: str, tensor: torch.Tensor) -> None:
         """One adapter tensor, under its own name."""
         if name not in self._owner:
-            raise CheckpointError(f"{name} is part of no adapter that can be merged. Export it with --as adapter.")
+            raise CheckpointError(f"{name} is not part of a mergeable adapter. Export it with --as adapter.")
         self._values[name] = tensor.detach().to("cpu", torch.float32)
 
     def rows(self, name: str, rows: torch.Tensor, start: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Merge:
         path, layer = self._layers[name]
         missing = [part for part in _parts(path, layer) if part not in self._values]
         if missing:
-            raise CheckpointError(f"{', '.join(missing)}: this adapter is not given, or after its weight {name}.")
+            raise CheckpointError(f"{', '.join(missing)}: missing, or given after the adapted weight {name}.")
         down, up = (self._values[part] for part in _parts(path, layer))
         delta = _delta(layer, down, up, slice(start, start + rows.shape[0]))
         scaling: float = layer.scaling[ADAPTER]
@@ -54,7 +54,7 @@ def merged_rows(name: str, tensor: torch.Tensor, dtype: torch.dtype, merge: Merg
 
 
 def _adapted(module: nn.Module) -> dict[str, tuple[str, Any]]:
-    """Each adapted weight, by its name before adapters, with the adapter's path and layer."""
+    """Adapted weight, by its name before adapters -> path and layer of the adapter."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
@@ -82,7 +82,7 @@ def _adapted(module: nn.Module) -> dict[str, tuple[str, Any]]:
 
 
 def _parts(path: str, layer: Any) -> tuple[str, str]:
-    """The names of an adapter's two matrices: to few dimensions, and back."""
+    """The names of an adapter's two matrices: down and up."""
     if layer.lora_embedding_A:
         return f"{path}.lora_embedding_A.{ADAPTER}", f"{path}.lora_embedding_B.{ADAPTER}"
     return f"{path}.lora_A.{ADAPTER}.weight", f"{path}.lora_B.{ADAPTER}.weight"
@@ -97,7 +97,7 @@ def _delta(layer: Any, down: torch.Tensor, up: torch.Tensor, rows: slice) -> tor
         up_ORE = up.reshape(up.shape[0], -1, experts)[..., rows]
         form = "ore,eri->eoi" if layer._did_swap_in_out_features else "ore,eri->eio"
         return torch.einsum(form, up_ORE, down_ERI)
-    # A table of embeddings and GPT-2's layers keep their matrix transposed.
+    # Embeddings and GPT-2's Conv1D store their matrix transposed.
     if layer.lora_embedding_A or layer.fan_in_fan_out:
         return down[:, rows].T @ up.T
     return up[rows] @ down

@@ -1,6 +1,6 @@
-"""A PEFT adapter folder to go on training from: its settings, its base model, its tensors under the module's names.
+"""A PEFT adapter folder to continue training from: its settings, its base model, its tensors by parameter name.
 
-Only what can be trained on exactly is taken; every other setting is an error that names it. Must not know recipes,
+Only settings that can be continued exactly are accepted; any other is an error that names it. Must not know recipes,
 ranks or the base model's files.
 """
 
@@ -29,7 +29,7 @@ _TAKEN = {
 }
 """Settings of peft's LoraConfig that may differ from their default."""
 _STARTS = (True, False, "gaussian", "orthogonal")
-"""Ways of drawing fresh adapters that leave the base model as it is."""
+"""Values of init_lora_weights that do not change the base model."""
 _MERGE = (
     "Merge it into its base with peft (PeftModel.merge_and_unload, then save_pretrained) and train that folder, or "
     "start new adapters with model.lora"
@@ -37,19 +37,19 @@ _MERGE = (
 
 
 def is_adapter_folder(folder: Path, *, base_named: bool) -> bool:
-    """Whether a folder is an adapter and no model; one that is both must be told apart by `model.base`."""
+    """Whether a folder is an adapter, not a model; if it is both, `model.base` decides."""
     if not (folder / CONFIG).is_file():
         return False
     if any((folder / name).is_file() for name in _WHOLE) and not base_named:
         raise RecipeError(
-            f"model.path: {folder} holds a whole model and a PEFT adapter beside it. To go on with the adapter name "
-            f"its base in model.base; to train the model take {CONFIG} out of the folder."
+            f"model.path: {folder} holds a whole model and a PEFT adapter beside it. To continue the adapter, name "
+            f"its base in model.base; to train the model, remove {CONFIG} from the folder."
         )
     return True
 
 
 def named_base(folder: Path) -> tuple[str, str | None]:
-    """The base model that the adapter names, and its revision on the hub; an error where it has moved."""
+    """The base model that the adapter names, and its revision on the hub; raises RecipeError if it has moved."""
     settings = _settings(folder)
     name = settings.get("base_model_name_or_path")
     local = isinstance(name, str) and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1)
@@ -70,7 +70,7 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> Any:
-    """The adapter's own peft config; an error names what in it cannot be trained here."""
+    """The adapter's own peft config; raises RecipeError for settings that cannot be trained here."""
     from peft import LoraConfig
 
     settings = _settings(folder)
@@ -96,7 +96,7 @@ def read_config(folder: Path) -> Any:
         if key in usual and key not in _TAKEN and value != usual[key] and not (value in empty and usual[key] in empty)
     ]
     if settings.get("init_lora_weights", True) not in _STARTS:
-        # These change the base model when they draw their values, and the stored tensors mean that changed base.
+        # These change the base model at initialisation, and the stored tensors belong to the changed base.
         untrained.append(f"init_lora_weights = {json.dumps(settings['init_lora_weights'])}")
     if untrained:
         raise RecipeError(f"{where}: {', '.join(untrained)} cannot be trained here. {_MERGE}.")
@@ -107,7 +107,7 @@ def _config(settings: dict[str, Any], usual: dict[str, Any], where: Path) -> Any
     from peft import LoraConfig
 
     known = {key: value for key, value in settings.items() if key in usual}
-    # Values are loaded, never drawn.
+    # Values are loaded, never initialised.
     task = settings.get("task_type") or "CAUSAL_LM"
     changed = {"init_lora_weights": True, "inference_mode": False, "task_type": task}
     try:
@@ -117,7 +117,7 @@ def _config(settings: dict[str, Any], usual: dict[str, Any], where: Path) -> Any
 
 
 def add_stored(module: nn.Module, folder: Path, *, base: str, revision: str | None) -> None:
-    """Adds the folder's adapters in place, on meta; the base is named as it is found now."""
+    """Adds the folder's adapters in place, on meta, with the current name of the base."""
     config = read_config(folder)
     config.base_model_name_or_path, config.revision = base, revision
     try:

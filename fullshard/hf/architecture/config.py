@@ -60,7 +60,7 @@ def _unreadable(folder: Path, error: Exception) -> RecipeError:
     text = str(error)
     if "trust_remote_code" in text:
         return RecipeError(
-            f"model.path: the model in {folder} runs code of its own. Read that code, then set "
+            f"model.path: the model in {folder} needs its own Python code. Read that code, then set "
             "model.trust_remote_code: true."
         )
     reason = (text.strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""Whether a tokenizer is the one that stored weights were trained with: its ids mean the same words to them.
+"""Checks that a tokenizer is the one that stored weights were trained with.
 
 Tokens may have been added at the end. Must not know models, data or ranks.
 """
@@ -18,7 +18,7 @@ SAMPLES = (
     "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂",
 )
 MOST_SPARE = 0.1
-"""Share of rows that no token uses, as models are padded to a round number; more belong to another tokenizer."""
+"""The share of embedding rows that may be unused (padding to a round number); more means another tokenizer."""
 
 _ADVICE = (
     "Leave model.tokenizer out to use the model's own; to train the model on this one all the same, set "
@@ -27,8 +27,8 @@ _ADVICE = (
 
 
 def check_tokenizer(tokenizer: Any, own: Any, *, rows: int | None, agreed: bool) -> None:
-    """Refuses a tokenizer that is not the model's `own`, unless that is `agreed`. `own` is None where no tokenizer lies
-    beside the weights, `rows`, those of the stored embedding, where they are not known before it is read."""
+    """Raises RecipeError for a tokenizer that is not the model's `own`, unless `agreed`. `own` is None if none is stored
+    with the weights; `rows` (of the stored embedding) is None if unknown."""
     tokenizer, own = getattr(tokenizer, "tokenizer", tokenizer), getattr(own, "tokenizer", own)
     found = difference(tokenizer, own) if own is not None else _size(tokenizer, rows=rows)
     if found is None:
@@ -53,7 +53,7 @@ def check_tokenizer(tokenizer: Any, own: Any, *, rows: int | None, agreed: bool)
 
 
 def difference(tokenizer: Any, own: Any) -> str | None:
-    """How a tokenizer differs from the model's own, in words; None where it does not, but for tokens at the end."""
+    """How a tokenizer differs from the model's own; None if only tokens at the end were added."""
     theirs, ours = tokenizer.get_vocab(), own.get_vocab()
     special = {token.content: id_ for id_, token in own.added_tokens_decoder.items()}
     for token, id_ in {**special, **ours}.items():

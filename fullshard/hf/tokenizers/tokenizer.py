@@ -1,4 +1,4 @@
-"""Tokenizers: loaded from a folder or the hub, or trained on the run's own texts and kept by content.
+"""Tokenizers: loaded from a folder or the hub, or trained on the run's own texts and cached by content.
 
 Must not know models, data sources or ranks.
 """
@@ -30,14 +30,14 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-"""A folder with none of these has no tokenizer; Transformers would make up an empty one."""
+"""A folder without any of these has no tokenizer; Transformers would invent an empty one."""
 
 
 class TokenizerTraining(Section):
     """A byte-level BPE trained on the training texts; no text is out of its vocabulary."""
 
     vocab_size: int = Field(8192, ge=300)
-    """How many tokens, special ones included."""
+    """The number of tokens, including special ones."""
     max_characters: int = Field(50_000_000, ge=1)
     """How much text it is trained on, from the beginning of the data."""
 
@@ -48,13 +48,13 @@ class TokenizerTraining(Section):
         return {"vocab_size": value} if isinstance(value, int) else value
 
     def folder(self, cache: Path, fingerprint: str) -> Path:
-        """Where the tokenizer of these settings and this data is kept."""
+        """The cache folder of the tokenizer for these settings and this data."""
         key = f"{self.vocab_size}:{self.max_characters}:{fingerprint}"
         return cache / "tokenizers" / hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
 class Tokenizer(Section):
-    """The tokenizer, when it is not the one beside the model."""
+    """A tokenizer other than the one stored with the model."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("path", "train"),)
 
@@ -83,7 +83,7 @@ def fingerprint_of(texts: Iterable[str]) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], settings: TokenizerTraining, *, folder: Path) -> None:
-    """Trains once; a second run with the same data finds the result."""
+    """Trains once; a second run with the same data loads the result."""
     from filelock import FileLock
     from transformers import PreTrainedTokenizerFast
 
@@ -132,7 +132,7 @@ def _train(texts: Iterable[str], settings: TokenizerTraining) -> Any:
 
 
 def at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """The texts up to a number of characters in all."""
+    """The texts, up to a total number of characters."""
     for text in texts:
         yield text[:characters]
         characters -= len(text)
@@ -141,13 +141,13 @@ def at_most(texts: Iterable[str], characters: int) -> Iterator[str]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether any file of the folder is a tokenizer's. Transformers makes up an empty one where there is none."""
+    """Whether the folder has a tokenizer file. Without one, Transformers would invent an empty tokenizer."""
     names = ("tokenizer*", "vocab*", "*.tiktoken", "spiece.model", "sentencepiece*", "merges.txt")
     return any(True for name in names for _ in folder.glob(name))
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool, where: str) -> Any:
-    """The tokenizer of a folder, or an error in words."""
+    """The tokenizer of a folder; raises RecipeError."""
     from transformers import AutoTokenizer
 
     try:
@@ -157,7 +157,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, where: str) -> Any:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise RecipeError(
-                f"{where}: the tokenizer in {folder} runs code of its own. Read that code, then set "
+                f"{where}: the tokenizer in {folder} needs its own Python code. Read that code, then set "
                 "model.trust_remote_code: true."
             ) from error
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -163,10 +163,10 @@ def test_names_and_shapes_are_strict_both_ways(tmp_path: Path, whole: dict[str, 
     ("values", "message"),
     [
         ({"from": "absent"}, "model.from = 'absent': absent: no such folder"),
-        ({"from": "base"}, "this is a model folder and no checkpoint. Name it in model.path"),
+        ({"from": "base"}, "this is a model folder, not a checkpoint. Name it in model.path"),
         ({"from": "unsaid"}, "holds no settings of its model. Give model.path or model.architecture"),
         ({"from": "trained"}, "its run trained a tokenizer, and the checkpoint does not hold it"),
-        ({"from": "state.pt"}, "model.from = 'state.pt' holds tensors alone. Give model.path"),
+        ({"from": "state.pt"}, "model.from = 'state.pt' holds only tensors. Give model.path"),
         ({"from": "good", "size": "1B"}, "model.size goes with model.path or model.architecture"),
         ({"architecture": "gemma", "size": "tiny", "base": "x"}, "model.base names the base of a PEFT adapter"),
     ],
@@ -218,7 +218,7 @@ def test_a_tokenizer_in_a_remote_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_in_the_place_of_a_model(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run/checkpoint-3", {}, SCRATCH)
     for place in (tmp_path / "run", tmp_path / "run/checkpoint-3"):
-        with pytest.raises(RecipeError, match=r"holds fullshard checkpoints and no model. Name it in model\.from"):
+        with pytest.raises(RecipeError, match=r"holds fullshard checkpoints, not a model. Name it in model\.from"):
             Hf(path=str(place)).build(processor=None)
 
 

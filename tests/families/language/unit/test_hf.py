@@ -218,7 +218,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there is no such folder"):
         Hf(path=str(tmp_path / "absent")).prepare([], cache=tmp_path)
     with pytest.raises(
-        SetupError, match=r"model.path = 'nobody/nothing' is no folder here and could not be fetched.*hf download"
+        SetupError, match=r"model.path = 'nobody/nothing' is not a folder here and could not be downloaded.*hf download"
     ):
         Hf(path="nobody/nothing").prepare([], cache=tmp_path)
     with pytest.raises(SetupError, match="the hub's cache does not hold it"):
@@ -230,7 +230,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
 def test_code_of_a_model_does_not_run_unasked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "c.C"}, "model_type": "unheard_of"}))
     (tmp_path / "c.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(RecipeError, match="runs code of its own.*trust_remote_code: true"):
+    with pytest.raises(RecipeError, match="needs its own Python code.*trust_remote_code: true"):
         Hf(path=str(tmp_path)).build(processor=None)
 
 
