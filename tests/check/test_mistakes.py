@@ -506,7 +506,7 @@ def a_folder_without_weights(seed: Seed) -> None:
     (seed.folder / "model" / "model.safetensors").unlink()
 
 
-@mistake("model", "model: model", "code of its own", remedy="model.trust_remote_code: true")
+@mistake("model", "model: model", "its own Python code", remedy="model.trust_remote_code: true")
 def a_model_with_code_of_its_own(seed: Seed) -> None:
     path = seed.folder / "model" / "config.json"
     named = {"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}, "model_type": "own"}

@@ -27,7 +27,7 @@ _ADVICE = (
 
 
 def check_tokenizer(tokenizer: Any, own: Any, *, rows: int | None, agreed: bool) -> None:
-    """Raises RecipeError for a tokenizer that is not the model's `own`, unless `agreed`. `own` is None if none is stored
+    """Raises RecipeError unless a tokenizer is the model's `own`, or `agreed`. `own` is None if none is stored
     with the weights; `rows` (of the stored embedding) is None if unknown."""
     tokenizer, own = getattr(tokenizer, "tokenizer", tokenizer), getattr(own, "tokenizer", own)
     found = difference(tokenizer, own) if own is not None else _size(tokenizer, rows=rows)
