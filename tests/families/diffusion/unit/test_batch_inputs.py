@@ -202,7 +202,7 @@ def test_images_that_the_vae_does_not_take_are_found_before_the_first_step(vae: 
         checked(torch.zeros(2, 1, 8, 7))
     with pytest.raises(RecipeError, match=r"has 3 channels, and the VAE takes 1. Set data.encode.channels = 1"):
         checked(torch.zeros(2, 3, 8, 8))
-    with pytest.raises(RecipeError, match=r"values from -1 to 1, and those of data.train go up to 3. Leave"):
+    with pytest.raises(RecipeError, match=r"values from -1 to 1, and data.train has values up to 3. Leave"):
         checked(torch.full((2, 1, 8, 8), 3.0))
 
 

@@ -322,7 +322,7 @@ def test_an_embedding_that_casts_its_times_itself_is_named(objective: Objective)
         def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
             return timesteps.to(torch.bfloat16)
 
-    with pytest.raises(SetupError, match="told is given"):
+    with pytest.raises(SetupError, match="told gets the same value"):
         objective.check(Plain(Cast()), batch(2), packed=False, compute=torch.bfloat16)
 
 
@@ -338,7 +338,7 @@ def test_a_part_that_gets_exact_times_once_and_cast_ones_once_is_found(objective
                 noisy = noisy * self.embed(value)[:, :, None, None]
             return noisy
 
-    with pytest.raises(SetupError, match="embed is given"):
+    with pytest.raises(SetupError, match="embed gets the same value"):
         objective.check(Twice(), batch(2), packed=False, compute=torch.bfloat16)
 
 

@@ -181,7 +181,9 @@ def test_mistakes_are_told_in_words() -> None:
     with pytest.raises(RecipeError, match=r"model\.classes = 3, and FluxTransformer2DModel takes texts and no labels"):
         family("flux", classes=3).build(processor=None)
     overrides = {**CASES["unet_text"]["overrides"], "addition_embed_type": "image"}
-    with pytest.raises(RecipeError, match=r"addition_embed_type = 'image' asks for more .* Supported: null, text"):
+    with pytest.raises(
+        RecipeError, match=r"addition_embed_type = 'image' needs inputs other than .* Supported: null, text"
+    ):
         family("unet_text", overrides=overrides | {"encoder_hid_dim": 8, "cross_attention_dim": 8}).build(
             processor=None
         )

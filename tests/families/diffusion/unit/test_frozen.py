@@ -170,7 +170,7 @@ def test_a_latent_that_is_no_number_names_the_record(folder: Path, tmp_path: Pat
 def test_folders_that_hold_no_vae(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"data.encode.vae.path: .* has no config.json, and no vae/config.json"):
         prepared(rows(), tmp_path, encoder(vae=str(tmp_path)))
-    with pytest.raises(RecipeError, match=r"is of no class of diffusers, and only AutoencoderKL is supported"):
+    with pytest.raises(RecipeError, match=r"has the class None, and only AutoencoderKL is supported"):
         prepared(rows(), tmp_path, encoder(vae=str(folder / "t5")))
     vae = vae_folder(tmp_path / "vae")
     settings = json.loads((vae / "config.json").read_text())
