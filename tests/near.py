@@ -1,4 +1,4 @@
-"""Comparing floating-point results that took different ways: apart relative to the largest number compared.
+"""Compares floating-point results of different computations, relative to the largest number compared.
 
 One number near zero in a tensor carries the rounding of the large ones around it, so neither an absolute tolerance nor
 one relative to each number means the same on every processor.

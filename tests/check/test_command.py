@@ -18,7 +18,7 @@ from fullshard.contracts.launcher import Ranks
 from fullshard.dist import world
 from fullshard.launch.local import Local
 from tests import small
-from tests.check.seeded import Seed, everything, healthy_place, seed_in
+from tests.check.healthy_recipe import Seed, everything, healthy_place, seed_in
 from tests.ranks import RankPool
 
 SECTIONS = ["Environment", "Recipe", "Model", "Data"]

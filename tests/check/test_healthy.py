@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from fullshard.check.command import _merged
 from fullshard.config import builtin
 from tests.check import on_ranks
-from tests.check.seeded import Seed, everything, healthy_place, seed_in
+from tests.check.healthy_recipe import Seed, everything, healthy_place, seed_in
 from tests.families.embedding import vision
 from tests.ranks import RankPool
 from tests.slow import only_first

@@ -23,7 +23,7 @@ from fullshard.check.command import _merged
 from fullshard.config.part import plain
 from fullshard.recipes.read import read
 from tests.check import on_ranks
-from tests.check.seeded import By, Mistake, Seed, everything, healthy_place, seed_in
+from tests.check.healthy_recipe import By, Mistake, Seed, everything, healthy_place, seed_in
 from tests.ranks import RankPool
 from tests.slow import one_in
 

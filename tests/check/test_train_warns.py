@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import small
-from tests.check.seeded import Seed, healthy_place, seed_in
+from tests.check.healthy_recipe import Seed, healthy_place, seed_in
 from tests.ranks import RankPool
 
 CASES: dict[str, tuple[str, Callable[[Seed], None]]] = {}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fullshard.dist import gradients
-from tests.dist.spread import spread, tokens
+from tests.dist.sharded_model import spread, tokens
 from tests.ranks import RankPool
 
 

@@ -26,7 +26,7 @@ from fullshard.dist.shard import Unit
 from fullshard.dist.wrap import find_blocks
 from fullshard.optim.adamw import AdamW
 from tests.dist.denoiser import CHANNELS
-from tests.dist.spread import HALVES, dtypes_of, half, spread, tokens, whole
+from tests.dist.sharded_model import HALVES, dtypes_of, half, spread, tokens, whole
 from tests.ranks import RankPool
 from tests.slow import only_first
 from tests.small import curve, model_folder, recipe, token_file, train

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)  # half a minute on two free cores
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A straight run, and one that was killed in its saves until it was let to its end."""
     path = tmp_path_factory.mktemp("kill")
-    command = [sys.executable, "-m", "tests.dist.lives", str(path), str(KILLS), str(STEPS)]
+    command = [sys.executable, "-m", "tests.dist.killed_runs", str(path), str(KILLS), str(STEPS)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     return path

@@ -17,7 +17,7 @@ from fullshard.errors import SetupError
 from fullshard.families.language.objectives.causal_lm import CausalLM
 from tests.ranks import RankPool
 from tests.small import curve, recipe, train
-from tests.unit.proofs_of import proofs_of
+from tests.unit.architecture_proofs import proofs_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 APART = ("llama", "gpt2", "qwen3_moe", "gemma3_text")

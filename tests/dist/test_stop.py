@@ -70,7 +70,9 @@ def start(folder: Path, tmp_path: Path) -> Callable[..., Any]:
     def started(
         phase: str, *, launcher: tuple[str, ...] = (), environ: dict[str, str] | None = None, **sections: Any
     ) -> Any:
-        settings = recipe(folder, name=tmp_path.name, objective={"kind": "tests.dist.phases.Paused"}, **sections)
+        settings = recipe(
+            folder, name=tmp_path.name, objective={"kind": "tests.dist.pausing_objective.Paused"}, **sections
+        )
         (tmp_path / "recipe.yaml").write_text(json.dumps(settings))
         place = tmp_path / "phase"
         place.mkdir()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.dist.denoiser import CHANNELS, plain, sinusoid
-from tests.dist.spread import half, spread
+from tests.dist.sharded_model import half, spread
 from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.slow import only_first

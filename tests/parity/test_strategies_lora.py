@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.near import assert_near
-from tests.parity.seen_on_a_rank import PROMPT, train_and_look
+from tests.parity.sharded_model_probe import PROMPT, train_and_look
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file
 
@@ -41,8 +41,8 @@ def runs(ranks: RankPool, folder: Path) -> dict[int, list[dict[str, Any]]]:
                 name=f"world-{world}",
                 model={"lora": LORA},
                 batch={"per_device": 4, "global": 16},
-                optimizer={"kind": "tests.parity.seen_on_a_rank.LookingAdamW"},
-                evaluate={"parts": ["tests.parity.seen_on_a_rank.Look"]},
+                optimizer={"kind": "tests.parity.sharded_model_probe.LookingAdamW"},
+                evaluate={"parts": ["tests.parity.sharded_model_probe.Look"]},
             ),
             world=world,
         )

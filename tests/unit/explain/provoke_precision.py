@@ -196,7 +196,7 @@ def not_finite__at_the_first_update(folder: Path) -> None:
 
     model_folder(folder / "model")
     token_file(folder / "train.jsonl", records=16)
-    train(recipe(folder, objective={"kind": "tests.dist.failing.NotANumber"}))
+    train(recipe(folder, objective={"kind": "tests.dist.failing_objectives.NotANumber"}))
 
 
 def cache_with_checkpointing__asked_for() -> str:

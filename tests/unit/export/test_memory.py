@@ -18,8 +18,9 @@ from torch import nn
 from fullshard.checkpoint import integrity
 from fullshard.checkpoint.dcp_files import Writer
 from fullshard.config.part import plain
-from fullshard.families.language.models.hf import Hf, Lora
-from tests.unit.export import peak
+from fullshard.families.language.models.hf import Hf
+from fullshard.hf.adapters.settings import Lora
+from tests.unit.export import peak_memory
 
 SHARD_BYTES = 40_000_000
 SHAPE: dict[str, Any] = {
@@ -66,7 +67,7 @@ def test_peak_memory_stays_near_one_file(folder: Path) -> None:
     words = []
     for name, form, dtype in (("whole", "hf", "bf16"), ("adapters", "merged", "original")):
         words += [str(folder / name), str(folder / form), form, str(SHARD_BYTES), dtype]
-    command = [sys.executable, "-m", peak.__name__, *words]
+    command = [sys.executable, "-m", peak_memory.__name__, *words]
     said = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert said.returncode == 0, said.stderr
     for form, above in zip(("hf", "merged"), map(int, said.stdout.split()), strict=True):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.contracts.evaluation import Findings
 from fullshard.evaluate.command import _say
-from fullshard.evaluate.measure import Found
 from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.log.console import Console
 
@@ -84,7 +84,7 @@ def test_no_line_prints_a_perplexity_that_was_cut_off_as_a_number(console: Conso
     cut = CausalLM().derived({"loss": 456_809.0})["perplexity"]
     console.first_value(cut, "perplexity")
     console.new_best(cut, "perplexity")
-    _say(console, Found({"perplexity": cut, "loss": 2.0}, []))
+    _say(console, Findings({"perplexity": cut, "loss": 2.0}, []))
     assert lines(out) == [
         "First Val Perplexity: > 5e34 (the baseline)",
         ">>>>>> New Best Val Perplexity: > 5e34",

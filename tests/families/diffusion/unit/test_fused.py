@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.dist import recompute
 from fullshard.families.diffusion.kernels.fused import fuse
 from fullshard.families.diffusion.models.diffusers import Diffusers
-from tests.interpreted import far, interpreter
+from tests.triton_interpreter import far, interpreter
 
 
 def _model(**settings: Any) -> DiTTransformer2DModel:

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.interpreted import compare, interpreter
 from tests.near import assert_near
+from tests.triton_interpreter import compare, interpreter
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -33,7 +33,7 @@ def rise(checkpoint: str, out: str, form: str, shard_bytes: str, dtype: str) -> 
 
     before, watcher = resident("RssAnon"), threading.Thread(target=watch)
     watcher.start()
-    write.write(trained, Path(out), write.Wish(form, dtype, int(shard_bytes)), trained.tensors(names))
+    write.write(trained, Path(out), write.ExportOptions(form, dtype, int(shard_bytes)), trained.tensors(names))
     done.set()
     watcher.join()
     return peak - before

@@ -23,7 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def die(folder: Path, name: str, *, ranks: int) -> tuple[subprocess.CompletedProcess[str], Path]:
-    settings = recipe(folder, name=name, objective={"kind": f"tests.dist.failing.{name}"}, topology={"devices": ranks})
+    settings = recipe(
+        folder, name=name, objective={"kind": f"tests.dist.failing_objectives.{name}"}, topology={"devices": ranks}
+    )
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "fullshard", "train", str(file)]

@@ -1,4 +1,4 @@
-"""A healthy recipe over real files, in which a test makes one mistake; and the command that must find it."""
+"""A healthy recipe over real files. A test makes one mistake in it; the command must find it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as a run spreads it over its ranks, in the precision asked for, and what tests look at there."""
+"""A model sharded as in a run, in a given precision, and what tests read from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objectives that fail on one rank, for runs that are started by the command."""
+"""Objectives that fail on one rank, for runs that the command starts."""
 
 from __future__ import annotations
 

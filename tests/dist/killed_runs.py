@@ -1,4 +1,4 @@
-"""A run that is killed in its saves again and again, started by `python -m tests.dist.lives FOLDER KILLS STEPS`.
+"""A run that is killed in its saves again and again, started by `python -m tests.dist.killed_runs FOLDER KILLS STEPS`.
 
 Ranks are forked from this process, which has imported everything and started no thread: a life of the run costs a
 second. What happened is written to FOLDER/lives.json; test_kill.py judges it.

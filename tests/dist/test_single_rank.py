@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fullshard.dist import single_rank
-from tests.dist.spread import half, spread, tokens
+from tests.dist.sharded_model import half, spread, tokens
 from tests.ranks import RankPool
 
 
