@@ -17,11 +17,11 @@ QUICK = {
         "tests/families/language/unit/test_causal_lm.py",
         "tests/families/language/unit/test_linear_cross_entropy.py",
     ],
-    "embedding": ["tests/families/embedding/unit/test_dense.py", "tests/families/embedding/unit/test_layout.py"],
+    "embedding": ["tests/families/embedding/unit/test_dense.py", "tests/families/embedding/unit/test_row_layout.py"],
     "diffusion": ["tests/families/diffusion/unit/test_digits.py", "tests/families/diffusion/unit/test_keyed_noise.py"],
 }
 """A few tests of each family that take seconds."""
-ENGINE = ["tests/unit/schedules", "tests/unit/data/test_loader.py"]
+ENGINE = ["tests/unit/schedules", "tests/unit/sinks", "tests/unit/checkpoint/test_folder.py"]
 IMPORT_EVERYTHING = """
 import importlib, pkgutil, fullshard
 for module in pkgutil.walk_packages(fullshard.__path__, "fullshard."):
