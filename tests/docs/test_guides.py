@@ -14,6 +14,8 @@ import yaml
 import fullshard
 from fullshard.cli import app
 from fullshard.config.families import GROUP
+from fullshard.config.part import decode
+from fullshard.contracts.data import Encoder
 from tests.docs.pages import ROOT, blocks, prose
 from tests.small import model_folder, token_file
 
@@ -41,7 +43,9 @@ def test_launching(line: str) -> None:
 def test_the_objective_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On packed rows, so that the proofs before step 1 look at it, too."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "my_parts.py").write_text(next(block for block in blocks("python", OWN_PARTS) if "class" in block))
+    (tmp_path / "my_parts.py").write_text(
+        next(block for block in blocks("python", OWN_PARTS) if "(Objective)" in block)
+    )
     model_folder(tmp_path / "model")
     token_file(tmp_path / "train.jsonl", records=24)
     settings = {
@@ -59,6 +63,21 @@ def test_the_objective_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = fullshard.train(fullshard.load(settings))
     assert (result.step, result.stopped) == (2, "done")
     assert "proven" in (tmp_path / "runs" / "smoothed" / "log.txt").read_text()
+
+
+def test_the_encoder_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to micro-batches; a tokenizer that knows three words will do."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = next(block for block in blocks("python", OWN_PARTS) if "(Encoder)" in block)
+    (tmp_path / "my_encoder.py").write_text(code)
+    words = {"one": 1, "two": 2, "three": 3}
+    encoder = decode(Encoder, {"kind": "my_encoder.Reversed"}, where="data.encode")
+    opened = encoder.open(lambda text: {"input_ids": [words[word] for word in text.split()]}, length=2)
+    encoded = opened.encode({"text": "one two three"})
+    assert [list(sample["input_ids"]) for sample in encoded.samples] == [[3, 2]]
+    assert encoded.truncated == 1
+    batch = encoder.collate(encoded.samples, length=None)
+    assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == ([[3, 2]], [[2, 1]])
 
 
 def test_every_contract_is_listed() -> None:

@@ -81,6 +81,15 @@ def test_it_prints_what_the_readme_promises(finished: tuple[Path, str]) -> None:
     assert re.search(r"Next:\n  1\. .*\n  2\. .*\n  3\. ", finished[1])
 
 
+def test_the_header_is_the_one_in_the_readme(finished: tuple[Path, str]) -> None:
+    """Up to what is in brackets, which may differ in a last digit; the steps are those of the whole recipe."""
+    shown = README.partition("```text\nfullshard: quickstart\n")[2].partition("\n\n")[0].splitlines()
+    assert len(shown) > 8
+    for line in shown:
+        if line.split()[0] != "steps":
+            assert line.partition("(")[0].rstrip() in finished[1]
+
+
 def test_losses_fall(run: Path) -> None:
     records = read_metrics(run / "metrics.jsonl")
     train = [record["loss"] for record in records if record["kind"] == "train"]
