@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
     from fullshard.contracts.launcher import Launcher, Ranks
     from fullshard.contracts.model import Family, Weights
-    from fullshard.contracts.objective import Objective, Terms
+    from fullshard.contracts.objective import Objective, Term, Terms
     from fullshard.contracts.optimizer import Optimizer
     from fullshard.contracts.progress import Result
     from fullshard.contracts.schedule import Schedule
@@ -54,6 +54,7 @@ _HOMES = {
     "SimilarityLoss": "similarity.base",
     "Sink": "contracts.sink",
     "Source": "contracts.data",
+    "Term": "contracts.objective",
     "Terms": "contracts.objective",
     "Weights": "contracts.model",
     "load": "recipes.read",
@@ -89,6 +90,7 @@ __all__ = [
     "SimilarityLoss",
     "Sink",
     "Source",
+    "Term",
     "Terms",
     "Weights",
     "load",

@@ -7,7 +7,7 @@ Must not know time, logging, checkpoints or any concrete loss.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,10 +21,13 @@ from fullshard.dist.first_update import FirstUpdate
 from fullshard.dist.gradient_sync import one_by_one
 from fullshard.dist.gradients import clip_global_norm, not_finite
 from fullshard.dist.upload import upload
-from fullshard.errors import NumericalError
+from fullshard.errors import NumericalError, SetupError
 
 SMALLEST_SCALE = 1.0
 """A loss scale below this means that gradients overflow even without scaling."""
+
+LOGGED = {"kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "seconds", "time"}
+"""Keys of a logged step that no term may use."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,14 @@ def train_step(
     model, optimizer, scaler, device = learner.model, learner.optimizer, learner.scaler, learner.device
     if not model.training:  # it asks every module
         model.train()
-    count = sum(learner.objective.count(batch) for batch in batches)
-    agreed = reduce.sum_over_ranks(upload(torch.tensor([float(count), *map(float, flags)]), device))
-    total, agreed_flags = agreed[0].clamp(min=1.0), reduce.HostCopy(agreed[1:])
+    counts = count_terms(learner.objective, batches)
+    agreed = reduce.sum_over_ranks(upload(torch.tensor([float(n) for n in (*counts.values(), *flags)]), device))
+    totals, agreed_flags = agreed[: len(counts)].clamp(min=1.0), reduce.HostCopy(agreed[len(counts) :])
+    total = totals[0] if is_single(counts) else totals
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else lambda loss: loss
     terms = learner.objective.backward(model, on_device, total, learner.aux, scale)
+    _check_names(learner.objective, terms, counts)
     if scaler:
         scaler.unscale_(optimizer)
     grad_norm = clip_global_norm(optimizer, ceiling=learner.clip, scaled=scaler is not None)
@@ -89,7 +94,44 @@ def train_step(
     elif scaler and scaler.get_scale() < SMALLEST_SCALE:
         raise _overflow(model, scaler.get_scale())
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(sum_terms(terms, count, device), grad_norm, skipped, agreed_flags)
+    sums = sum_terms(terms, counts, device)
+    if not is_single(counts):
+        # Every rank adds its share of the step's loss, and their average must be the whole.
+        share = torch.stack([t.over(total).double() for t in terms]).sum()
+        sums["loss"] = torch.stack([share * reduce.place()[0], torch.ones_like(share)])
+    return StepResult(sums, grad_norm, skipped, agreed_flags)
+
+
+def count_terms(objective: Objective, batches: Sequence[Batch]) -> dict[str, int]:
+    """How many values each term adds up over the micro-batches, in the order of names; `loss` where there is one."""
+    counted = [objective.count(batch) for batch in batches]
+    each = [dict(count) if isinstance(count, Mapping) else {"loss": count} for count in counted]
+    if isinstance(counted[0], Mapping) and (taken := sorted(LOGGED & each[0].keys())):
+        raise SetupError(
+            f"objective.kind = {objective.kind()}: a term is called {taken[0]}, which every log has already. Rename it."
+        )
+    if not all(count.keys() == each[0].keys() for count in each):
+        raise SetupError(
+            f"objective.kind = {objective.kind()}: count() names {', '.join(each[0])} for one micro-batch and other "
+            "terms for another. Return every name each time, with 0 where a micro-batch has no such term."
+        )
+    return {name: sum(count[name] for count in each) for name in sorted(each[0])}
+
+
+def _check_names(objective: Objective, terms: Sequence[Terms], counts: Mapping[str, int]) -> None:
+    expected = set() if is_single(counts) else set(counts)
+    for found in (set(t.named) for t in terms):
+        if found != expected:
+            names = [", ".join(sorted(each)) or "one term without a name" for each in (found, expected)]
+            raise SetupError(
+                f"objective.kind = {objective.kind()}: loss() returns {names[0]}, and count() counts {names[1]}. "
+                "Both must name the same terms."
+            )
+
+
+def is_single(counts: Mapping[str, int]) -> bool:
+    """Whether the objective has one term, without a name of its own."""
+    return list(counts) == ["loss"]
 
 
 def _set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -123,10 +165,13 @@ def _overflow(model: nn.Module, scale: float) -> NumericalError:
     )
 
 
-def sum_terms(terms: Sequence[Terms], count: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Adds the micro-batches up, in fp64 so that the order of addition does not show."""
-    loss = torch.stack([t.loss_sum.double() for t in terms]).sum()
-    sums = {"loss": torch.stack([loss, upload(torch.tensor(float(count), dtype=torch.float64), device)])}
+def sum_terms(terms: Sequence[Terms], counts: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+    """(sum, count) of each term and metric over micro-batches, in fp64 so that the order of addition does not show."""
+    sums = {}
+    for name, count in counts.items():
+        each = [t.named[name].sum if t.named else t.loss_sum for t in terms]
+        total = torch.stack([part.double() for part in each]).sum()
+        sums[name] = torch.stack([total, upload(torch.tensor(float(count), dtype=torch.float64), device)])
     for name in terms[0].metrics:
         pairs = [torch.stack([part.double() for part in t.metrics[name]]) for t in terms]
         sums[name] = torch.stack(pairs).sum(0)

@@ -26,11 +26,47 @@ Numbers = Mapping[str, Direction]
 
 
 @dataclass(frozen=True)
+class Term:
+    """One of several terms of a loss, over one micro-batch. Its average enters the loss with `weight`."""
+
+    sum: torch.Tensor
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
 class Terms:
-    """The sum over the loss terms of one micro-batch, and metrics as (sum, count) pairs of tensors."""
+    """The sum over the loss terms of one micro-batch, and metrics as (sum, count) pairs of tensors.
+
+    A loss of several terms is `Terms.several({"caption": Term(a), "contrast": Term(b, weight=0.1)})`."""
 
     loss_sum: torch.Tensor
     metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    named: dict[str, Term] = field(default_factory=dict)
+    """Several terms, in the order of their names; empty where there is one."""
+
+    @classmethod
+    def several(
+        cls, named: Mapping[str, Term], metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None
+    ) -> Terms:
+        """Each term is divided by its own count, so `count` returns one for each of these names."""
+        import torch
+
+        ordered = dict(sorted(named.items()))
+        weighted = torch.stack([term.weight * term.sum for term in ordered.values()])
+        return cls(weighted.sum(), metrics or {}, ordered)
+
+    def over(self, total: torch.Tensor) -> torch.Tensor:
+        """The share of the loss: each sum divided by its count over all ranks and micro-batches."""
+        import torch
+
+        if not self.named:
+            return self.loss_sum / total
+        return (torch.stack([term.weight * term.sum for term in self.named.values()]) / total).sum()
+
+    def detached(self) -> Terms:
+        named = {name: Term(term.sum.detach(), term.weight) for name, term in self.named.items()}
+        metrics = {name: (s.detach(), c.detach()) for name, (s, c) in self.metrics.items()}
+        return Terms(self.loss_sum.detach(), metrics, named)
 
 
 class Objective(Part):
@@ -50,8 +86,9 @@ class Objective(Part):
     numbers: ClassVar[Numbers | None] = None
     """What a validation of it measures, the loss included: {"loss": "min", "accuracy": "max"}; None: not said."""
 
-    def count(self, batch: Batch) -> int:
-        """How many loss terms the micro-batch holds, from the batch alone (on the CPU, before any forward)."""
+    def count(self, batch: Batch) -> int | Mapping[str, int]:
+        """How many values the sum of the micro-batch adds up, from the batch alone (on the CPU, before any forward);
+        for a loss of several terms one number for each, by name, 0 where the micro-batch has none."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
@@ -108,11 +145,12 @@ class Objective(Part):
         aux: dict[str, nn.Module],
         scale: Callable[[torch.Tensor], torch.Tensor],
     ) -> list[Terms]:
-        """Adds the gradient of `sum / total` over all micro-batches. Override only when terms couple across them."""
+        """Adds the gradient of `sum / total` over all micro-batches. Override only when terms couple across them.
+
+        `total` is one count, or one for each of several terms, in the order of their names."""
         results = []
         for batch in batches:
             terms = self.loss(model, batch, aux)
-            scale(terms.loss_sum / total).backward()
-            detached = {name: (s.detach(), c.detach()) for name, (s, c) in terms.metrics.items()}
-            results.append(Terms(terms.loss_sum.detach(), detached))
+            scale(terms.over(total)).backward()
+            results.append(terms.detached())
         return results

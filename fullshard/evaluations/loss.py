@@ -20,26 +20,36 @@ class Loss(Evaluation):
         return objective.gives()
 
     def run(self, inputs: EvaluationInputs) -> Findings:
-        from fullshard.step import sum_terms, to_device
+        from fullshard.step import count_terms, sum_terms, to_device
 
         if inputs.num_batches == 0:
             return Findings()
         sums: dict[str, torch.Tensor] = {}
+        weights: dict[str, float] = {}
         with torch.no_grad(), inputs.bar(inputs.num_batches) as bar:
             for done, batch in enumerate(inputs.batches(), start=1):
-                count = inputs.objective.count(batch)
+                counts = count_terms(inputs.objective, [batch])
                 terms = inputs.objective.loss(inputs.model, to_device(batch, inputs.device), inputs.aux)
-                for name, pair in sum_terms([terms], count, inputs.device).items():
+                for name, pair in sum_terms([terms], counts, inputs.device).items():
                     sums[name] = sums[name] + pair if name in sums else pair
+                weights = {name: term.weight for name, term in terms.named.items()}
                 if done < inputs.num_batches:
-                    bar.advance(float(sums["loss"][0] / sums["loss"][1].clamp(min=1)))
-            numbers = {}
-            for name in sorted(sums):
-                total, count_all = inputs.sum_over_ranks(sums[name]).tolist()
-                numbers[name] = total / max(count_all, 1)
+                    bar.advance(_loss(_averages(sums), weights))
+            numbers = _averages({name: inputs.sum_over_ranks(sums[name]) for name in sorted(sums)})
+            numbers["loss"] = _loss(numbers, weights)
             # On its way the bar shows this rank's own average; it ends with that of all ranks.
             bar.advance(numbers["loss"])
         return Findings(numbers | inputs.objective.derived(numbers))
+
+
+def _averages(sums: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of (sum, count) pairs."""
+    return {name: total / max(count, 1) for name, (total, count) in ((n, pair.tolist()) for n, pair in sums.items())}
+
+
+def _loss(averages: dict[str, float], weights: dict[str, float]) -> float:
+    """Of one term its average; of several the weighted sum of theirs."""
+    return sum(weight * averages[name] for name, weight in weights.items()) if weights else averages["loss"]
 
 
 __all__ = ["Loss"]

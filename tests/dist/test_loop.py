@@ -440,12 +440,12 @@ def one_rank_overflows() -> tuple[bool, bool, float]:
 
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), fused=True), torch.amp.GradScaler("cpu")
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 8)).sum()).backward()
     before: Any = model.weight.to_local().clone()
     if os.environ["RANK"] == "1":
         model.weight.grad.to_local().fill_(math.inf)
     scaler.unscale_(optimizer)
-    skipped = _update(optimizer, scaler, lr=0.1)
+    skipped = _update(optimizer, scaler)
     moved = not torch.equal(before, model.weight.to_local())
     return skipped, moved, scaler.get_scale()
