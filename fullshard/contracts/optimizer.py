@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from fullshard.config.part import Part
+from fullshard.contracts.parameter_groups import Group, assign, check, split
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,9 @@ class Optimizer(Part):
     clip: float | None = Field(1.0, gt=0)
     """Ceiling of the global gradient norm; null leaves gradients as they are."""
 
+    by_name: list[Group] | None = Field(None, alias="groups")
+    """Parameters by name pattern, with a learning rate, decay, freezing or recomputation of their own."""
+
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The live optimizer over the trainable parameters."""
         raise NotImplementedError
@@ -53,9 +57,22 @@ class Optimizer(Part):
         return self
 
     def groups(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-        """Two groups: matrices decay, vectors do not. The split is by shape, so it is the same for any sharding."""
-        trainable = [(n, p) for n, p in named_parameters if p.requires_grad]
-        decay = [p for _, p in trainable if p.dim() >= 2]
-        rest = [p for _, p in trainable if p.dim() < 2]
-        groups = [{"params": decay, "weight_decay": self.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
+        """The trained parameters as torch's groups: those of the recipe's groups apart, and in each the matrices, which
+        decay, apart from the vectors. By name and shape, so it is the same for any sharding."""
+        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        found: list[dict[str, Any]] = []
+        for group, members in split(self.by_name or [], trainable):
+            own = {"lr": group.lr, "initial_lr": group.lr} if group and group.lr is not None else {}
+            decay = group.weight_decay if group and group.weight_decay is not None else self.weight_decay
+            found.append({"params": [p for p in members if p.dim() >= 2], "weight_decay": decay, **own})
+            found.append({"params": [p for p in members if p.dim() < 2], "weight_decay": 0.0, **own})
+        return [group for group in found if group["params"]]
+
+    def freeze(self, module: nn.Module) -> None:
+        """Freezes the parameters of groups that say so; raises for a pattern that matches nothing."""
+        parameters = dict(module.named_parameters())
+        groups = self.by_name or []
+        check(groups, list(parameters))
+        for name, index in assign(groups, parameters).items():
+            if groups[index].freeze:
+                parameters[name].requires_grad_(False)

@@ -8,8 +8,8 @@ Edits (LoRA, frozen parts, resized embedding) come before, in the family. Must n
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -41,6 +41,8 @@ class ShardPlan:
     storage: torch.dtype = torch.float32
     """What trained parameters are kept in; those of units that compute in fp32 are kept in fp32 as well."""
     activation_checkpointing: str = "none"
+    recompute: Mapping[str, str] = field(default_factory=dict)
+    """Blocks with activation checkpointing of their own, by name."""
     compile: bool = False
     cpu_offload: bool = False
     forward_prefetch: bool = False
@@ -82,7 +84,8 @@ def shard(
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
     blocks = [module.get_submodule(name) for name in plan.wrap.blocks]
     for name, block in zip(plan.wrap.blocks, blocks, strict=True):
-        recompute.apply([block], recompute.of_block(name, plan.activation_checkpointing, plan.wrap.units))
+        asked = plan.recompute.get(name, plan.activation_checkpointing)
+        recompute.apply([block], recompute.of_block(name, asked, plan.wrap.units))
     if plan.compile:
         for block in blocks:
             block.compile()

@@ -64,6 +64,14 @@ def recorded_model(start: str) -> dict[str, Any] | None:
     return dict(model) if isinstance(model, Mapping) else None
 
 
+def recorded_groups(start: str) -> list[dict[str, Any]]:
+    """`optimizer.groups` of the run that wrote the checkpoint."""
+    from fullshard.checkpoint import folder as files
+
+    recipe = files.read_state(checkpoint_of(start)).get("recipe") or {}
+    return list((recipe.get("optimizer") or {}).get("groups") or [])
+
+
 def completed(values: Mapping[str, Any], *, kinds: tuple[str, ...] = ("hf",)) -> dict[str, Any]:
     """The settings of a model, with structure, LoRA and tokenizer of the checkpoint that `from` names alone, which must
     hold a model of one of `kinds`.
@@ -156,6 +164,15 @@ def copied(url: str, *, cache: Path) -> Path:
 
 
 __all__ = [
-    *("FILES", "checkpoint_of", "completed", "copied", "is_file", "kept_tokenizer", "recorded_model"),
+    *(
+        "FILES",
+        "checkpoint_of",
+        "completed",
+        "copied",
+        "is_file",
+        "kept_tokenizer",
+        "recorded_groups",
+        "recorded_model",
+    ),
     "refuse_checkpoint",
 ]

@@ -48,13 +48,14 @@ class Muon(Optimizer):
 
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         taken = self.taken([(name, p.dim()) for name, p in trainable])
+        matrices = self.groups([(name, p) for name, p in trainable if name in taken])
+        for group in matrices:
+            group["factor"] = 1.0 if "lr" in group else (self.matrix_lr or self.lr) / self.lr
         return SlicedMuon(
-            {"params": [p for name, p in trainable if name in taken], "weight_decay": self.weight_decay},
+            matrices,
             self.groups([(name, p) for name, p in trainable if name not in taken]),
             lr=self.lr,
-            settings=Momentum(
-                self.momentum, self.nesterov, self.iterations, self.adjust, (self.matrix_lr or self.lr) / self.lr
-            ),
+            settings=Momentum(self.momentum, self.nesterov, self.iterations, self.adjust),
             betas=self.betas,
             eps=self.eps,
         )

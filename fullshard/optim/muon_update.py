@@ -30,16 +30,14 @@ class Momentum:
     iterations: int
     adjust: str
     """How the rate follows from the shape, by torch's name."""
-    factor: float
-    """The rate of matrices as a share of the group's."""
 
 
 class SlicedMuon(torch.optim.Optimizer):
-    """The first group holds matrices; the others are AdamW's. One state for all, by parameter."""
+    """The first groups hold matrices; the others are AdamW's. One state for all, by parameter."""
 
     def __init__(
         self,
-        matrices: dict[str, Any],
+        matrices: list[dict[str, Any]],
         others: list[dict[str, Any]],
         *,
         lr: float,
@@ -47,12 +45,14 @@ class SlicedMuon(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        super().__init__([matrices, *others], {"lr": lr})
-        self._settings = settings
+        super().__init__([*matrices, *others], {"lr": lr})
+        self._settings, self._matrices = settings, len(matrices)
         self._adamw: torch.optim.AdamW | None = None
         if others:
             # The groups are the same objects, so that both see one learning rate.
-            self._adamw = torch.optim.AdamW(self.param_groups[1:], lr=lr, betas=betas, eps=eps, fused=True)
+            self._adamw = torch.optim.AdamW(
+                self.param_groups[self._matrices :], lr=lr, betas=betas, eps=eps, fused=True
+            )
             self._adamw.state = self.state
 
     @torch.no_grad()
@@ -61,11 +61,11 @@ class SlicedMuon(torch.optim.Optimizer):
         assert closure is None, "the loss was computed before"
         if self._adamw is not None:
             self._adamw.step()
-        group = self.param_groups[0]
-        rate = float(group["lr"]) * self._settings.factor
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                self._update(parameter, rate, decay=rate * group["weight_decay"])
+        for group in self.param_groups[: self._matrices]:
+            rate = float(group["lr"]) * group["factor"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, rate, decay=rate * group["weight_decay"])
         return None
 
     def _update(self, parameter: nn.Parameter, rate: float, *, decay: float) -> None:

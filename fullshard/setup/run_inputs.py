@@ -92,6 +92,7 @@ def build_module(recipe: Recipe, processor: Any) -> nn.Module:
     """The empty model, with its edits."""
     module = recipe.model.build(processor=processor)
     recipe.objective.extend(module)
+    recipe.optimizer.freeze(module)
     check_model(recipe, module)
     return module
 

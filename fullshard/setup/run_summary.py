@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from fullshard.contracts.evaluation import Evaluation
+from fullshard.contracts.parameter_groups import describe
 from fullshard.control.triggers import Due
 from fullshard.dist.recompute import of_block
 from fullshard.dist.world import World
@@ -41,6 +42,8 @@ def header_rows(
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
     rows += [("workers", _workers(built)), ("optimizer", _optimizer(recipe, inputs))]
+    names = [name for name, _ in built.model.module.named_parameters()]
+    rows += [("group", line) for line in describe(recipe.optimizer.by_name or [], names)]
     if recipe.ema:
         rows.append(("ema", recipe.ema.describe(evaluated=bool(_running(recipe, inputs)))))
     rows += [
@@ -74,6 +77,8 @@ def _compile(built: Built) -> str:
 def _recompute(built: Built) -> str:
     plan = built.model.plan
     asked = plan.activation_checkpointing
+    if plan.recompute:
+        return f"activation checkpointing {asked}, but for {counted(len(plan.recompute), 'block')} of optimizer.groups"
     if asked == "none" or not plan.wrap.blocks:
         return "off" if asked == "none" else f"off: {NO_BLOCKS}"
     whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)

@@ -6,11 +6,12 @@ Must not know optimizers, data or checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from fullshard.contracts.model import Weights
+from fullshard.contracts.parameter_groups import recompute_by_block
 from fullshard.dist.mesh import make_mesh
 from fullshard.dist.precision import ResolvedPrecision, resolve_precision
 from fullshard.dist.shard import ShardPlan, Unit, shard
@@ -52,7 +53,7 @@ def sharded_model(
     """Shards the empty module, with the weights that the recipe starts from, or with those of a checkpoint."""
     if recipe.sharding.sync_batchnorm:
         module = sync_batchnorm(module, world, say=say)
-    plan = shard_plan(recipe, module, world, precision)
+    plan = _with_groups(recipe, module, shard_plan(recipe, module, world, precision))
     kernels = recipe.model.choose_kernels(
         module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
     )
@@ -68,6 +69,14 @@ def sharded_model(
         seed=recipe.seed,
     )
     return ShardedModel(module, precision, plan, units, kernels, flops, _frozen_in(recipe, module, weights))
+
+
+def _with_groups(recipe: Recipe, module: nn.Module, plan: ShardPlan) -> ShardPlan:
+    """The plan with the recomputation that parameter groups ask for."""
+    blocks = {
+        name: [f"{name}.{n}" for n, _ in module.get_submodule(name).named_parameters()] for name in plan.wrap.blocks
+    }
+    return replace(plan, recompute=recompute_by_block(recipe.optimizer.by_name or [], blocks))
 
 
 def _frozen_in(recipe: Recipe, module: nn.Module, weights: Weights | None) -> frozenset[str]:

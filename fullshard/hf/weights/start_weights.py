@@ -124,7 +124,8 @@ def _left_out(start: str, *, whole: bool) -> Callable[[str], bool]:
     """Which parameters a checkpoint leaves to the base model's folder: those that its run did not train."""
     frozen = (None if checkpoint_model.is_file(start) else checkpoint_model.recorded_model(start)) or {}
     never = part_class(Family, frozen["kind"], where="model").never_trained if "kind" in frozen else ()
-    patterns = [*(frozen.get("freeze") or []), *never]
+    groups = [] if checkpoint_model.is_file(start) else checkpoint_model.recorded_groups(start)
+    patterns = [*(frozen.get("freeze") or []), *never, *(p for g in groups if g.get("freeze") for p in g["match"])]
     return lambda name: whole or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
