@@ -39,6 +39,8 @@ class Validation:
     due: Due
     best: BestRule | None
     patience: int | None
+    own_code: bool
+    """Whether an evaluation is a user's own, which may raise when it first runs."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class State:
 
     stop_asked: Callable[[], bool]
     """Whether this process was asked to stop."""
+    begun: int
+    """The step at which this process started."""
     pending: dict[str, torch.Tensor] = field(default_factory=dict)
     """(sum, count) of the loss and each metric that are still on the device."""
     last: StepResult | None = None
@@ -78,11 +82,13 @@ class State:
     """Some rank was asked to stop."""
     numbers: dict[str, float] = field(default_factory=dict)
     """Of the last validation."""
+    evaluated: bool = False
+    """The evaluations have run once."""
 
 
 def fit(parts: Parts, *, stop_asked: Callable[[], bool]) -> Result:
     """Trains until the last step, the end of patience, or until some rank is asked to stop."""
-    progress, saves, state = parts.progress, parts.saves, State(stop_asked)
+    progress, saves, state = parts.progress, parts.saves, State(stop_asked, parts.progress.step)
     parts.report.console.run_begin(parts.total_steps, done=progress.step)
     windows = parts.windows(progress.step)
     saves.begin(progress.step)
@@ -252,6 +258,9 @@ def _evaluate(parts: Parts, state: State, *, at_end: bool = False) -> dict[str, 
     """Runs the evaluations that belong here and reports what they find."""
     numbers: dict[str, float] = {}
     texts: list[str] = []
+    if parts.validation.own_code and not state.evaluated and not at_end:
+        _save_unsettled(parts, state)
+    state.evaluated = True
     parts.learner.model.eval()
     with parts.report.phase("evaluate"):
         for evaluation in parts.validation.evaluations:
@@ -272,7 +281,7 @@ def _judge(parts: Parts, state: State, numbers: dict[str, float]) -> tuple[str, 
     if rule.metric not in numbers:
         saved = None
         if progress.step:
-            progress.settled = False  # the run that goes on judges again
+            progress.settled = False  # the resumed run judges again
             _save(parts, state)
             parts.saves.settle()
             saved = f"The model of step {progress.step} is saved"
@@ -284,6 +293,14 @@ def _judge(parts: Parts, state: State, numbers: dict[str, float]) -> tuple[str, 
 def _save(parts: Parts, state: State, *, best: bool = False) -> None:
     _require_finite(parts, state, _flush(parts, state))
     parts.saves.save(parts.progress, best=best)
+
+
+def _save_unsettled(parts: Parts, state: State) -> None:
+    """Saves steps that an error in the evaluation to come would lose; a run resumed from there evaluates first."""
+    if parts.progress.step > max(parts.saves.step, state.begun):
+        parts.progress.settled = False
+        _save(parts, state)
+        parts.progress.settled = True
 
 
 def _at_end(parts: Parts, state: State, seconds: float) -> None:

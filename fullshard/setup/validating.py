@@ -37,6 +37,7 @@ def make_validation(
         due=Due(settings.every_steps, settings.every_epochs, at_start=settings.at_start),
         best=effective_best(recipe, inputs),
         patience=settings.patience,
+        own_code=any("." in part.kind() for part in settings.parts),
     )
 
 

@@ -84,7 +84,7 @@ def test_groups_are_those_of_torch_made_by_hand_and_survive_a_resume(ranks: Rank
     losses, weights = by_hand(folder)
     assert [loss for (loss,) in curve(records, "loss")] == pytest.approx(losses, rel=2e-6)
     for name, tensor in weights_of(folder, "groups").items():
-        # Adam turns the rounding of gradients near zero into updates: 5e-5 was seen. Another rate moves weights by 1e-2.
+        # Adam turns the rounding of tiny gradients into updates: 5e-5 was seen. Another rate moves weights by 1e-2.
         assert_near(tensor, weights[name], within=1e-3, what=name)
     said = (folder / "runs" / "groups" / "log.txt").read_text()
     assert "model.embed_tokens.*: 1 parameter, frozen" in said

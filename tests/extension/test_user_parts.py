@@ -581,6 +581,40 @@ def test_evaluation(run: Train, parts: Path, folder: Path) -> None:
     assert found[-1] == pytest.approx(whole, rel=1e-9)
 
 
+FRAGILE = """
+from pathlib import Path
+from fullshard import Evaluation, Findings
+
+class Fragile(Evaluation):
+    broken: str
+
+    def gives(self, objective, model):
+        return {"answer": "min"}
+
+    def run(self, inputs):
+        if Path(self.broken).exists():
+            raise ZeroDivisionError("an error of the user's own")
+        return Findings({"answer": 42.0})
+"""
+
+
+def test_an_evaluation_that_raises_when_it_first_runs_loses_no_step(run: Train, parts: Path, folder: Path) -> None:
+    (parts / "my_fragile.py").write_text(FRAGILE)
+    evaluate = {"parts": [{"kind": "my_fragile.Fragile", "broken": str(parts / "broken")}], "every_steps": 2}
+    straight = run("not-fragile", evaluate=evaluate)
+    (parts / "broken").touch()
+    with pytest.raises(AssertionError, match="an error of the user's own"):
+        run("fragile", evaluate=evaluate)
+    assert [path.name for path in (folder / "runs" / "fragile").glob("checkpoint-*")] == ["checkpoint-2"]
+    (parts / "broken").unlink()
+    resumed = run("fragile", evaluate=evaluate)
+    assert curve(resumed, "step", "loss", "grad_norm") == curve(straight, "step", "loss", "grad_norm")
+    validated = [[(r["step"], r["answer"]) for r in each if r["kind"] == "validation"] for each in (resumed, straight)]
+    assert validated[0] == validated[1] == [(2, 42.0), (3, 42.0)]
+    models = [load_file(folder / "runs" / name / "model" / "model.safetensors") for name in ("fragile", "not-fragile")]
+    assert all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
