@@ -162,7 +162,7 @@ def test_texts_and_no_text_are_those_of_the_pipeline(
     wanted = spoken(pipeline, negative=None, most=8)
     texts = [Texts(path=str(folder / name), max_tokens=8, live=live) for name in names]
     stack = TextStack(texts, join, no_text=no_text)
-    batch = collate(features_of(PROMPTS, stack), length=stack.length)
+    batch = collate([features for features, _ in features_of(PROMPTS, stack)], length=stack.length)
     batch |= collate_empty(empty_features(stack), length=stack.length)
     aux = {f"text[{number}]": encoder for number, encoder in enumerate(stack._encoders)} if live else {}
     pooled = wanted["pooled"]
