@@ -1,4 +1,4 @@
-"""Texts that say what an image shows: found in records, and their states or tokens as features and in a batch.
+"""Captions of images: found in records, stored as states or tokens, and collated.
 
 Must not know images, files, text encoders or ranks.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fullshard.families.diffusion.text.encoder_stack import TextStack
 
 COLUMNS = ("text", "caption", "prompt")
-"""Where a text is looked for: the first column that holds something."""
+"""Columns of a text; the first that holds something is read."""
 
 
 def column_of(record: Record, mapped: str | None) -> str | None:
@@ -47,8 +47,7 @@ def caption(record: Record, mapped: str | None) -> str:
 
 
 def check_model(stack: TextStack | None, module: Any) -> None:
-    """Refuses a denoiser that takes no texts where there are encoders for them, and one that would take the filling of
-    short texts for text. What a model of the user's does with them is its own affair."""
+    """Raises if a denoiser takes no texts, or would take padding for text. A user's own model is not checked."""
     if stack is None or not hasattr(module, "text_width"):
         return
     name = getattr(module, "class_name", type(module).__name__)
@@ -82,8 +81,7 @@ def features_of(written: Sequence[str], stack: TextStack) -> list[tuple[Features
 
 
 def empty_features(stack: TextStack) -> Features:
-    """What means no text, once for all samples: tokens where encoders are live, and nothing where it is zeros; else
-    states."""
+    """What stands for no text, once for all samples: tokens if encoders are live (none for zeros), else states."""
     if stack.is_live:
         tokens = stack.empty_tokens()
         return {} if tokens is None else {"empty_tokens": tokens}
@@ -92,7 +90,7 @@ def empty_features(stack: TextStack) -> Features:
 
 
 def collate_empty(empty: Features, *, length: int) -> dict[str, Any]:
-    """`empty_tokens`; or `empty_states`, `empty_mask` and `empty_pooled`: as texts have them, with one row."""
+    """`empty_tokens`; or `empty_states`, `empty_mask` and `empty_pooled`, like those of texts, with one row."""
     import torch
 
     if "empty_states" not in empty:
@@ -103,8 +101,8 @@ def collate_empty(empty: Features, *, length: int) -> dict[str, Any]:
 
 def collate(samples: Sequence[Features], *, length: int) -> dict[str, Any]:
     """`text_tokens` int64 (B, tokens of all encoders); or `text_states` fp32 (B, T, D), `text_mask` bool (B, T) and,
-    where it is stored, `text_pooled` fp32 (B, P); nothing for samples without texts. T is always `length`: what a model
-    without masks computes must not depend on a text's neighbours in the batch."""
+    if it is stored, `text_pooled` fp32 (B, P); nothing without texts. T is always `length`: the output of a model
+    without masks must not depend on the other texts in the batch."""
     import torch
 
     if "text_tokens" in samples[0]:

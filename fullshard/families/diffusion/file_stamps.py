@@ -1,4 +1,4 @@
-"""A fingerprint of files by their places, sizes and times: reading every one would take as long as encoding them.
+"""A fingerprint of files by path, size and time: hashing them would take as long as encoding them.
 
 Must not know records or what the files hold.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def stamped(paths: Iterable[str | None], begin: Path) -> str:
-    """Of files that lie at `begin` or elsewhere. Where the first is None, none is looked at: records that hold an image
-    themselves all do."""
+    """Of files; relative paths start at `begin`. If the first is None, records contain their images, and none is
+    looked at."""
     found = hashlib.blake2b(digest_size=16)
     for index, path in enumerate(paths):
         if path is not None:

@@ -1,4 +1,4 @@
-"""The class of a sample as a record has it: the number of a class, or none.
+"""Reads the class number of a record.
 
 Must not know images, models or what a class means.
 """
@@ -20,7 +20,7 @@ NO_LABEL = -1
 
 
 def label_of(record: Record, *, mapped: str | None, classes: int | None) -> int:
-    """From 0 to one less than `classes`; where None, any from 0 on, or NO_LABEL. `mapped` is another column's name."""
+    """From 0 to `classes` - 1; if that is None, any from 0 on, or NO_LABEL. `mapped` is the user's column."""
     column = mapped or "label"
     value = record.get(column)
     if mapped is not None and column not in record:
@@ -51,7 +51,7 @@ def label_of(record: Record, *, mapped: str | None, classes: int | None) -> int:
 
 
 def _whole_number(value: Any) -> int | None:
-    """A class as a table or a JSON file may write it; True is none."""
+    """A class number as tables and JSON files write it; not a boolean."""
     if isinstance(value, str):
         try:
             value = int(value) if value.strip().lstrip("+-").isdecimal() else float(value)

@@ -1,4 +1,4 @@
-"""Words about the shapes of images and latents.
+"""Messages about the shapes of images and latents.
 
 Must not know files, records or models.
 """
@@ -19,7 +19,7 @@ def in_words(shape: Sequence[int], is_latent: bool) -> str:
 
 
 def remedy(form: tuple[tuple[int, ...], bool], wanted: tuple[tuple[int, ...], bool]) -> str:
-    """What to do about a sample of one shape, latent or not, among others of another."""
+    """How to fix a sample whose shape differs from the others."""
     (shape, is_latent), (first, _) = form, wanted
     if is_latent or wanted[1]:
         return "Make all latents in one way, or remove the record."

@@ -1,8 +1,7 @@
-"""A corpus, queries, and which documents answer which query: the files of a retrieval benchmark, checked against each
-other.
+"""The files of a retrieval benchmark: a corpus, queries, and qrels, checked against each other.
 
-As BEIR lays them out (corpus.jsonl, queries.jsonl, qrels/test.tsv), as TREC does (qrels of four columns), or in any
-format that records are read from. Must not know models, tokens or ranks.
+In the layout of BEIR (corpus.jsonl, queries.jsonl, qrels/test.tsv) or TREC (qrels of four columns), or in any format of
+a source. Must not know models, tokens or ranks.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ class Judged:
     documents: list[str]
     queries: list[str]
     relevant: list[np.ndarray]
-    """Of each query the documents, by number."""
+    """The numbers of the relevant documents of each query."""
     gains: list[np.ndarray]
-    """How relevant each of them is, above 0."""
+    """The relevance of each of them, above 0."""
     notes: list[str]
-    """What was left out, a line each."""
+    """What was left out, in lines."""
 
 
 def read_judged(corpus: Source, queries: Source, qrels: str) -> Judged:
-    """Reads the three; what does not fit together is an error, or a note where it is usual."""
+    """Reads the three files. Raises if they do not match; common mismatches become notes."""
     documents, asked = _texts(corpus.open(), "corpus"), _texts(queries.open(), "queries")
     judged = _qrels(qrels)
     numbers = {name: number for number, name in enumerate(documents)}
@@ -71,7 +70,7 @@ def read_judged(corpus: Source, queries: Source, qrels: str) -> Judged:
 
 
 def _check_documents(judged: dict[str, dict[str, float]], numbers: dict[str, int], qrels: str) -> None:
-    """Recall counts every relevant document: one that cannot be found would make it wrong without a word."""
+    """Raises if a relevant document is not in the corpus: recall would be silently wrong."""
     good = {doc for scores in judged.values() for doc, score in scores.items() if score > 0}
     if missing := sorted(good - numbers.keys()):
         raise DataError(
@@ -81,11 +80,11 @@ def _check_documents(judged: dict[str, dict[str, float]], numbers: dict[str, int
         )
     for query, scores in judged.items():
         for doc in [doc for doc in scores if doc not in numbers]:
-            del judged[query][doc]  # judged irrelevant, and not there to be found
+            del judged[query][doc]  # irrelevant, and not in the corpus
 
 
 def _texts(records: Records, what: str) -> dict[str, str]:
-    """Texts by id, in the order of the file; a title stands before its text."""
+    """Texts by id, in the order of the file, each after its title."""
     found: dict[str, str] = {}
     for index in range(len(records)):
         record = records[index]
@@ -96,10 +95,10 @@ def _texts(records: Records, what: str) -> dict[str, str]:
                 f"{', '.join(_TEXT)}, and title before it."
             )
         if str(name) in found:
-            raise DataError(f"{records.where(index)}: the id {name!r} is there twice in {what}. Ids must differ.")
+            raise DataError(f"{records.where(index)}: the id {name!r} appears twice in {what}. Ids must differ.")
         found[str(name)] = text
     if not found:
-        raise DataError(f"{what}: there is no record in it. Give at least one.")
+        raise DataError(f"{what}: no records. Give at least one.")
     return found
 
 
@@ -117,7 +116,7 @@ def _one(record: Record, names: tuple[str, ...], where: str, what: str) -> Any:
 
 
 def _qrels(name: str) -> dict[str, dict[str, float]]:
-    """Of each query id, the document ids with their scores."""
+    """Scores of documents, by query id and document id."""
     path = Path(name).expanduser()
     triples = _of_records(name) if path.suffix.lower() in _TABLES else _of_lines(path)
     found: dict[str, dict[str, float]] = {}
@@ -128,7 +127,7 @@ def _qrels(name: str) -> dict[str, dict[str, float]]:
             raise DataError(f"{where}: the score {score!r} is not a number. Fix the line.") from None
         found.setdefault(str(query), {})[str(document)] = number
     if not found:
-        raise DataError(f"{name}: there is no judgement in it. Give lines of query id, document id and score.")
+        raise DataError(f"{name}: no judgements. Give lines of query id, document id and score.")
     return found
 
 

@@ -166,7 +166,7 @@ def test_files_that_do_not_fit_together(folder: Path, tmp_path: Path) -> None:
         judged(folder, qrels=qrels("q0\t1"))
     with pytest.raises(DataError, match="cannot be read"):
         judged(folder, qrels=tmp_path / "nowhere.tsv")
-    with pytest.raises(DataError, match="the id 'd0' is there twice in corpus"):
+    with pytest.raises(DataError, match="the id 'd0' appears twice in corpus"):
         judged(folder, corpus=write(tmp_path / "c.jsonl", [{"_id": "d0", "text": "ban"}] * 2))
     with pytest.raises(DataError, match="no text in this record of corpus"):
         judged(folder, corpus=write(tmp_path / "c.jsonl", [{"_id": "d0", "body": "ban"}]))

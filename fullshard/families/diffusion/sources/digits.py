@@ -1,4 +1,4 @@
-"""Handwritten digits that scikit-learn carries: 1,797 real images of 8 x 8 grey pixels, in 10 classes.
+"""The handwritten digits of scikit-learn: 1,797 real images of 8 x 8 grey pixels, in 10 classes.
 
 Nothing is downloaded. Must not know batches or ranks.
 """
@@ -21,8 +21,8 @@ class Digits(Source):
     """Images (`image`: 8 x 8, from 0 to 255) of the digits 0 to 9 (`label`)."""
 
     part: Literal["train", "held_out", "all"] = "all"
-    """train: the 899 digits with even numbers in scikit-learn's order; held_out: the 898 with odd ones. In turn,
-    since the digits of one writer stand together there."""
+    """train: the 899 digits with even numbers in scikit-learn's order; held_out: the 898 with odd ones.
+    Alternating, because the digits of one writer are next to each other."""
 
     def open(self) -> Records:
         images, labels = _digits()

@@ -1,6 +1,6 @@
-"""A folder of class folders with images or latents: the label of a file is the number of its class folder.
+"""A folder of class folders with images or latents; the number of the class folder is the label.
 
-Only names are read here. Must not know what is in an image, batches or ranks.
+Reads names only. Must not know what is in an image, batches or ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MOST_NAMED = 12
 
 
 class ImageFolder(Source):
-    """Files (`path`) and the classes they lie in (`label`), by name; a folder without class folders has no labels."""
+    """Files (`path`) and their classes (`label`), by name; without class folders there are no labels."""
 
     path: Path
-    """The folder; files may lie deeper in its class folders. One of .npy latents will do too."""
+    """The folder; class folders may have subfolders. Files are images or .npy latents."""
     classes: list[str] | None = None
-    """The class folders, in the order of their labels; null: all, by name. Name them where data.train and
-    data.validation do not have the same ones."""
+    """The class folders, in the order of their labels; null: all, by name. Name them if data.train and
+    data.validation have different ones."""
 
     @field_validator("classes")
     @classmethod
@@ -48,8 +48,8 @@ class ImageFolder(Source):
         loose = [child for child in inside if _is_image(child) and child.is_file()]
         if names and loose:
             raise DataError(
-                f"{folder}: {loose[0].name} and {counted(len(loose) - 1, 'other file')} lie beside the class folders, "
-                "and it is not clear of which class. Move such files into one, or out of the folder."
+                f"{folder}: {loose[0].name} and {counted(len(loose) - 1, 'other file')} are beside the class folders, "
+                "so their class is unknown. Move them into a class folder, or out of the folder."
             )
         rows: list[Record] = [{"path": str(file)} for file in loose]
         left_out = [child.name for child in inside if child.name not in names and not _is_image(child)]
@@ -57,7 +57,7 @@ class ImageFolder(Source):
             files = list(_files(folder / name)) if name in found else []
             images = [file for file in files if _is_image(file)]
             if not images:
-                problem = f"has no image ({', '.join(SUFFIXES)})" if name in found else "is not there"
+                problem = f"has no image ({', '.join(SUFFIXES)})" if name in found else "does not exist"
                 raise DataError(
                     f"{folder}: the class folder {name!r} {problem}. Class folders found: {_some(found) or 'none'}. "
                     "Put images into it, or say which folders are classes: classes = [NAME, ...]."
@@ -85,7 +85,7 @@ def _listed(rows: list[Record]) -> Listed:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """All files under a folder, by name; hidden ones are not seen."""
+    """All files under a folder, by name, without hidden ones."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (Path(place, name) for name in sorted(names) if not name.startswith("."))
@@ -96,7 +96,7 @@ def _is_image(path: Path) -> bool:
 
 
 def _stamp(row: Record) -> str:
-    """By size and time: reading every image to name a cache would take as long as encoding them."""
+    """By size and time: hashing every image would take as long as encoding them."""
     stat = os.stat(row["path"])
     return f"{row['path']} {stat.st_size} {stat.st_mtime_ns} {row.get('label')}"
 

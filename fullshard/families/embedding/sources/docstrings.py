@@ -1,7 +1,7 @@
-"""What the functions and classes of Python's standard library are for, and their signatures: pairs for retrieval.
+"""Docstrings and signatures of Python's standard library: pairs for retrieval.
 
-The source files are parsed, nothing is imported or run. Every CPython carries them; a Python version gives the same
-pairs everywhere. Must not know tokens or ranks.
+The source files are parsed, not imported. Every CPython has them, and each Python version gives the same pairs
+everywhere. Must not know tokens or ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fullshard.errors import DataError
 SHORTEST, LONGEST = 20, 400
 """Characters of a description."""
 HELD_OUT = 6
-"""One package in so many is held out."""
+"""One in this many packages is held out."""
 
 _LEFT_OUT = frozenset(
     {"antigravity", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "this", "turtledemo"}
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class Docstrings(Source):
-    """Pairs of a docstring's first paragraph (`query`) and the signature it stands under (`positive`)."""
+    """Pairs of a docstring's first paragraph (`query`) and its signature (`positive`)."""
 
     part: Literal["train", "held_out", "all"] = "all"
     """held_out: about a sixth of the standard library's packages, whole; train: the others."""
@@ -61,7 +61,7 @@ class Docstrings(Source):
 
 
 def _part_of(module: str) -> str:
-    """Decided for a whole package: its modules describe the same things in the same words."""
+    """A package is never split: its modules describe the same things in the same words."""
     package = module.partition(".")[0]
     number = int.from_bytes(hashlib.blake2b(package.encode(), digest_size=8).digest(), "big")
     return "train" if number % HELD_OUT else "held_out"
@@ -73,7 +73,7 @@ def _folder() -> Path:
 
 @cache
 def _entries(folder: Path) -> tuple[_Entry, ...]:
-    """All pairs, by module and line; of equal descriptions or equal signatures the first."""
+    """All pairs, by module and line; only the first of equal descriptions or signatures."""
     found = []
     descriptions: set[str] = set()
     signatures: set[str] = set()
@@ -92,7 +92,7 @@ def _entries(folder: Path) -> tuple[_Entry, ...]:
 
 
 def _modules(folder: Path, *package: str) -> Iterator[tuple[str, Path]]:
-    """The public modules under a folder; one such as site-packages, whose name cannot be imported, is not entered."""
+    """The public modules under a folder, without folders such as site-packages that cannot be imported."""
     for path in folder.iterdir():
         if path.is_dir():
             if _is_public(path.name):
@@ -116,7 +116,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _documented(body: list[ast.stmt], prefix: str, *, path: Path, module: str) -> Iterator[_Entry]:
-    """The public functions and classes of a body and of its classes, those that a condition defines too."""
+    """The public functions and classes of a body, also inside classes and conditions."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             if node.name.startswith("_"):
@@ -135,7 +135,7 @@ def _documented(body: list[ast.stmt], prefix: str, *, path: Path, module: str) -
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, name: str, *, is_method: bool) -> str:
-    """`json.dumps(obj, *, skipkeys, ensure_ascii)`: as it is called, without defaults and annotations."""
+    """`json.dumps(obj, *, skipkeys, ensure_ascii)`: without defaults and annotations."""
     if isinstance(node, ast.ClassDef):
         starts = [n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
         return _signature(starts[0], name, is_method=True) if starts else name

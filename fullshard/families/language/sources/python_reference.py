@@ -1,4 +1,4 @@
-"""Python's own language reference: English prose that every CPython carries.
+"""Python's language reference: English prose that comes with every CPython.
 
 Must not know tokens or ranks.
 """

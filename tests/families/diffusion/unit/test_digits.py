@@ -135,7 +135,7 @@ def test_a_folder_without_class_folders_has_no_labels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["a/1.png", "2.png", "3.png"], r"2\.png and 1 other file lie beside the class folders"),
+        (["a/1.png", "2.png", "3.png"], r"2\.png and 1 other file are beside the class folders"),
         (["a/1.png", "b/text.md"], r"the class folder 'b' has no image \(\.bmp, .*\)\. Class folders found: a, b\."),
         (["text.md"], r"no image in this folder\. Found: text\.md\. Allowed: \.bmp, "),
         ([], r"no image in this folder\. Found: nothing\."),
