@@ -361,28 +361,28 @@ import numpy as np
 from fullshard import Collator, Encoder, OpenEncoder, token_samples
 from fullshard.text.tokens import collate_tokens
 
-class Shifted(Encoder):
+class Mirrored(Encoder):
     def open(self, processor, *, length):
-        return OpenShifted(self, processor, length=length)
+        return OpenMirrored(self, processor, length=length)
 
-class OpenShifted(OpenEncoder):
+class OpenMirrored(OpenEncoder):
     def encode(self, record):
-        ids = np.array(record["input_ids"], dtype=np.int32) + 100
+        ids = 96 - np.array(record["input_ids"], dtype=np.int32)
         labels = np.append(ids[1:], -100).astype(np.int32)
         return token_samples([{"input_ids": ids, "labels": labels}], length=self.length)
 
     def collator(self, store):
-        return ShiftedCollator(self.settings, least=int(store.flat("input_ids").min()))
+        return MirroredCollator(self.settings, most=int(store.flat("input_ids").max()))
 
-class ShiftedCollator(Collator):
-    def __init__(self, settings, least):
+class MirroredCollator(Collator):
+    def __init__(self, settings, most):
         super().__init__(settings)
-        self.least = least
+        self.most = most
 
     def collate(self, samples, *, length):
         back = [
-            {**s, "input_ids": s["input_ids"] - self.least,
-             "labels": np.where(s["labels"] == -100, -100, s["labels"] - self.least)}
+            {**s, "input_ids": self.most - s["input_ids"],
+             "labels": np.where(s["labels"] == -100, -100, self.most - s["labels"])}
             for s in samples
         ]
         return collate_tokens(back, length=length)
@@ -391,8 +391,8 @@ class ShiftedCollator(Collator):
 
 def test_encoder_with_a_collator_that_measures_the_data(run: Train, parts: Path, folder: Path) -> None:
     (parts / "my_stateful.py").write_text(STATEFUL)
-    found = run("stateful", data={"encode": "my_stateful.Shifted"})
-    assert min(map(min, rows(folder))) == 0, "so that the measured number undoes the shift"
+    found = run("stateful", data={"encode": "my_stateful.Mirrored"})
+    assert min(map(min, rows(folder))) == 0, "so that the measured number undoes the reflection"
     expected = run("plain", data={})
     assert curve(found, "loss", "grad_norm", "tokens") == curve(expected, "loss", "grad_norm", "tokens")
 
