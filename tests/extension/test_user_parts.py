@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -336,9 +335,25 @@ def test_each_rank_opens_a_source_once(run: Train, parts: Path, world: int) -> N
         assert len(opened) == len(set(opened)) == world, name
 
 
-OWN_PARTS = (Path(__file__).parents[2] / "docs" / "own-parts.md").read_text()
-ENCODER = next(block for block in re.findall(r"```python\n(.*?)```", OWN_PARTS, re.DOTALL) if "(Encoder)" in block)
+ENCODER = """
+import numpy as np
+from fullshard import Encoder
+from fullshard.text.tokens import collate_tokens
 
+class Digits(Encoder):
+    base: int = 10
+
+    def encode(self, record, processor, *, length):
+        digits, number = [], record["number"]
+        while number:
+            digits.append(number % self.base)
+            number //= self.base
+        ids = np.array(digits, dtype=np.int32)
+        return [{"input_ids": ids, "labels": np.append(ids[1:], -100).astype(np.int32)}]
+
+    def collate(self, samples, *, length):
+        return collate_tokens(samples, length=length)
+"""
 
 STATEFUL = """
 import numpy as np
