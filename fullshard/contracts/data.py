@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
 from fullshard.config.part import Part, kinds
-
-if TYPE_CHECKING:
-    from fullshard.data.store import Store
 
 Record = Mapping[str, Any]
 """One entry of a source."""
@@ -68,6 +65,30 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Features: ...
+
+
+class Store(Protocol):
+    """Encoded samples on disk."""
+
+    names: list[str]
+    """The features of a sample."""
+
+    @property
+    def shared(self) -> Features:
+        """Arrays that belong to all samples."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Features: ...
+
+    def sizes(self, name: str) -> np.ndarray:
+        """The number of entries of a feature in each sample."""
+        ...
+
+    def flat(self, name: str) -> np.ndarray:
+        """A feature of all samples, end to end."""
+        ...
 
 
 class Source(Part):

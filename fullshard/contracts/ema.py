@@ -6,17 +6,15 @@ Must not know how the average is kept, nor import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field
 
 from fullshard.config.part import Section
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.contracts.objective import Numbers
-
-if TYPE_CHECKING:
-    from fullshard.dist.average import Average
 
 PREFIX = "ema_"
 """Before the numbers and pictures of averaged weights, where those of the trained ones stand beside them."""
@@ -56,12 +54,22 @@ class Ema(Section):
         return f"{held}; {seen[self.evaluate]} validated" if evaluated else held
 
 
+class AveragedWeights(Protocol):
+    """The average of a model's weights, as a run keeps it."""
+
+    settings: Ema
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """The model computes with averaged weights inside."""
+        ...
+
+
 @dataclass(frozen=True)
 class OfAverage:
     """An evaluation as the loop runs it, of averaged weights."""
 
     evaluation: Evaluation
-    average: Average
+    average: AveragedWeights
     prefix: str
 
     @property
@@ -80,7 +88,7 @@ class OfAverage:
         return Findings({f"{self.prefix}{name}": value for name, value in found.numbers.items()}, found.texts)
 
 
-def evaluations(parts: Sequence[Evaluation], average: Average | None) -> list[Any]:
+def evaluations(parts: Sequence[Evaluation], average: AveragedWeights | None) -> list[Any]:
     """What the loop runs, of the weights that the settings name."""
     if average is None or average.settings.evaluate == "model":
         return list(parts)

@@ -83,14 +83,12 @@ def names_imported(nodes: list[ast.stmt] | list[ast.AST]) -> set[str]:
 
 @functools.cache
 def imported(path: Path) -> frozenset[str]:
-    """Every name that a file imports, at the top or inside a function."""
-    checked = [n for n in ast.walk(tree(path)) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)]
-    for_types = {node for block in checked for node in ast.walk(block)}
-    return frozenset(names_imported([node for node in ast.walk(tree(path)) if node not in for_types]))
+    """Every name that a file imports: at the top, inside functions and for the type checker."""
+    return frozenset(names_imported(list(ast.walk(tree(path)))))
 
 
 def modules_imported(path: Path) -> set[str]:
     """The modules of this package among them. `from fullshard.dist import shard` is the module, not its package."""
     names = imported(path) & MODULES.keys()
     packages = {name for name in names if any(other.startswith(f"{name}.") for other in names)}
-    return names - packages - {name_of(path)}
+    return set(names - packages - {name_of(path)})

@@ -1,4 +1,4 @@
-"""Who may import whom. Every import counts, at the top of a file or inside a function."""
+"""Who may import whom. Every import counts: at the top of a file, inside a function, and for the type checker."""
 
 from __future__ import annotations
 

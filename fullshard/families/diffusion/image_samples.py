@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fullshard.contracts.data import Collator, Encoded, Features, OpenEncoder, Record, Records
+from fullshard.contracts.data import Collator, Encoded, Features, OpenEncoder, Record, Records, Store
 from fullshard.data.records import digest
 from fullshard.errors import DataError
 from fullshard.families.diffusion import captions
@@ -31,7 +31,6 @@ from fullshard.images.arrays import Picture, floats
 from fullshard.images.reading import UNREADABLE, Unreadable, place, quiet
 
 if TYPE_CHECKING:
-    from fullshard.data.store import Store
     from fullshard.families.diffusion.encoders.image import Images
 
 _MOST_THREADS = 8
