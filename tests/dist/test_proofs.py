@@ -126,10 +126,10 @@ def norm_after_waking() -> tuple[bool, float]:
     nn.init.zeros_(module[1].weight)
     kept = fully_shard(module[0])
     fully_shard(module)
-    before = [local(p.detach()).clone() for p in kept.parameters()]
+    before = [local(p.detach()).clone() for p in kept.parameters()]  # type: ignore[attr-defined]
     with awake(module):
         had = bool(local(module[1].weight.detach()).any())
-    assert all(torch.equal(local(p.detach()), old) for p, old in zip(kept.parameters(), before, strict=True))
+    assert all(torch.equal(local(p.detach()), old) for p, old in zip(kept.parameters(), before, strict=True))  # type: ignore[attr-defined]
     return had, float(local(module[1].weight.detach()).norm())
 
 

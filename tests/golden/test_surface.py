@@ -14,7 +14,7 @@ from tests.golden import make
 
 FOLDER = Path(__file__).parent
 MINIMAL: dict[str, Any] = {"model": "a/model", "data": {"train": "a.jsonl"}}
-COMPATIBILITY = {
+COMPATIBILITY: dict[str, list[Any]] = {
     "sharding.use_orig_params": [True, False],
     "sharding.limit_all_gathers": [True, False],
     "sharding.backward_prefetch": ["BACKWARD_PRE", "BACKWARD_POST", "NONE"],

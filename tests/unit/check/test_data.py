@@ -113,7 +113,7 @@ def test_no_batch_of_an_epoch_is_longer_than_the_longest(tmp_path: Path, model: 
             assert batch["input_ids"].numel() <= longest["input_ids"].numel()
             ids = batch["sample_ids"].numpy()
             assert lengths[ids[ids >= 0]].sum() <= real
-    windows.close()
+    windows.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("pack", [False, True])

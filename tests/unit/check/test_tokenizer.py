@@ -102,14 +102,14 @@ def test_unknown_tokens_above_one_per_cent() -> None:
 
 
 def test_the_chat_template_is_told(trained: Any) -> None:
-    assert list(check.chat_template(trained, Text())) == []
-    (plain,) = check.chat_template(trained, Chat())
+    assert list(check.chat_template(Text().open(trained, length=64))) == []
+    (plain,) = check.chat_template(Chat().open(trained, length=64))
     assert plain.text == "plain (User: ... / Assistant: ...)"
     own = words("<unk>", eos_token="</s>")
     own.chat_template = "{{ messages }}"
-    assert [f.text for f in check.chat_template(own, Chat())] == ["the tokenizer's own"]
+    assert [f.text for f in check.chat_template(Chat().open(own, length=64))] == ["the tokenizer's own"]
     own.chat_template = PLAIN
-    assert [f.text for f in check.chat_template(own, Chat())] == ["plain (User: ... / Assistant: ...)"]
+    assert [f.text for f in check.chat_template(Chat().open(own, length=64))] == ["plain (User: ... / Assistant: ...)"]
 
 
 def test_tokens_made_elsewhere(tmp_path: Path) -> None:

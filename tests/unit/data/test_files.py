@@ -149,7 +149,7 @@ def test_folders_globs_and_lists(tmp_path: Path) -> None:
     write(tmp_path / "d" / ".hidden.txt", "no data")
     records = Files(path=str(tmp_path / "d")).open()
     assert [records[i]["text"] for i in range(len(records))] == ["a", "b", "c"]
-    assert records.notes == [f"{tmp_path / 'd'}: 1 file is not data and was left out (notes.md)."]
+    assert records.notes == [f"{tmp_path / 'd'}: 1 file is not data and was left out (notes.md)."]  # type: ignore[attr-defined]
     texts = lambda path: [row["text"] for row in everything(path)]  # noqa: E731
     assert texts(str(tmp_path / "d" / "*.txt")) == ["b"]
     assert texts(str(tmp_path / "**" / "*.[jc]s*")) == ["a", "c"]
@@ -294,12 +294,12 @@ def test_mixture_holds_its_shares_exactly_and_is_the_same_every_time(tmp_path: P
     other = decode(Source, {**recipe, "seed": 1}, where="data.train").open()
     assert other.fingerprint() != records.fingerprint()
     assert [other[i]["text"] for i in range(100)] != texts
-    assert records.notes == [
+    assert records.notes == [  # type: ignore[attr-defined]
         "mixture: 25 % = 25 records from source 1, repeated 2.5 times (25 of 10)",
         "mixture: 75 % = 75 records from source 2, subsampled (75 of 1,000)",
     ]
     # Origins name the stored record: equal exactly where the text is.
-    origins = records.origins()
+    origins = records.origins()  # type: ignore[attr-defined]
     assert len(set(zip(origins.tolist(), texts, strict=True))) == len(set(texts)) == len(set(origins.tolist()))
 
 

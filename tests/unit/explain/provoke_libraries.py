@@ -20,7 +20,7 @@ from tests.unit.explain.provoke_precision import heard
 
 def orig_mod_keys() -> None:
     model = nn.Linear(2, 2)
-    model.load_state_dict(torch.compile(nn.Linear(2, 2)).state_dict())
+    model.load_state_dict(torch.compile(nn.Linear(2, 2)).state_dict())  # type: ignore[attr-defined]
 
 
 def size_mismatch__torch() -> None:

@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name: str) -> None:
     loss = getattr(F, name)(predicted, noise - images)  # samples have one size, so the mean of all is that of means
     loss.backward()
     expected = loss.item(), gradients(model)
-    assert_same(run(FlowMatching(loss=name, label_drop=0), model, [data]), expected)
+    assert_same(run(FlowMatching(loss=name, label_drop=0), model, [data]), expected)  # type: ignore[call-arg]
 
 
 def test_the_way_and_its_times_are_those_of_diffusers() -> None:
