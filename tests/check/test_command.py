@@ -73,7 +73,7 @@ def test_findings_are_marked_with_where_and_what_to_do(seed: Seed) -> None:
     said = " ".join(result.stdout.split())
     assert result.exit_code == 2
     assert "! learning rate optimizer.lr = 10: adamw would move" in said
-    assert "is usual. Use 3e-4 for training from scratch" in said
+    assert "usual rates are up to 0.1. Use 3e-4 for training from scratch" in said
     assert "✗ model model.freeze[0] = 'nothing.*' matches none" in said
     assert said.endswith("1 problem, 1 warning. Nothing was trained, and no files were left behind.")
     assert "Setup is CORRECT" not in said
