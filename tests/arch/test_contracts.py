@@ -19,7 +19,9 @@ def sniffing(tree: ast.AST) -> Iterator[str]:
     """Comparisons of `x.kind()`, and getattr or hasattr of a part of a recipe."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
-            for side in (node.left, *node.comparators):
+            # `"." in part.kind()` asks who wrote a part, not which one it is.
+            equal = isinstance(node.ops[0], ast.Eq | ast.NotEq)
+            for side in (node.left, *(node.comparators if equal else ())):
                 called = side.func if isinstance(side, ast.Call) else None
                 if isinstance(called, ast.Attribute) and called.attr == "kind":
                     yield ast.unparse(node)
