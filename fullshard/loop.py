@@ -25,7 +25,7 @@ from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce
 from fullshard.errors import NumericalError
-from fullshard.formatting.readable import Steps
+from fullshard.formatting.steps import Steps
 from fullshard.log.report import Report
 from fullshard.step import Learner, StepResult, seed_everything, train_step
 

@@ -7,44 +7,18 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from fullshard.contracts.world import World
 from fullshard.dist import network_interface
 from fullshard.dist.peak_flops import peak_flops
 from fullshard.errors import SetupError
 from fullshard.launch.host_memory import peak_of_family
 from fullshard.launch.rendezvous import Meeting, facts
-
-
-@dataclass(frozen=True)
-class World:
-    """This rank, all ranks, and the device that belongs to this rank."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    device: torch.device
-    backend: str
-    timeout_s: float = 600.0
-
-    @property
-    def num_nodes(self) -> int:
-        return self.size // self.local_size
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def describe(self) -> str:
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        return f"{self.size} {'rank' if self.size == 1 else 'ranks'}{nodes}, {device}, {self.backend}"
 
 
 def choose_device_type(wanted: str) -> str:
@@ -132,3 +106,6 @@ def peaks(device: torch.device) -> dict[str, int]:
     same memory."""
     host = peak_of_family() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"memory": peak_memory(device) if device.type == "cuda" else host, "host_memory": host}
+
+
+__all__ = ["World", "choose_device_type", "join", "leave", "peak_memory", "peak_of", "peaks"]

@@ -8,27 +8,6 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Steps:
-    """Which steps of an epoch are meant: after `begin`, up to `end`, of `of`."""
-
-    begin: int
-    end: int
-    of: int
-
-    @property
-    def whole(self) -> bool:
-        return self.begin == 0 and self.end == self.of
-
-    def text(self) -> str:
-        """`10 of its 241 steps`, or `steps 11 to 20 of 241` where the first ones were done before."""
-        if self.begin == 0:
-            return f"{self.end:,} of its {self.of:,} steps"
-        return f"steps {self.begin + 1:,} to {self.end:,} of {self.of:,}"
-
 
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

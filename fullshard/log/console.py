@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from fullshard.formatting import readable
+from fullshard.formatting.steps import Steps
 from fullshard.log import bar as bars
 from fullshard.log.bar import Clock, Pace
 from fullshard.log.screen import is_terminal, open_screen
@@ -138,7 +139,7 @@ class Console:
         """Training starts at step `done` of `total_steps`: from here on the time left of the run is measured."""
         self._run = Pace(total_steps, clock=self.clock, done=done)
 
-    def epoch_begin(self, epoch: int, epochs: float, lr: float, *, steps: readable.Steps | None = None) -> None:
+    def epoch_begin(self, epoch: int, epochs: float, lr: float, *, steps: Steps | None = None) -> None:
         """Epochs are counted from 1; `steps` are those of a part of one."""
         part = f" ({steps.text()})" if steps and not steps.whole else ""
         self._emit("")
@@ -160,7 +161,7 @@ class Console:
         seconds: float,
         train_loss: float,
         val_loss: float | None = None,
-        steps: readable.Steps | None = None,
+        steps: Steps | None = None,
     ) -> None:
         """Only an epoch that ran to its last step is called completed. No seconds: it ended in an earlier run."""
         part = f": {steps.text()}" if steps and not steps.whole else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from fullshard.contracts.progress import Progress
 from fullshard.dist.world import World, peak_of, peaks
-from fullshard.formatting.readable import Steps
+from fullshard.formatting.steps import Steps
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
 

@@ -8,36 +8,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from fullshard.contracts.progress import Progress
+from fullshard.contracts.world import World
 from fullshard.dist.average import Average
 from fullshard.dist.first_update import FirstUpdate
-from fullshard.dist.world import World
 from fullshard.recipe import Recipe
-from fullshard.setup.sharded_model import ShardedModel
+from fullshard.setup.auxiliary_models import frozen_models
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.sharded_model import ShardedModel, precision_in_force, sharded_model
 from fullshard.step import Learner
 
 
 def make_learner(
-    recipe: Recipe,
-    model: ShardedModel,
-    aux: dict[str, nn.Module],
-    world: World,
-    progress: Progress,
-    *,
-    say: Callable[[str], None],
-) -> Learner:
-    """`say` tells what the first update proved."""
+    recipe: Recipe, inputs: RunInputs, world: World, progress: Progress, *, say: Callable[[str], None]
+) -> tuple[ShardedModel, Learner]:
+    """`say` gets what was decided, and what the first update proved."""
+    precision = precision_in_force(recipe, world, say=say)
+    model = sharded_model(recipe, inputs.module, world, precision, say=say)
+    aux = frozen_models(recipe, inputs, world, precision)
     optimizer = recipe.optimizer.open(model.module.named_parameters())
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", recipe.optimizer.lr)
-    return Learner(
+    return model, Learner(
         model=model.module,
         objective=recipe.objective,
         aux=aux,
         optimizer=optimizer,
-        scaler=torch.amp.GradScaler(world.device.type) if model.precision.scaler else None,
+        scaler=torch.amp.GradScaler(world.device.type) if precision.scaler else None,
         clip=recipe.optimizer.clip,
         first_update=FirstUpdate(model.module, optimizer, say=say),
         average=Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None,

@@ -7,7 +7,6 @@ losses.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,15 @@ from fullshard.contracts.data import Encoder, Records
 from fullshard.contracts.objective import Objective
 from fullshard.control.best import BestRule
 from fullshard.control.best_rule import best_rule, gives_numbers
-from fullshard.data.inventory import Inventory, inventory
+from fullshard.data.inventory import inventory
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.errors import DataError
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
+from fullshard.setup.inputs import RunInputs
 from fullshard.setup.shard_plan import check_model
-from fullshard.setup.step_plan import StepPlan, plan_steps
+from fullshard.setup.step_plan import plan_steps
 
 
 class OpenSources:
@@ -47,22 +47,6 @@ class OpenSources:
     @cached_property
     def train_fingerprint(self) -> str:
         return self.train.fingerprint()
-
-
-@dataclass(frozen=True)
-class RunInputs:
-    """What a run has before its ranks connect."""
-
-    processor: Any
-    module: nn.Module
-    """The model with its edits and parameters on meta; sharding fills this object."""
-    data: Prepared
-    plan: StepPlan
-    validation_per_device: int
-    identity: dict[str, Any]
-    """What step N means in the data: must be the same when a checkpoint resumes."""
-    content: Inventory
-    """The files of `data.train`, to say which of them changed."""
 
 
 def prepare_inputs(recipe: Recipe, *, world_size: int, console: Console) -> RunInputs:
@@ -173,3 +157,18 @@ def effective_best(recipe: Recipe, inputs: RunInputs) -> BestRule | None:
     parts, held_out = recipe.evaluate.parts, inputs.data.validation is not None
     acts = gives_numbers(parts, recipe.objective, inputs.module, held_out=held_out)
     return find_best(recipe, inputs.module) if acts else None
+
+
+__all__ = [
+    "OpenSources",
+    "RunInputs",
+    "build_module",
+    "cache_folder",
+    "check_batch",
+    "effective_best",
+    "encoder_of",
+    "find_best",
+    "find_processor",
+    "prepare_data",
+    "prepare_inputs",
+]

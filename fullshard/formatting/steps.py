@@ -1,0 +1,24 @@
+"""Which steps of an epoch are meant, and how to say it. Must not know where the text goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Which steps of an epoch are meant: after `begin`, up to `end`, of `of`."""
+
+    begin: int
+    end: int
+    of: int
+
+    @property
+    def whole(self) -> bool:
+        return self.begin == 0 and self.end == self.of
+
+    def text(self) -> str:
+        """`10 of its 241 steps`, or `steps 11 to 20 of 241` where the first ones were done before."""
+        if self.begin == 0:
+            return f"{self.end:,} of its {self.of:,} steps"
+        return f"steps {self.begin + 1:,} to {self.end:,} of {self.of:,}"
