@@ -161,18 +161,3 @@ def copied(url: str, *, cache: Path) -> Path:
                     copy.write_bytes(file.read_bytes())
             part.rename(target)
     return target
-
-
-__all__ = [
-    *(
-        "FILES",
-        "checkpoint_of",
-        "completed",
-        "copied",
-        "is_file",
-        "kept_tokenizer",
-        "recorded_groups",
-        "recorded_model",
-    ),
-    "refuse_checkpoint",
-]

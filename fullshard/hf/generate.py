@@ -84,6 +84,3 @@ def _up_to_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
     """Without the padding after the end of a row."""
     stop = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
     return tokens[:stop]
-
-
-__all__ = ["continue_rows", "stop_tokens"]

@@ -103,6 +103,3 @@ class TokenHubModel(HubModel):
     def embedding_rows(self, module: nn.Module) -> int:
         model: Any = module
         return int(model.get_input_embeddings().num_embeddings)
-
-
-__all__ = ["HubModel", "TokenHubModel"]

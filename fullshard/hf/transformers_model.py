@@ -386,6 +386,3 @@ class TransformersModel(TokenHubModel):
             logger.warning("the %d new embedding rows stay as they are: LoRA trains adapters only", new_rows)
         if self.architecture is not None:
             take_special_tokens(config, processor)
-
-
-__all__ = ["TransformersModel"]

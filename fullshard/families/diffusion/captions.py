@@ -118,15 +118,3 @@ def collate(samples: Sequence[Features], *, length: int) -> dict[str, Any]:
     if "text_pooled" in samples[0]:
         found["text_pooled"] = torch.from_numpy(np.concatenate([sample["text_pooled"] for sample in samples]))
     return found
-
-
-__all__ = [
-    "COLUMNS",
-    "caption",
-    "check_model",
-    "collate",
-    "collate_empty",
-    "column_of",
-    "empty_features",
-    "features_of",
-]

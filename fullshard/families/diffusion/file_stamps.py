@@ -30,6 +30,3 @@ def _stamp(path: str) -> bytes:
     except (OSError, ValueError):  # no such file, or no path that could be one
         stamp = "missing"
     return f"{path} {stamp}\n".encode(errors="surrogatepass")
-
-
-__all__ = ["stamped"]

@@ -256,6 +256,3 @@ def _notes(settings: Images, store: Store, form: Form, scaling: tuple[float, flo
 
 def _rounded(number: float) -> float:
     return float(f"{number:.{_DIGITS}g}")
-
-
-__all__ = ["ImageCollator", "OpenImages"]

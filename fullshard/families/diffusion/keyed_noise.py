@@ -56,6 +56,3 @@ def _mixed(state: torch.Tensor) -> torch.Tensor:
 def _shifted(state: torch.Tensor, bits: int) -> torch.Tensor:
     """A logical right shift: torch's own is arithmetic."""
     return (state >> bits).bitwise_and_(2 ** (64 - bits) - 1)
-
-
-__all__ = ["FLIP", "LABEL_DROP", "NOISE", "TIME", "normal", "uniform"]

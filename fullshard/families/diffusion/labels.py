@@ -60,6 +60,3 @@ def _whole_number(value: Any) -> int | None:
     if isinstance(value, Integral) and not isinstance(value, bool):
         return int(value)
     return int(value) if isinstance(value, (float, np.floating)) and float(value).is_integer() else None
-
-
-__all__ = ["NO_LABEL", "label_of"]

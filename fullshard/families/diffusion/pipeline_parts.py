@@ -62,6 +62,3 @@ def give_back() -> None:
 
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-__all__ = ["CONFIG", "content", "device", "give_back", "part_folder"]

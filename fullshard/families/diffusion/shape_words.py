@@ -26,6 +26,3 @@ def remedy(form: tuple[tuple[int, ...], bool], wanted: tuple[tuple[int, ...], bo
     changed = {"data.encode.channels": shape[0] != first[0], "data.encode.size": shape[1:] != first[1:]}
     settings = " and ".join(key for key, differs in changed.items() if differs)
     return f"Set {settings} to make them alike, or remove the record."
-
-
-__all__ = ["RESIZE", "by", "in_words", "remedy"]

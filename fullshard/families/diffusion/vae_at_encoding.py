@@ -70,6 +70,3 @@ def fingerprints(vae: Latents | None, stack: TextStack | None) -> dict[str, str]
     parts: dict[str, Any] = {"vae": vae} if vae is not None else {}
     parts |= {f"text[{index}]": text for index, text in enumerate(stack.texts if stack else [])}
     return {name: combine(*map(digest, part.files())) for name, part in parts.items()}
-
-
-__all__ = ["CODE", "Frozen", "fingerprints"]

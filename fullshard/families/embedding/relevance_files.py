@@ -175,6 +175,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-__all__ = ["Judged", "read_judged"]

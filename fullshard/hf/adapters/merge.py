@@ -101,6 +101,3 @@ def _delta(layer: Any, down: torch.Tensor, up: torch.Tensor, rows: slice) -> tor
     if layer.lora_embedding_A or layer.fan_in_fan_out:
         return down[:, rows].T @ up.T
     return up[rows] @ down
-
-
-__all__ = ["Merge"]

@@ -159,6 +159,3 @@ def _open(folder: Path) -> Stored:
     if pickled.is_file():
         return open_pickle(pickled)
     raise CheckpointError(f"{folder} holds neither {safe.name} nor {pickled.name}. Fetch or save the adapter again.")
-
-
-__all__ = ["CONFIG", "adapter_weights", "add_stored", "is_adapter_folder", "named_base", "read_config", "stored_names"]

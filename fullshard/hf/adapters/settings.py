@@ -29,6 +29,3 @@ class Lora(Section):
         if value is True:
             return {}
         return {"r": value} if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-__all__ = ["Lora"]

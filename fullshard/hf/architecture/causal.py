@@ -45,6 +45,3 @@ def _looks_ahead(config: Any, *, trust_remote_code: bool) -> bool:
         except Exception:
             return True  # some refuse to be built without it; the proof before step 1 has the last word
     return not torch.allclose(one, two, rtol=0.0, atol=1e-5 * float(one.abs().max()))
-
-
-__all__ = ["make_decoder"]

@@ -77,6 +77,3 @@ def _size(tokenizer: Any, *, rows: int | None) -> str | None:
     if rows is None or (1 - MOST_SPARE) * rows <= tokens <= rows:
         return None
     return f"it has {tokens:,} tokens and the embedding {rows:,} rows (the model's own cannot be compared: it has none)"
-
-
-__all__ = ["check_tokenizer", "difference"]

@@ -139,6 +139,3 @@ def _compare(start: str, alpha: float | None) -> None:
             "effect than they had",
             *(alpha, then.get("alpha")),
         )
-
-
-__all__ = ["frozen_dtype", "open_start", "start_weights"]

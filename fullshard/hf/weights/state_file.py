@@ -111,6 +111,3 @@ def _bare_names(stored: Iterable[str]) -> dict[str, str]:
     while bare and all(new.startswith("module.") for new in bare.values()):
         bare = {old: new.removeprefix("module.") for old, new in bare.items()}
     return {new: old for old, new in bare.items()}
-
-
-__all__ = ["Renamed", "open_pickle", "open_state"]

@@ -136,17 +136,3 @@ def name_of(model: Any) -> str:
 
 def _per_sample(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return values.reshape(-1, *(1,) * (like.dim() - 1))
-
-
-__all__ = [
-    "Given",
-    "Text",
-    "can_be_unconditional",
-    "denoised",
-    "given",
-    "name_of",
-    "require_texts",
-    "sum_of_means",
-    "texts_of",
-    "without",
-]

@@ -205,6 +205,3 @@ def _watch(name: str, told: dict[str, bool], timesteps: torch.Tensor) -> Any:
                     told[name] = told.get(name, True) and bool(differ.all())
 
     return look
-
-
-__all__ = ["check_denoiser", "check_samples", "last_times", "require_denoiser", "require_share", "require_vae"]

@@ -193,5 +193,3 @@ Call = Callable[[Any, torch.Tensor, torch.Tensor, Any, Any], Any]
 CALLS: dict[str, Call] = {DIT: _dit, UNET: _unet, UNET_TEXT: _unet_text, SD3: _sd3, PIXART: _pixart, FLUX: _flux}
 """By class name: (module, noisy, times, labels, text) -> (B, C, H, W), followed by a variance if there is one. Only
 PixArt gets the text mask: in the pipelines of the others the model attends to the padding too."""
-
-__all__ = ["CALLS", "prepare", "text_for", "text_widths"]

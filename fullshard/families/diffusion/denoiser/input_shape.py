@@ -105,6 +105,3 @@ def _resize_remedy(sides: tuple[int, int], scale: int | None) -> str:
 
 def _by(sides: Sequence[int]) -> str:
     return " x ".join(map(str, sides))
-
-
-__all__ = ["configured", "require_shape"]

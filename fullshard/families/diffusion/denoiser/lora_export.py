@@ -63,6 +63,3 @@ def _settings(module: Any, prefix: str) -> str:
     found = {**adapter_config(module).to_dict(), "inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in found.items()}
     return json.dumps({f"{prefix}.{key}": value for key, value in plain.items()}, indent=2, sort_keys=True)
-
-
-__all__ = ["WEIGHTS", "every_linear", "prefix_of", "write_adapter"]

@@ -121,6 +121,3 @@ def _write_config(module: Any, folder: Path) -> None:
 
 def _class_name(module: Any) -> str:
     return str(getattr(module, "class_name", type(module).__name__))
-
-
-__all__ = ["folder_weights", "model_folder", "read_config", "write_model"]

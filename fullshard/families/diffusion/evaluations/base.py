@@ -31,6 +31,3 @@ class MakesImages(Evaluation):
         where = f"evaluate.parts: {self.kind()}.guidance"
         guidance = guidance_of(model, objective, self.guidance, usual=2.0, where=where)
         return SamplerSettings(self.steps, self.method, guidance, self.seed)
-
-
-__all__ = ["MakesImages"]

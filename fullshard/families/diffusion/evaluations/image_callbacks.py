@@ -59,6 +59,3 @@ def trial(callback: Callable[..., Any], shape: Shape, where: str, *, as_bytes: b
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}). Change it to take "
             "such images."
         ) from error
-
-
-__all__ = ["as_pixels", "require_denoiser", "require_images", "trial"]

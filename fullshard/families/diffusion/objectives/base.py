@@ -46,6 +46,3 @@ class Denoising(Objective):
 
     def count(self, batch: Batch) -> int:
         return int((batch["sample_ids"] >= 0).sum())
-
-
-__all__ = ["Denoising"]

@@ -51,6 +51,3 @@ def shape_of(images: torch.Tensor, objective: Any) -> tuple[int, ...]:
 def kept_open(collator: Any) -> AbstractContextManager[None]:
     """Within it, the VAE of `collator.decode` stays open; the collator of a user's encoder has none."""
     return collator.vae_kept_open() if isinstance(collator, ImageCollator) else nullcontext()
-
-
-__all__ = ["guidance_of", "is_conditioned", "kept_open", "shape_of", "takes_texts"]

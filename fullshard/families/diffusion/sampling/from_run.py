@@ -294,6 +294,3 @@ def _finite(images: torch.Tensor, chosen: Chosen) -> torch.Tensor:
 def no_bar(steps: int) -> Iterator[Any]:
     """A progress bar that shows nothing."""
     yield SimpleNamespace(advance=lambda: None)
-
-
-__all__ = ["Loaded", "SampleOptions", "classes_of", "load", "make", "no_bar"]

@@ -142,6 +142,3 @@ class _Watched:
             self._level = level
             self._tick()
         return found
-
-
-__all__ = ["FILLER", "SamplerSettings", "Shape", "collected", "image_shape", "make_batch", "make_images", "shares"]

@@ -165,6 +165,3 @@ class TextWeights(StoredWeights):
 
     def _is_head(self, name: str) -> bool:
         return True
-
-
-__all__ = ["Encoded", "TextWeights", "bind", "empty", "encoded", "is_clip_folder", "joined", "load"]

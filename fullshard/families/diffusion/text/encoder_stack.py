@@ -266,6 +266,3 @@ class TextStack:
                 states = found["states"][index, : found["mask"][index].sum()]
                 pooled = found["pooled"][index] if "pooled" in found else None
                 yield TextState(states, pooled, bool(tokens.is_cut[row]))
-
-
-__all__ = ["NO_TOKEN", "Join", "NoText", "TextStack", "TextState", "Texts", "Tokens"]

@@ -115,6 +115,3 @@ def _renamed(name: str) -> str:
     for before, now in _RENAMED.items():
         name = name.replace(before, now) if ".attentions." in name else name
     return name
-
-
-__all__ = ["decode_latents", "empty", "encode_images", "factor", "latent_shape", "load", "read_settings", "vae_weights"]

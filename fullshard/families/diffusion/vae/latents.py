@@ -105,6 +105,3 @@ def as_strips(latents: torch.Tensor) -> torch.Tensor:
     grey = 2 * (values - least) / (most - least).clamp(min=1e-12) - 1
     count, channels, height, width = grey.shape
     return grey.permute(0, 2, 1, 3).reshape(count, 1, height, channels * width)
-
-
-__all__ = ["Latents", "as_strips", "decode", "encode"]

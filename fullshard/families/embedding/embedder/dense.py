@@ -143,15 +143,3 @@ def _open(folder: Path) -> Stored:
     if (folder / _PICKLED).is_file():
         return open_pickle(folder / _PICKLED)
     raise CheckpointError(f"{folder} holds neither {_SAFE} nor {_PICKLED}. Fetch or save the model again.")
-
-
-__all__ = [
-    "AfterPooling",
-    "Dense",
-    "backbone_of",
-    "dense_weights",
-    "layers_of",
-    "parameter_names",
-    "set_aside",
-    "write_layers",
-]

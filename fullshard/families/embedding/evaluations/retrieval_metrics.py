@@ -34,6 +34,3 @@ def quality_sums(
     within = torch.arange(len(place), device=device) - first[query[order]]
     ideal = per_query(gain[order] / torch.log2(within + 2) * (within < furthest), query[order])
     return torch.stack([*recall, reciprocal, (found / ideal).sum(), torch.ones_like(best).sum()])
-
-
-__all__ = ["quality_sums"]
