@@ -201,7 +201,7 @@ def test_other_weights_make_other_images(run: Path, tmp_path: Path) -> None:
         (["RUN/last", "--checkpoint", "3"], "is a checkpoint already"),
         (["BARE"], "RUN = BARE has no checkpoint and no model/"),
         (["TEXT"], "is not a diffusion run: its objective is causal_lm"),
-        (["RUN", "--grid", "out.jpg"], "in a local file whose name ends in .png"),
+        (["RUN", "--grid", "out.jpg"], "must be a local file whose name ends in .png"),
         (["RUN", "--grid", "RUN/log.txt/out.png"], "cannot be written"),
         (["RUN", "--images", "RUN"], "exists and is not an empty folder"),
         (["RUN", "--devices", "0"], "must be at least 1"),

@@ -84,12 +84,12 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "dims larger than the width": (
         RecipeError,
         {"file": "without", "objective": {"matryoshka": [32, 8]}},
-        ["objective.matryoshka.dims has 32", "have 16 numbers", "at most 16"],
+        ["objective.matryoshka.dims has 32", "have 16 dimensions", "at most 16"],
     ),
     "dims of a search larger than the width": (
         RecipeError,
         {"file": "without", "evaluate": {"parts": [{"kind": "retrieval", "dims": [8, 17]}]}},
-        ["retrieval.dims has 17", "have 16 numbers", "from 1 to 16"],
+        ["retrieval.dims has 17", "have 16 dimensions", "from 1 to 16"],
     ),
     "as many weights as dims": (
         RecipeError,
@@ -160,7 +160,7 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "a language model": (
         RecipeError,
         {"model": {"kind": "hf", **model("qwen")}},
-        ["contrastive needs a model that gives embeddings", "Qwen3ForCausalLM", "sentence_transformer"],
+        ["contrastive needs an embedding model", "Qwen3ForCausalLM", "sentence_transformer"],
     ),
     "an unknown pooling": (
         RecipeError,
