@@ -80,6 +80,13 @@ def test_the_encoder_encodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == ([[3, 2]], [[2, 1]])
 
 
+def test_every_recipe_decodes() -> None:
+    first, *others = [yaml.safe_load(block) for block in blocks("yaml", (ROOT / "docs" / "recipes.md").read_text())]
+    assert others
+    for sections in (first, *others):
+        fullshard.load(first | sections)
+
+
 def test_every_contract_is_listed() -> None:
     named = set(re.findall(r"`fullshard\.(\w+)`", prose(OWN_PARTS)))
     assert named == {
