@@ -146,7 +146,7 @@ def _image(values: np.ndarray, name: str) -> Image.Image:
 
 def _pixels(image: Image.Image, name: str, *, size: int | None, channels: int | None) -> np.ndarray:
     if image.mode.startswith(_DEEP):
-        # The decoder would cut off what lies above 255.
+        # The decoder would clip values above 255.
         raise DataError(
             f"{name} is an image of mode {image.mode!r}, with more than 8 bits a channel, but pixels go from 0 to 255. "
             "Save it with 8 bits a channel."

@@ -167,8 +167,8 @@ def reason(error: Exception) -> str:
 
     if isinstance(error, UnidentifiedImageError):
         return "unknown image format"
-    told = error.strerror if isinstance(error, OSError) else None
-    return (told or str(error) or type(error).__name__).rstrip(".")
+    known = error.strerror if isinstance(error, OSError) else None
+    return (known or str(error) or type(error).__name__).rstrip(".")
 
 
 def features_of(pictures: Sequence[Picture | None]) -> Features:

@@ -48,8 +48,8 @@ def collate_tokens(samples: Sequence[Features], *, length: int | None) -> dict[s
     """`input_ids`, `labels` and `position_ids`, padded on the right, and `bounds`, where documents begin and end.
 
     Positions go on counting through the padding. Transformers takes every break in the count for a new document, so a
-    row with one document stays a plain causal row, and no position exceeds the row. Padding stands after everything
-    that is learned from and attention is causal, so nothing real ever sees it.
+    row with one document stays a plain causal row, and no position exceeds the row. Padding comes last and attention
+    is causal, so no real token sees it.
     """
     import torch
 

@@ -39,34 +39,32 @@ class Images(Encoder):
     needs_training_data: ClassVar[bool] = True
 
     column_mapping: dict[str, str] = {}
-    """Which column of a record is its image (or latent), its label or its text, where it has another name than label,
-    than latent_vector_path, path or image, or than text, caption or prompt, of which the first that holds something is
-    taken."""
+    """Your columns for image, label and text. Default: label, and the first that holds something of latent_vector_path,
+    path or image, and of text, caption or prompt."""
     root: Path | None = None
-    """Where relative paths begin; null: in the current folder."""
+    """Where relative paths start; null: the current folder."""
     size: int | None = Field(None, ge=1)
     """Resize the shorter side to this many pixels, then crop the centre square; null: off."""
     channels: Literal[1, 3] | None = None
-    """1: all images become grey; 3: all become coloured; null: as they are stored, without transparency."""
+    """1: convert to grey; 3: convert to colour; null: as stored, without transparency."""
     mean: float | Literal["measure"] = 0.0
     """Subtracted from every value; measure: the mean of all values of data.train."""
     scale: Annotated[float, Field(gt=0)] | Literal["measure"] = 1.0
     """Then every value is multiplied by this; measure: 1 / the standard deviation of all values of data.train."""
     flip: bool = False
-    """Mirror about half of the images, drawn anew in each epoch."""
+    """Mirror a random half of the images, drawn again in each epoch."""
     unreadable: Literal["error", "skip"] = "error"
-    """What an image that is not there or is damaged does: stop, or leave its record out and be counted. Found when the
-    data is encoded, and kept with it in data.cache."""
+    """What to do if an image is missing or damaged, found when the data is encoded: stop, or skip and count its
+    record."""
     classes: int | None = Field(None, ge=1)
-    """How many classes there are: each record needs a label from 0 to one less; null: any label from 0 on, or none."""
+    """The number of classes: each record needs a label from 0 to one less; null: any label from 0 on, or none."""
     vae: Latents | None = None
-    """Images become latents, once, by this VAE; null: they stay images."""
+    """Encode images to latents with this VAE, once; null: off."""
     text: list[Texts] | Texts | None = None
-    """Texts become states by this text encoder, or by several; null: texts are not read."""
+    """Encode texts with this text encoder, or several; null: texts are not read."""
     join: Join = "flux"
-    """How several go together. flux: states of the last, and the one vector of a whole text from the first that gives
-    one. sdxl: states of CLIP encoders side by side. sd3: the same, and behind them the tokens of the last, T5."""
-
+    """How several are combined. flux: states of the last, and the one vector of a whole text from the first that gives
+    one. sdxl: states of CLIP encoders side by side. sd3: the same, followed by the tokens of the last, T5."""
     no_text: NoText | None = None
     """What stands for a text that objective.label_drop drops, and for what guidance compares with. encoded: what the
     encoders make of an empty text; zeros; null: as their pipeline does, which is zeros for sdxl, unless its

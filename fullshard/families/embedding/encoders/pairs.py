@@ -39,12 +39,12 @@ _DOCUMENT = ("document", "passage", "corpus")
 
 
 class Prompts(Section):
-    """What is put before each text; as the system's message where the model has a chat template for images."""
+    """Put before each text; as the system message if the model has a chat template for images."""
 
     query: str | None = None
-    """Before every query; null: the model's own, where it has one."""
+    """Before every query; null: the model's own, if it has one."""
     document: str | None = None
-    """Before every positive and negative; null: the model's own, where it has one."""
+    """Before every positive and negative; null: the model's own, if it has one."""
 
 
 class Pairs(Encoder):
@@ -58,18 +58,15 @@ class Pairs(Encoder):
     length_feature: ClassVar[str] = "tokens"
 
     column_mapping: dict[str, str] = {}
-    """Which column of a record is its query, positive, negatives or label, or its query_image, positive_image or
-    negative_images, where it has another name."""
+    """Your columns for query, positive, negatives and label, or for query_image, positive_image and negative_images."""
     image_root: Path | None = None
-    """Where relative paths of images begin; null: in the current folder."""
+    """Where relative paths of images start; null: the current folder."""
     mode: Literal["t2t", "t2i", "i2t", "i2i", "m2t", "m2i"] | None = None
-    """What every record must be: from text, image or both (m) to texts or images; null: by its columns, each for
-    itself."""
+    """What every record must be: from text, image or both (m) to texts or images; null: each record by its columns."""
     unreadable: Literal["error", "skip"] = "error"
-    """What an image that cannot be read does: stop, or leave its record out and be counted. Found when the data is
-    encoded, and kept with it in data.cache."""
+    """What to do if an image cannot be read, found when the data is encoded: stop, or skip and count its record."""
     prompts: Prompts = Prompts()
-    """What is put before each text."""
+    """Put before each text."""
     negatives: int | None = Field(None, ge=0)
     """At most this many negatives of a record, the first ones, texts before images; null: all."""
 

@@ -236,7 +236,7 @@ def _string(record: Record, key: str) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         # Tables write NaN where a text is missing.
         if not math.isfinite(value):
-            raise DataError(f"{key!r} must be a string, found {value}. Give it a text, or take the record out.")
+            raise DataError(f"{key!r} must be a string, found {value}. Give it a text, or remove the record.")
         return str(value)
     if not isinstance(value, str):
         raise DataError(f"{key!r} must be a string, found {sort_of(value)}.")
