@@ -1,4 +1,4 @@
-"""Saving while training goes on: tensors are copied to host memory, and a thread writes them from there.
+"""Saving during training: tensors are copied to host memory, and a thread writes them from there.
 
 At most one save is under way. The copy overlaps with the next forward and backward pass; the update that would change
 the tensors waits for it. Must not know files, formats, ranks or when to save.
@@ -20,8 +20,8 @@ from fullshard.checkpoint.write import Snapshot, Written
 from fullshard.dist.values import local
 
 _SWITCH_S = 2e-4
-"""How long the thread that writes may keep the interpreter to itself. With Python's 5 ms the thread that feeds the
-device, which lets go of the interpreter in every operation, would wait that long each time to have it back."""
+"""How long the writing thread may hold the interpreter. With Python's 5 ms the thread that feeds the device, which
+releases the interpreter in every operation, would wait that long each time."""
 
 
 class Background:
@@ -35,7 +35,7 @@ class Background:
         self._region = Region(sizes, pinned=device.type == "cuda")
         self._opening: Future[None] | None = None
         self._rooms: Tensors = {}
-        """The places of the tensors in that memory, which are the same in every save."""
+        """Where each tensor goes in that memory; the same in every save."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
         self._aside: Tensors = {}
@@ -47,17 +47,17 @@ class Background:
 
     @property
     def reserved(self) -> bool:
-        """Whether the memory was asked for."""
+        """Whether the memory was requested."""
         return self._opening is not None
 
     def reserve(self) -> None:
-        """Takes host memory for a copy, in the thread: pinning takes seconds, and training goes on meanwhile."""
+        """Takes host memory for a copy, in the thread: pinning takes seconds, and training need not wait."""
         if self._opening is None:
             self._opening = self._thread.submit(self._region.open, self._device)
 
     def shortage(self) -> str | None:
-        """Why the memory could not be taken; waits until that is known."""
-        assert self._opening is not None, "the memory was not asked for"
+        """Why the memory could not be taken; waits for the attempt to end."""
+        assert self._opening is not None, "the memory was not requested"
         error = self._opening.exception()
         return f"{type(error).__name__}: {error}" if error is not None else None
 
@@ -69,7 +69,7 @@ class Background:
 
         def run() -> Written:
             if copied is not None:
-                torch.cuda.set_device(self._device)  # a new thread would wake the first GPU
+                torch.cuda.set_device(self._device)  # a new thread would start on the first GPU
                 copied.synchronize()
             return write(staged)
 
@@ -81,11 +81,11 @@ class Background:
 
     @property
     def failed(self) -> bool:
-        """The save under way has ended in an error, which `settle` raises."""
+        """Whether the save under way failed; `settle` raises the error."""
         return self._future is not None and self._future.done() and self._future.exception() is not None
 
     def finished(self) -> Written | None:
-        """The save under way, once it has ended well; asking takes no time."""
+        """The save under way, once it has succeeded; does not wait."""
         if self._future is None or not self._future.done() or self.failed:
             return None
         return self.settle()
@@ -96,7 +96,7 @@ class Background:
         return future.result() if future is not None else None
 
     def close(self) -> None:
-        """Ends the thread, after the save under way, and gives the memory back."""
+        """Ends the thread after the save under way, and frees the memory."""
         self._thread.shutdown()
         self._rooms = {}
         self._region.close()
@@ -105,7 +105,7 @@ class Background:
     def _stage(self, snapshot: Snapshot) -> Snapshot:
         if self._stream is None:
             return replace(snapshot, tensors=self._copies(snapshot.tensors))
-        # Buffers change in the next forward pass, not in the update that waits: they are small, and copied aside.
+        # Buffers change in the next forward pass, which does not wait: they are small, so they are cloned.
         self._aside = {n: t.clone() for n, t in snapshot.tensors.items() if n.startswith("model/") and not _slices(t)}
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -115,7 +115,7 @@ class Background:
         return staged
 
     def _copies(self, tensors: Tensors) -> Tensors:
-        """Copies on their way to the host. Issuing them must be quick: the device may have nothing to do meanwhile."""
+        """Starts the copies to the host. This must be quick: the device may be idle meanwhile."""
         copies: Tensors = {}
         for name, whole in tensors.items():
             mine = local(whole)

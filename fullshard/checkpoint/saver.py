@@ -49,25 +49,25 @@ class Saver:
     facts: dict[str, Any]
     """What does not change during the run: its identity and its recipe."""
     left_out: Collection[str]
-    """Frozen parameters that the model's own folder holds: not saved, but known by a checksum."""
+    """Frozen parameters that the model's own folder holds: not saved, only their checksums."""
     family: Family
     processor: Any
     world: World
     console: Console
     group: Any
-    """All ranks, over gloo, apart from what training exchanges, with a patience of its own."""
+    """All ranks over gloo, separate from training's group, with its own timeout."""
     average: Average | None = None
-    """Averaged weights, which are exported instead of the trained ones."""
+    """Averaged weights, exported instead of the trained ones."""
     background: Background | None = None
     _agreed: bool = field(default=False, init=False)
-    """All ranks have the memory that a save in the background is copied to."""
+    """All ranks have the host memory for a save in the background."""
     _newest: Path | None = field(default=None, init=False)
-    """The checkpoint that this run stands on: the one it went on from, or its own last one."""
+    """The newest checkpoint: the one that the run resumed from, or its own last one."""
     _processor_files: dict[str, bytes] | None = field(default=None, init=False)
     _frozen: dict[str, int] | None = field(default=None, init=False)
 
     def prepare(self, tensors: Tensors) -> None:
-        """Does before the first step what is the same in every save; `tensors` are like those that will be saved."""
+        """Does once, before the first step, what every save needs; `tensors` are like those that will be saved."""
         self._files_of_processor()
         self._frozen_checksums()
         if self.target.sharded is not None:
@@ -85,8 +85,8 @@ class Saver:
             self.background.start(snapshot, lambda staged: write(staged, self.target, group=self.group))
 
     def approach(self) -> None:
-        """A save comes near: takes the host memory that it will be copied to, where there is enough of it. Called on
-        all ranks in the same step."""
+        """A save is near: takes the host memory for its copy, if there is enough. Called on all ranks in the same
+        step."""
         if self.background is None or self.background.reserved:
             return
         if short := shortage(self.background.num_bytes, self.world, group=self.group):
@@ -95,7 +95,7 @@ class Saver:
             self.background.reserve()
 
     def _has_room(self) -> bool:
-        """Whether all ranks have memory to copy to. A save that nobody saw coming, as on a signal, does without."""
+        """Whether all ranks have memory to copy to. An unexpected save, as on a signal, is written directly."""
         if self.background is None or not self.background.reserved:
             return False
         if not self._agreed:
@@ -124,16 +124,16 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """A save in the background went wrong on this rank; `settle` says how."""
+        """Whether a save in the background failed on this rank; `settle` raises the error."""
         return self.background is not None and self.background.failed
 
     def report(self) -> None:
-        """Tells of a save in the background that has ended; asking takes no time."""
+        """Reports a save in the background that has ended; does not wait."""
         if self.background is not None and (written := self.background.finished()):
             self._say(written)
 
     def settle(self) -> None:
-        """Waits for the save in the background, if there is one, and raises what went wrong with it."""
+        """Waits for the save in the background, if any, and raises its error."""
         if self.background is None or not self.background.busy:
             return
         begun = time.monotonic()
@@ -144,15 +144,15 @@ class Saver:
             self.console.note(f"Training waited {waited:.1f} s for the save before: save less often.")
 
     def newest(self) -> str:
-        """What there is to go on from, in a sentence, once the save under way has ended."""
-        with contextlib.suppress(CheckpointError):  # one that failed leaves the one before
+        """What to resume from, in a sentence; waits for the save under way."""
+        with contextlib.suppress(CheckpointError):  # after a failed save the one before remains
             self.settle()
         if self._newest is None:
             return "No checkpoint has been saved yet."
         return f"The last checkpoint is from before: {self._newest}."
 
     def close(self) -> None:
-        """Ends the background; after an error a save may still be under way, and is let to its end."""
+        """Ends the background thread; a save that is still under way is finished first."""
         if self.background is not None:
             if self.background.busy:
                 self.console.note("Waiting for the save that is under way.")
@@ -191,14 +191,14 @@ class Saver:
             "world_size": self.world.size,
             "frozen": self._frozen_checksums(),
         }
-        # A copy: the loop goes on counting while this is written.
+        # A copy: progress changes while this is written.
         facts = copy.deepcopy(facts) | self.facts
         return Snapshot(
             progress.step, tensors, list(shares), reduce.HostCopy(stacked), facts, self._files_of_processor(), best
         )
 
     def _files_of_processor(self) -> dict[str, bytes]:
-        """The tokenizer's files, so that a checkpoint can be exported wherever it is; they never change."""
+        """The tokenizer's files, so that a checkpoint can be exported anywhere; they never change."""
         if self._processor_files is None:
             found = self._processor_files = {}
 
@@ -243,7 +243,7 @@ class Saver:
             hidden = files.begin_export(self.folder)
             try:
                 self.family.export(self.model, tensors, hidden, processor=self.processor)
-            finally:  # the other ranks are still gathering: let them end before an error is raised
+            finally:  # the other ranks are still gathering: finish that before an error is raised
                 _exhaust(tensors)
             files.replace(hidden, target)
             if files.is_remote(self.target.run):

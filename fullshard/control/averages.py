@@ -1,4 +1,4 @@
-"""Sums and counts of the loss and each metric, from the device over all ranks into the run's progress.
+"""Sums and counts of the loss and each metric: summed over all ranks and added to the run's progress.
 
 Must not know when they are read, nor what the names mean.
 """
@@ -12,7 +12,7 @@ from fullshard.dist import reduce
 
 
 def flush(pending: dict[str, torch.Tensor], progress: Progress) -> None:
-    """Adds what is still on the device to the epoch's sums and to those not logged yet; the host waits here."""
+    """Adds sums that are still on the device to those of the epoch and those not logged yet; the host waits here."""
     names = sorted(pending)
     if not names:
         return

@@ -33,7 +33,7 @@ class BestRule:
         return f"{'lowest' if self.mode == 'min' else 'highest'} {self.metric}"
 
     def warning(self) -> tuple[str, str] | None:
-        """What a mode that contradicts the metric means, and what to do."""
+        """What is wrong with a mode that contradicts the metric, and what to do."""
         if not self.against:
             return None
         better = "higher" if self.mode == "min" else "lower"
@@ -53,7 +53,7 @@ def missing(metric: str, known: Iterable[str], why: str = "") -> str:
 
 
 def not_found(rule: BestRule, numbers: Mapping[str, float], *, saved: str | None) -> RecipeError:
-    """The number that decides did not come, although nothing spoke against it; `saved` says what is kept."""
+    """The error when no evaluation gave the number that decides; `saved` says what is kept."""
     kept = f" {saved}: correct the recipe and run the same command again to go on from there." if saved else ""
     return RecipeError(
         missing(rule.metric, numbers) + f" Write checkpoint.best: {{metric: {next(iter(numbers))}, mode: max}} (or "
@@ -64,9 +64,9 @@ def not_found(rule: BestRule, numbers: Mapping[str, float], *, saved: str | None
 def judge(
     rule: BestRule, progress: Progress, value: float, *, patience: int | None, console: Console
 ) -> tuple[str, bool]:
-    """Whether to stop, and whether this model is to be kept as the best; the value is the same on every rank.
+    """Whether to stop, and whether to keep this model as the best; the value is the same on every rank.
 
-    The first value is what later ones are measured by. One from before the first step has no checkpoint."""
+    Later values are compared with the first. A value from before the first step has no checkpoint."""
     _start_over(rule, progress, console)
     finite, name = math.isfinite(value), _name(rule)
     first = progress.first is None
@@ -96,19 +96,19 @@ def judge(
 
 
 def _start_over(rule: BestRule, progress: Progress, console: Console) -> None:
-    """A value of another number, or by another direction, is nothing to compare with."""
+    """Forgets values of another number or another direction: they cannot be compared."""
     by = f"{rule.mode} {rule.metric}"
     if progress.best_by not in (None, by):
         console.note(f"checkpoint.best was by {progress.best_by} and is by {by}: the best is looked for from here on.")
         progress.best = progress.best_step = progress.first = progress.previous = None
         progress.validations_without_gain = progress.only_worse = 0
-    if progress.best_by is None and progress.best is not None:  # a checkpoint that does not say what came first
+    if progress.best_by is None and progress.best is not None:  # a checkpoint without the first value
         progress.first, progress.only_worse = progress.best, -1
     progress.best_by = by
 
 
 def _follow(rule: BestRule, progress: Progress, value: float, console: Console) -> None:
-    """Says so where no validation since the first was better than the one before it."""
+    """Warns when no validation since the first was better than the one before it."""
     before = progress.previous
     worse = not math.isfinite(value) or (before is not None and rule.better(before, value))
     progress.previous = value if math.isfinite(value) else before
@@ -118,7 +118,7 @@ def _follow(rule: BestRule, progress: Progress, value: float, console: Console) 
 
 
 def only_worse(rule: BestRule, progress: Progress) -> str | None:
-    """A line where every validation was worse than the one before it, from the first on."""
+    """A warning when every validation since the first was worse than the one before it."""
     if progress.only_worse < 1 or progress.first is None or progress.previous is None:
         return None
     gone = "risen" if rule.mode == "min" else "fallen"
@@ -131,7 +131,7 @@ def only_worse(rule: BestRule, progress: Progress) -> str | None:
 
 
 def outcome(rule: BestRule | None, progress: Progress) -> str:
-    """The best in a line, for the end of the run."""
+    """The best value in one line, for the end of the run."""
     if progress.best is None or rule is None:
         return "none"
     text = f"{readable.precise(progress.best)} at step {progress.best_step}"

@@ -24,7 +24,7 @@ LOSS: Numbers = {"loss": "min"}
 def best_rule(
     best: Best | None, parts: Sequence[Evaluation], objective: Objective, model: nn.Module, ema: Ema | None
 ) -> BestRule | None:
-    """The rule that the recipe means; an error where no evaluation gives the number, or nothing says its direction."""
+    """The rule that the recipe states; an error when no evaluation gives the number or its direction is unknown."""
     if best is None:
         return None
     said = [_said(part, objective, model) for part in parts if not part.only_at_end]
@@ -62,13 +62,13 @@ def _not_given(metric: str, known: Numbers, parts: Sequence[Evaluation], objecti
 
 
 def _line(known: Numbers) -> str:
-    """The setting for the first number there is."""
+    """The setting for the first known number."""
     return f"checkpoint.best: {next(iter(known))}"
 
 
 def gives_numbers(
     parts: Sequence[Evaluation], objective: Objective, model: nn.Module | None, *, held_out: bool
 ) -> bool:
-    """Whether a validation finds a number that could decide; without a model what follows from it counts as given."""
+    """Whether a validation gives a number that could decide; without a model, numbers that depend on it count."""
     runs = [part for part in parts if not part.only_at_end and (held_out or not part.needs_held_out)]
     return any(part.gives(objective, model) != {} if model is not None else part.numbers != {} for part in runs)

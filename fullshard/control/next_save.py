@@ -1,6 +1,6 @@
-"""When a save comes near, so that the host memory for it is taken in time and not before.
+"""When a save is near, so that the host memory for it is taken in time and not before.
 
-By steps, which all ranks count alike, and by the clock of the process that asks: rank 0, whose answer goes to all.
+By steps, which all ranks count alike, and by the clock of rank 0, whose answer goes to all ranks.
 Must not know what a save is, nor who prepares for it.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from fullshard.control.triggers import Due
 
 SOON_STEPS = 3
-"""All ranks hear a flag one step later: with fewer steps to go, the save would come first."""
+"""Ranks read a flag one step later: with fewer steps to go, the save would come first."""
 AHEAD_S, BYTES_PER_S = 30.0, 1e9
-"""How long before a save its memory is taken, at least; and how fast pinning is on a slow host."""
+"""How long before a save its memory is taken at least, and how fast a slow host pins memory."""
 
 
 @dataclass
@@ -28,18 +28,18 @@ class Approach:
     steps_per_epoch: int
     total_steps: int
     num_bytes: int
-    """The memory that has to be taken."""
+    """Host memory that a save needs."""
     clock: Callable[[], float] = time.monotonic
     _asked: list[tuple[int, float]] = field(default_factory=list, init=False)
-    """The first two steps after which this was asked, and when; the very first step is no measure of the others."""
+    """The first two steps after which `near` was called, and when; the very first step is slower than the others."""
 
     def soon(self, step: int) -> bool:
-        """A save may come within a few steps; the same on every rank."""
+        """Whether a save may come within a few steps; the same on every rank."""
         left = self._steps_left(step)
         return left is not None and left <= SOON_STEPS
 
     def near(self, step: int, *, since_save_s: float) -> bool:
-        """A save may come within the time that its memory takes, by the pace so far."""
+        """Whether a save may come before its memory could be taken, at the pace so far."""
         now, ahead = self.clock(), AHEAD_S + self.num_bytes / BYTES_PER_S
         if len(self._asked) < 2:
             self._asked.append((step, now))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Due:
-    """When something happens: every so many steps, epochs or minutes, or never."""
+    """When something happens: at intervals of steps, epochs or minutes, or never."""
 
     every_steps: int | None
     every_epochs: int | None
@@ -24,6 +24,6 @@ class Due:
         return self.every_minutes is not None and seconds >= 60 * self.every_minutes
 
     def steps_left(self, step: int, *, steps_per_epoch: int) -> int | None:
-        """How many steps from here it is due again, by steps and epochs; None for never."""
+        """Steps until it is due again, by steps and epochs; None for never."""
         periods = [self.every_steps, self.every_epochs and self.every_epochs * steps_per_epoch]
         return min((period - step % period for period in periods if period), default=None)

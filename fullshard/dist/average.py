@@ -35,7 +35,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with averaged weights; the trained ones wait in the memory that gradients have left."""
+        """The model computes with averaged weights; the trained ones are kept in the memory freed by gradients."""
         reshard(self._model)
         parameters = [local(p.detach()) for p in self._averaged()]
         averages = [local(self._optimizer.state[p][KEY]) for p in self._averaged()]

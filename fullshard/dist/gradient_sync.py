@@ -1,4 +1,4 @@
-"""The forward and backward passes of one step, in turn, and what ranks exchange after each.
+"""The micro-batches of one step, in turn, and what ranks exchange after each backward pass.
 
 Must not know what is computed.
 """
@@ -16,7 +16,7 @@ STAY = "stays_gathered"
 
 
 _TURN = "turn_set"
-"""Set on a sharded model: what its units were told last, as telling hundreds of modules takes milliseconds."""
+"""Set on a sharded model: the last settings of its units, since setting hundreds of modules takes milliseconds."""
 
 
 def one_by_one(module: nn.Module, batches: Sequence[Any], *, reduce_once: bool = False) -> Iterator[Any]:

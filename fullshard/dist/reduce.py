@@ -32,12 +32,12 @@ def _beside(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostCopy:
-    """Numbers that are copied to the host while the device goes on; reading them later waits only for the copy."""
+    """Numbers on their way to the host while the device computes on; reading them later waits only for the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._event = tensor, None
         if tensor.is_cuda:
-            # In the stream that computes, all that follows would wait until the copies of a save are through.
+            # A stream of its own: in the compute stream everything after it would wait for the copies of a save.
             stream = _beside(tensor.device)
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):
@@ -60,7 +60,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 
 def place() -> tuple[int, int]:
-    """How many ranks there are, and which one this is."""
+    """The number of ranks, and which one this is."""
     return dist.get_world_size(), dist.get_rank()
 
 
@@ -74,7 +74,7 @@ def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank has its say on every row: their gradients are added up."""
+    """Every rank uses every row, so their gradients are added up."""
 
     @staticmethod
     def forward(context: Any, share: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ class _Gather(torch.autograd.Function):
 
 
 def gather_rows(share: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, in rank order; every rank brings equally many. Gradients flow back to whose they are."""
+    """The rows of all ranks, in rank order; every rank brings the same number. Gradients flow back to their rank."""
     gathered: torch.Tensor = _Gather.apply(share)
     return gathered
 
@@ -127,14 +127,14 @@ def gather_to_main(value: Any, *, group: Any = None) -> list[Any]:
 
 
 def scatter_from_main(values: list[Any], *, group: Any = None) -> Any:
-    """To each rank its own of rank 0's values."""
+    """Sends each rank its own of rank 0's values."""
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, values if dist.get_rank() == 0 else None, src=0, group=group)
     return mine[0]
 
 
 def host_group(timeout_s: float) -> Any:
-    """All ranks once more, over gloo: for what a second thread exchanges, which must not mix with training's."""
+    """A second group of all ranks, over gloo: for a second thread, whose collectives must not mix with training's."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
@@ -151,7 +151,7 @@ def receive(tensor: torch.Tensor, *, source: int, group: Any = None) -> torch.Te
 
 def gather_tensor(whole: torch.Tensor, share: torch.Tensor, *, group: Any = None) -> None:
     """The equal shares of all ranks one after the other, into `whole`."""
-    # torch 2.13 gave it another name and warns of the old one.
+    # torch 2.13 renamed it and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(whole, share, group=group)
 
