@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
 
 from fullshard.config.part import Section, did_you_mean
-from fullshard.contracts.data import Collator, Encoded, Encoder, Features, OpenEncoder, Record
+from fullshard.contracts.data import Collator, Encoded, Encoder, Features, OpenEncoder, Record, Store
 from fullshard.data.records import MAPPING
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.embedding.pair_columns import ALIASES, IMAGES, KINDS, Columns, Pair
@@ -23,9 +23,6 @@ from fullshard.formatting.plural import counted
 from fullshard.images.multimodal_tokens import Input, tokenise_written
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, features_of, look_at, read_again, stored_in
 from fullshard.text.tokens import tokenizer_of
-
-if TYPE_CHECKING:
-    from fullshard.data.store import Store
 
 FORMS = (
     'pairs: {"query": "...", "positive": "..."} (with optional "negatives" and "label"; images in "query_image", '
