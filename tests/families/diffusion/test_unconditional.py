@@ -67,7 +67,7 @@ def test_a_run_without_labels_is_sampled_without_guidance(ranks: RankPool, tmp_p
 )
 def test_an_evaluation_is_refused_before_ranks_meet(tmp_path: Path, part: dict[str, Any], where: str) -> None:
     chosen = settings(tmp_path, evaluate={"parts": [part]})
-    with pytest.raises(RecipeError, match=f"evaluate.parts: {where}: guidance is the weight .* takes neither. Leave it"):
+    with pytest.raises(RecipeError, match=f"evaluate.parts: {where}: guidance is .* takes neither. Leave it"):
         prepare_inputs(read(chosen).recipe, world_size=1, console=Console(silent=True))
 
 

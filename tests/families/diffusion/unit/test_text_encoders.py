@@ -281,7 +281,7 @@ def test_a_tokenizer_of_another_encoder(tmp_path: Path) -> None:
 
 def test_the_widest_comes_last(folder: Path) -> None:
     chosen = [Texts(path=str(folder / name), max_tokens=8) for name in ("clip", "clip_2", "plain")]
-    with pytest.raises(RecipeError, match=r"states of 24 are filled up to .* which have 12. Name the widest, T5, last"):
+    with pytest.raises(RecipeError, match=r"states of 24 are wider than .* \(12\). Name the widest, T5, last"):
         list(TextStack(chosen, "sd3").states(TEXTS))
 
 
