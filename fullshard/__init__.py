@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """fullshard: PyTorch-native FSDP training. One recipe, one command, one loop.
 
 import fullshard
@@ -25,87 +26,35 @@ if TYPE_CHECKING:
     from fullshard.run import train_recipe as train
     from fullshard.similarity.base import Embedded, SimilarityLoss
 
-# Where each public name lives. They are imported on first use, so that `import fullshard` costs nothing.
-_HOMES = {
-    "CheckpointError": "errors",
-    "Collator": "contracts.data",
-    "DataError": "errors",
-    "Embedded": "similarity.base",
-    "Encoded": "contracts.data",
-    "Encoder": "contracts.data",
-    "Evaluation": "contracts.evaluation",
-    "EvaluationInputs": "contracts.evaluation",
-    "Family": "contracts.model",
-    "Findings": "contracts.evaluation",
-    "FullshardError": "errors",
-    "Launcher": "contracts.launcher",
-    "NumericalError": "errors",
-    "Objective": "contracts.objective",
-    "OpenEncoder": "contracts.data",
-    "OpenSink": "contracts.sink",
-    "Optimizer": "contracts.optimizer",
-    "Ranks": "contracts.launcher",
-    "Recipe": "recipe",
-    "RecipeError": "errors",
-    "Records": "contracts.data",
-    "Result": "contracts.progress",
-    "Schedule": "contracts.schedule",
-    "SetupError": "errors",
-    "SimilarityLoss": "similarity.base",
-    "Sink": "contracts.sink",
-    "Source": "contracts.data",
-    "Term": "contracts.objective",
-    "Terms": "contracts.objective",
-    "Weights": "contracts.model",
-    "load": "recipes.read",
-    "token_samples": "contracts.data",
-    "train": "run",
+# The module of each public name. Each is imported on first use, so that `import fullshard` costs nothing.
+_MODULES = {
+    "contracts.data": "Collator Encoded Encoder OpenEncoder Records Source token_samples",
+    "contracts.evaluation": "Evaluation EvaluationInputs Findings",
+    "contracts.launcher": "Launcher Ranks",
+    "contracts.model": "Family Weights",
+    "contracts.objective": "Objective Term Terms",
+    "contracts.optimizer": "Optimizer",
+    "contracts.progress": "Result",
+    "contracts.schedule": "Schedule",
+    "contracts.sink": "OpenSink Sink",
+    "errors": "CheckpointError DataError FullshardError NumericalError RecipeError SetupError",
+    "recipe": "Recipe",
+    "recipes.read": "load",
+    "run": "train",
+    "similarity.base": "Embedded SimilarityLoss",
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-__all__ = [
-    "CheckpointError",
-    "Collator",
-    "DataError",
-    "Embedded",
-    "Encoded",
-    "Encoder",
-    "Evaluation",
-    "EvaluationInputs",
-    "Family",
-    "Findings",
-    "FullshardError",
-    "Launcher",
-    "NumericalError",
-    "Objective",
-    "OpenEncoder",
-    "OpenSink",
-    "Optimizer",
-    "Ranks",
-    "Recipe",
-    "RecipeError",
-    "Records",
-    "Result",
-    "Schedule",
-    "SetupError",
-    "SimilarityLoss",
-    "Sink",
-    "Source",
-    "Term",
-    "Terms",
-    "Weights",
-    "load",
-    "token_samples",
-    "train",
-]
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'fullshard' has no attribute {name!r}")
     import importlib
 
-    home = importlib.import_module(f"fullshard.{_HOMES[name]}")
-    return home.train_recipe if name == "train" else getattr(home, name)
+    module = importlib.import_module(f"fullshard.{_MODULE_OF[name]}")
+    return module.train_recipe if name == "train" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

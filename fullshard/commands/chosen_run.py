@@ -136,6 +136,3 @@ def on_this_machine(*, devices: str, nodes: int) -> Here:
         return read({**recipe, "topology": {**topology, "devices": devices, "nodes": nodes}, "sharding": sharding})
 
     return here
-
-
-__all__ = ["Chosen", "Here", "choose", "is_run", "on_this_machine"]

@@ -106,6 +106,3 @@ def _list(as_json: bool) -> None:
 
 def _width() -> int:
     return min(max(shutil.get_terminal_size((100, 24)).columns, 60), 120)
-
-
-__all__ = ["explain"]

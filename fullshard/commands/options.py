@@ -77,18 +77,3 @@ def overrides(target: str, words: Sequence[str], *, command: str, options: Seque
     if target.startswith("-"):
         raise RecipeError(f"{target}: a run is expected first. Write: fullshard {command} RUN {target} ...")
     return to_overrides(words, sections=list(Recipe.model_fields), options=options)
-
-
-__all__ = [
-    "Base",
-    "Devices",
-    "RunOrModel",
-    "TrustRemoteCode",
-    "WhichCheckpoint",
-    "WhichWeights",
-    "as_words",
-    "check_weights",
-    "json_alone",
-    "one_of",
-    "overrides",
-]

@@ -24,6 +24,3 @@ def refuse_foreign(words: Sequence[str], known: Container[str]) -> None:
     """An error for a command of another tool, with the one that is meant."""
     if words and words[0] not in known and (meant := ELSEWHERE.get(words[0].lower())):
         raise SetupError(f"there is no command {words[0]!r}. Use: {meant}")
-
-
-__all__ = ["ELSEWHERE", "refuse_foreign"]

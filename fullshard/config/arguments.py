@@ -89,6 +89,3 @@ def _flag(name: str, value: str | None, sections: Sequence[str], options: Sequen
             f"Keys start with: {', '.join(sections)}."
         )
     return f"{key}={'true' if value is None else value}"
-
-
-__all__ = ["Typed", "key_of", "to_overrides"]

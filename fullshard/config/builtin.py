@@ -42,6 +42,3 @@ def sentence(path: Path) -> str:
 
 def _yaml_files(folder: Path) -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-__all__ = ["presets", "recipes", "sentence"]

@@ -71,6 +71,3 @@ def commands() -> dict[str, str]:
                 raise SetupError(f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} bring it.")
             found[module.name] = f"{package}.{module.name}"
     return found
-
-
-__all__ = ["GROUP", "commands", "families", "folders", "paths"]

@@ -282,6 +282,3 @@ def _nested(key: str, written: str) -> str:
 
 def _quoted(setting: str) -> str:
     return f"'{setting}'" if any(character in setting for character in " {}[]*") else setting
-
-
-__all__ = ["KEYS", "NO_EFFECT", "VALUES", "WITHOUT", "NoEffect", "inside", "of_key", "of_value"]

@@ -203,6 +203,3 @@ def _default(cls: type[Section] | None, key: str) -> Any:
     if spec is None:
         return None if cls is not None and key in cls.no_effect else PydanticUndefined
     return spec.default if spec.default_factory is None else PydanticUndefined
-
-
-__all__ = ["Override", "Settings", "parse_override", "show"]

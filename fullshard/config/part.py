@@ -284,6 +284,3 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(_plain_value, value), key=str)  # in one order on every rank
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-__all__ = ["Part", "Section", "class_of", "decode", "did_you_mean", "kinds", "part_class", "plain"]

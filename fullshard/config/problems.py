@@ -158,6 +158,3 @@ def unknown_key(where: str, key: str, value: Any, known: Sequence[str]) -> list[
     if theirs and (not where or not near or f"Here it is {where}." in theirs):
         return [f"{path} is not a known key. {theirs}"]
     return [f"{path} is not a known key{near}. Known here: {', '.join(known) or 'no key'}."]
-
-
-__all__ = ["did_you_mean", "explain", "found", "join", "not_one_of", "sort_of", "unknown_key"]

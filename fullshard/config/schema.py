@@ -105,6 +105,3 @@ def _takes(cls: type[Section], example: Any) -> bool:
 
 def _first_line(cls: type[Section]) -> str:
     return (inspect.getdoc(cls) or cls.__name__).splitlines()[0]
-
-
-__all__ = ["schema"]

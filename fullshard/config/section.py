@@ -96,6 +96,3 @@ def without_effect(section: Section) -> list[str]:
         *filter(None, notes),
         *(line for each in inner if isinstance(each, Section) for line in without_effect(each)),
     ]
-
-
-__all__ = ["Option", "Section", "keys_of", "options", "section_at", "without_effect"]

@@ -86,6 +86,3 @@ def _file(path: Path, text: str, where: str) -> ModuleType:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}"
-
-
-__all__ = ["load", "load_callable"]

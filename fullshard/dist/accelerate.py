@@ -140,6 +140,3 @@ def _command() -> list[str] | None:
 def _default_file() -> Path:
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     return Path(home).expanduser() / "accelerate" / "default_config.yaml"
-
-
-__all__ = ["notes"]

@@ -230,6 +230,3 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
 
 def _first(environ: Mapping[str, str], *names: str) -> str | None:
     return next((environ[name] for name in names if environ.get(name)), None)
-
-
-__all__ = ["Launch", "check", "detect", "export"]

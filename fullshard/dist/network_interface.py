@@ -67,6 +67,3 @@ def _interface_of(address: str) -> str | None:
         if any(each.address.partition("%")[0] == address.partition("%")[0] for each in addresses):
             return str(name)
     return None
-
-
-__all__ = ["address_towards", "choose"]

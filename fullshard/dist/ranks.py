@@ -128,6 +128,3 @@ def probe_port(port: int, where: str) -> None:
                 f"{where}: port {port} cannot be used on this machine ({error.strerror}); another run may have it. "
                 f"Choose another port, the same on every node."
             ) from None
-
-
-__all__ = ["check_devices", "check_nodes", "probe_port", "ranks_for", "resolve_host", "split_address"]

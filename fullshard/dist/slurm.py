@@ -28,6 +28,3 @@ def _numbers(part: str) -> list[str]:
 def tasks_per_node(text: str) -> list[int]:
     """SLURM's `8(x2),4` as 8, 8, 4."""
     return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-
-
-__all__ = ["expand_hosts", "tasks_per_node"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError, NumericalError
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER, Words, hand_over, handed_over
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER, Words, hand_over
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
 
@@ -282,8 +282,3 @@ def closing(said: Mapping[int, Words], *, rank: int, line: str) -> str:
     place = f"\nCrash folder: {crash}" if crash else ""
     matches = explain(line)
     return f"\n{answer(matches)}{place and chr(10)}{place}" if matches else place
-
-
-__all__ = ["TOLD_BY_LAUNCHER", "Words", "closing", "culprit", "handed_over", "last_words", "left_behind", "report"]
-__all__ += ["is_told_elsewhere", "is_victim", "lost_a_rank"]
-__all__ += ["environment", "newest", "tail", "write"]

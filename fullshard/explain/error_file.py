@@ -46,6 +46,3 @@ def handed_over(data: Any) -> Words:
         return Words(more["py_callstack"] or message, folder, message)
     except (KeyError, TypeError, AttributeError):
         return Words()
-
-
-__all__ = ["TOLD_BY_LAUNCHER", "Words", "hand_over", "handed_over"]

@@ -49,6 +49,3 @@ def _find(entry: KnownError, text: str) -> Match | None:
     first = min(hits, key=re.Match.start)
     words = first.group()
     return Match(entry, words if len(words) <= _SHOWN else words[:_SHOWN] + " ...", first.start())
-
-
-__all__ = ["Match", "explain", "explain_exception"]

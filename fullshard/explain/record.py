@@ -63,6 +63,3 @@ def entries() -> tuple[KnownError, ...]:
         KnownError.model_validate({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
         for path in sorted(FOLDER.glob("*.yaml"))
     )
-
-
-__all__ = ["FOLDER", "KnownError", "Group", "Role", "entries"]

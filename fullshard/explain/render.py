@@ -131,6 +131,3 @@ def _wrapped(part: str) -> str:
     """Prose in lines of 120; lists, headings and patterns as they are."""
     prose = part.startswith("**") and "\n" not in part
     return textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False) if prose else part
-
-
-__all__ = ["WIDTH", "answer", "as_data", "listing", "page", "section"]

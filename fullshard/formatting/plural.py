@@ -33,6 +33,3 @@ def join_words(words: Iterable[str], last: str = "and") -> str:
     """`a`, `a and b`, `a, b and c`."""
     *rest, final = words
     return f"{', '.join(rest)} {last} {final}" if rest else final
-
-
-__all__ = ["counted", "join_words", "plural", "were"]

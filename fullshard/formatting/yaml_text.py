@@ -155,6 +155,3 @@ def _in_words(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
     elif "constructor for the tag" in problem:
         hint = "A recipe holds plain values only: remove the word that starts with `!`."
     return f"{name}, line {mark.line + 1}, column {mark.column + 1}: {problem}, at `{row}`. {hint}"
-
-
-__all__ = ["Document", "parse", "parse_value", "render", "shown"]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
 from fullshard.explain import crash
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER
+from fullshard.explain.error_file import TOLD_BY_LAUNCHER, Words, handed_over
 from fullshard.launch import signals
 from fullshard.launch.memory_watch import MemoryWatch, watched
 from fullshard.launch.rendezvous import Facts, Meeting, facts, is_local
@@ -159,7 +159,7 @@ def _config(ranks: Ranks, folder: str) -> Any:
 
 def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
     """The exit code of a run in which ranks failed; says which one was first, unless the rank has said it itself."""
-    said = {number: crash.handed_over(each.error_file_data) for number, each in failures.items()}
+    said = {number: handed_over(each.error_file_data) for number, each in failures.items()}
     victims = {number for number, words in said.items() if crash.is_victim(words.text)}
     rank, failure = _first(failures, victims)
     code, message = failure.exitcode, said[rank].message
@@ -168,7 +168,7 @@ def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: 
             _say(message)
         return code
     if code in (EXIT_USER, EXIT_NUMERICAL):
-        if rank != 0 and message and message != said.get(0, crash.Words()).message:
+        if rank != 0 and message and message != said.get(0, Words()).message:
             _say(f"Error: rank {rank}: {message}")
         return code
     ended_by_it = received.at_once or rank in victims or -code in (received.first, signal.SIGTERM)

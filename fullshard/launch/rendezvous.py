@@ -165,6 +165,3 @@ def is_local(host: str) -> bool:
             except OSError:
                 continue
     return False
-
-
-__all__ = ["Facts", "Meeting", "facts", "is_local"]

@@ -241,6 +241,3 @@ def _set(handlers: Mapping[signal.Signals, object]) -> None:
 
 _ear = _Ear()
 os.register_at_fork(before=_ear.before_fork, after_in_parent=_ear.in_parent, after_in_child=_ear.in_child)
-
-__all__ = ["AT_ONCE", "ECHO_S", "STOP_SIGNALS", "StopSignals", "end_with", "heard_by", "in_command", "in_library"]
-__all__ += ["leave", "listen", "name_of", "nothing_to_save", "temporary_folder", "unsaved"]

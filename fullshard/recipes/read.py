@@ -208,6 +208,3 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return f"{done[0]} with uncommitted changes" if done[1] else done[0]
-
-
-__all__ = ["Reading", "hand_on", "load", "read", "run_facts", "save_resolved"]

@@ -16,6 +16,7 @@ import pytest
 
 from fullshard.errors import NumericalError, RecipeError, SetupError
 from fullshard.explain import crash
+from fullshard.explain.error_file import handed_over
 from fullshard.launch.local import _how
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.TOLD_BY_LAUNCHER)
@@ -206,7 +207,7 @@ def launched(run: Path, tmp_path: Path, monkeypatch: Any, errors: dict[int, Base
         crash.report(raised(error), folder=run, rank=rank, world=len(errors))
         assert not hasattr(error, "__notes__")
         failure = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(handover))
-        said[rank] = crash.handed_over(failure.error_file_data)
+        said[rank] = handed_over(failure.error_file_data)
     return said
 
 
@@ -232,7 +233,7 @@ def test_of_two_causes_the_one_seen_first_is_taken() -> None:
 def test_a_killed_rank_is_told_by_the_launcher(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     said = launched(run, tmp_path, monkeypatch, {0: RuntimeError("Connection closed by peer")})
     line = f"Rank 1 (process 7) {_how(-signal.SIGKILL)}. The other ranks were stopped."
-    words = crash.closing({**said, 1: crash.handed_over(None)}, rank=1, line=line)
+    words = crash.closing({**said, 1: handed_over(None)}, rank=1, line=line)
     assert "A rank was killed by the system (rank-killed)" in words
     assert (run / "crash-1" / "rank-1.txt").read_text() == line + "\n"
     # Nobody left anything: the line alone is explained.
@@ -244,7 +245,7 @@ def test_a_killed_rank_is_told_by_the_launcher(run: Path, tmp_path: Path, monkey
 
 def test_what_is_no_handover_is_no_words() -> None:
     for data in (None, {}, "text", {"message": "text"}, {"message": {"message": "a mistake", "extraInfo": {}}}):
-        assert crash.handed_over(data) == crash.Words()
+        assert handed_over(data) == crash.Words()
 
 
 def test_a_lost_rank_is_no_mistake_of_the_users_whatever_it_was_raised_as() -> None:

@@ -36,7 +36,7 @@ def call(app: typer.Typer, *words: str, code: int = 0, given: str | None = None)
 
 def test_a_message_is_explained(app: typer.Typer) -> None:
     text = call(app, "ValueError: Attempting to unscale FP16 gradients.")
-    assert text.startswith("The gradient scaler was given fp16 gradients (unscale-fp16)")
+    assert text.startswith("The gradient scaler got fp16 gradients (unscale-fp16)")
     assert "found    Attempting to unscale FP16 gradients" in text
     assert "1. Store what is trained in float32" in text
     assert "no cure  - Adding --fp16" in text
