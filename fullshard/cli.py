@@ -1,4 +1,4 @@
-"""The command line: reads the words, calls the library, turns errors into messages and exit codes.
+"""The command line: parses arguments, calls the library, turns errors into messages and exit codes.
 
 A user's mistake prints without a traceback and ends with exit code 2. Must not import torch before a command needs it,
 and must not know how anything is done.
@@ -193,8 +193,8 @@ def train(
 
     fullshard starts the ranks itself. Under torchrun, accelerate launch or srun it joins the ranks that are there.
 
-    Exit codes: 0 done; 2 a mistake in the recipe, the data or the set-up; 3 stopped by a numerical guard; 75 preempted
-    after a save, run the same command again to go on.
+    Exit codes: 0 done; 2 a mistake in the recipe, the data or the setup; 3 stopped by a numerical guard; 75 preempted
+    after a save, run the same command again to continue.
     """
     asked = RecipeArguments("train", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master)
     reading, launch = asked.read(), asked.launch()
@@ -221,7 +221,7 @@ def check(
     preset: Preset = None,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="auto|never|PATH", help="As for train: say what it goes on from and what has changed."),
+        typer.Option(metavar="auto|never|PATH", help="As for train: say what it continues from and what has changed."),
     ] = None,
     resume_anyway: ResumeAnyway = False,
     output: Output = None,
@@ -286,7 +286,7 @@ def prove(
     norms of every step, and the weights at the end: bit by bit where resumed, within rounding in the others. Names the
     first step and the tensor that differ. Needs disk space for a few checkpoints, and frees it afterwards.
 
-    Exit codes: 0 no drift; 2 a mistake in the recipe, the data or the set-up; 3 drift.
+    Exit codes: 0 no drift; 2 a mistake in the recipe, the data or the setup; 3 drift.
     """
     from fullshard.prove import command
 

@@ -202,7 +202,7 @@ class Evaluate(Section):
 
 
 class Log(Section):
-    """What is written down while the run goes on."""
+    """What is logged during the run."""
 
     every_steps: int = Field(10, ge=1)
     """Steps between two logged lines."""
@@ -264,6 +264,6 @@ class Recipe(Section):
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints and the exported model lie: the run folder, or its remote counterpart."""
+        """Where checkpoints and the exported model are: the run folder, or its remote counterpart."""
         store = self.checkpoint.store
         return folder.place(f"{store.rstrip('/')}/{self.name}") if store else self.folder

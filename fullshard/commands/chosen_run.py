@@ -1,4 +1,4 @@
-"""A run as a place that weights come from: which of its checkpoints is meant, and the recipe it was trained by.
+"""A run as the source of weights: which of its checkpoints, and the recipe that it was trained with.
 
 Must not know what is done with them, nor import torch.
 """
@@ -43,7 +43,7 @@ class Chosen:
 
 
 Here = Callable[[dict[str, Any], Path | None], Reading]
-"""Makes of a run's recipe, and the checkpoint that is meant, the recipe for the ranks of this machine."""
+"""Turns a run's recipe and the chosen checkpoint into the recipe for the ranks of this machine."""
 
 
 def choose(run: str, which: str | None, *, here: Here, best_first: bool = False) -> Chosen:
@@ -59,7 +59,7 @@ def choose(run: str, which: str | None, *, here: Here, best_first: bool = False)
 
 
 def is_run(text: str) -> bool:
-    """Whether a path names a run or one of its checkpoints, by what lies there."""
+    """Whether a path is a run or one of its checkpoints, by its content."""
     place = files.place(text)
     with paths.reaching(place):
         marks = (files.MANIFEST, RESOLVED)
@@ -128,7 +128,7 @@ def _recipe(place: Path, checkpoint: Path | None) -> dict[str, Any]:
 
 
 def on_this_machine(*, devices: str, nodes: int) -> Here:
-    """The recipe on the devices asked for, which need not be those that it was trained on."""
+    """The recipe on the given devices, which need not be those that it was trained on."""
 
     def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
         topology = {key: value for key, value in recipe.get("topology", {}).items() if key in ("timeout_s", "launcher")}

@@ -1,6 +1,6 @@
-"""`fullshard explain`: from the words of a command line to an explanation.
+"""`fullshard explain`: an error message, log or run folder in, an explanation out.
 
-Must not import torch, and must not know how a failure is recognised.
+Must not import torch, and must not know how an error is recognised.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def explain(
 ) -> None:
     """Explain an error: why it happens, what to do, and which recipe keys matter.
 
-    Without an argument, lists the failures that are known. Exit code 1: nothing in the text is known.
+    Without an argument, lists the known errors. Exit code 1: no known error in the text.
     """
     if not words:
         _list(as_json)
@@ -52,9 +52,8 @@ def explain(
         typer.echo(_headed(matches))
     else:
         typer.echo(
-            "Nothing in this text is a failure that fullshard knows. Give the whole traceback or log, from the first "
-            "rank that failed;\n`fullshard explain` alone lists what is known, and `fullshard check RECIPE` goes over "
-            "the set-up."
+            "No known error in this text. Give the whole traceback or log of the first rank that failed;\n"
+            "`fullshard explain` alone lists the known errors, and `fullshard check RECIPE` checks the setup."
         )
     if not matches:
         raise typer.Exit(1)
@@ -66,7 +65,7 @@ def _text(words: list[str]) -> str:
         return sys.stdin.read()
     if len(words) > 1 or len(words[0]) > 1000 or "\n" in words[0]:
         return " ".join(words)
-    # Not by Path, which raises an error where a text is too long for a name or begins with ~.
+    # os.path, because Path raises on a text that is too long for a file name.
     path = Path(os.path.expanduser(words[0]))
     if os.path.isdir(path):
         return _crash_text(path)
@@ -91,7 +90,7 @@ def _crash_text(folder: Path) -> str:
 
 
 def _headed(matches: list[Match]) -> str:
-    """The answer with its title in bold; typer leaves colours out where no terminal is."""
+    """The answer with its title in bold; without a terminal typer drops the style."""
     title, _, rest = answer(matches, width=_width()).partition("\n")
     return f"{typer.style(title, bold=True)}\n{rest}"
 

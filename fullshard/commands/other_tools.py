@@ -13,7 +13,7 @@ ELSEWHERE = {
     "save": "fullshard export RUN OUT",
     **dict.fromkeys(("eval", "test", "validate", "benchmark"), "fullshard evaluate RUN"),
     **dict.fromkeys(("finetune", "fine-tune", "sft", "fit", "run", "pretrain", "launch"), _TRAIN),
-    "resume": f"{_TRAIN}, which goes on from the last checkpoint",
+    "resume": f"{_TRAIN}, which continues from the last checkpoint",
     **dict.fromkeys(("infer", "inference", "chat", "predict", "complete"), _GENERATE),
     **dict.fromkeys(("doctor", "preflight", "env"), "fullshard check RECIPE"),
 }

@@ -1,4 +1,4 @@
-"""The words of a command line as settings: `key=value`, `--key=value`, `--key value`, `--flag`, `--no-flag`.
+"""Command-line arguments as settings: `key=value`, `--key=value`, `--key value`, `--flag`, `--no-flag`.
 
 Hyphens and underscores are the same. Must not know what any key means, beyond the two short flags for precision.
 """
@@ -77,7 +77,7 @@ def _flag(name: str, value: str | None, sections: Sequence[str], options: Sequen
         key, top, value = key.removeprefix("no_"), top.removeprefix("no_"), "false"
     if top not in sections:
         known = [*options, *(f"--{section}." for section in sections)]
-        # A slip of the pen in one of our own words, rather than a word of another trainer.
+        # A typo in one of our names, rather than another trainer's name.
         slip = get_close_matches(f"--{name}", known, n=1, cutoff=0.85) or get_close_matches(top, sections, cutoff=0.85)
         theirs = foreign_keys.of_key(key, parse_value(value, where=key) if value is not None else True)
         if theirs and not slip:

@@ -1,6 +1,6 @@
-"""Pydantic's findings in our words: the key as it is written in a recipe, what was found, what is allowed.
+"""Pydantic's errors as messages for the user: the key as a recipe writes it, what was found, what is allowed.
 
-No word of Python or pydantic reaches the user. Must not know what any section or part means.
+Nothing of Python or pydantic reaches the user. Must not know what any section or part means.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, dots, hyphens and underscores, beginning with a letter or digit",
 }
 _TYPES = {"str", "int", "float", "bool", "list", "dict", "none", "tuple", "Path"}
-"""Pydantic adds the names of union members to the path of a key; they are types, not keys."""
+"""Pydantic adds the names of union members to a key's path; these are types, not keys."""
 
 
 def explain(entries: Sequence[Any], where: str) -> list[str]:
@@ -76,7 +76,7 @@ def _problem(path: str, entries: Sequence[Any]) -> str:
 
 
 def _noun(entry: Any, path: str) -> str | None:
-    """What a value must be, or None for a finding that is a sentence of its own."""
+    """What a value must be, or None for an error that is a whole sentence."""
     kind, context = entry["type"], entry.get("ctx", {})
     if kind in _BOUNDS:
         return _BOUNDS[kind].format(**{name: f"{bound:g}" for name, bound in context.items()})
@@ -94,7 +94,7 @@ def _noun(entry: Any, path: str) -> str | None:
 
 
 def not_one_of(path: str, value: Any, allowed: Sequence[str]) -> str:
-    """What to say of a value that is not one of a few words."""
+    """The message for a value that is not one of the allowed words."""
     return f"{path} = {found(value)}: it must be {_one_of(path, value, allowed)}."
 
 
@@ -124,7 +124,7 @@ def join(where: str, key: str) -> str:
 
 
 def found(value: Any) -> str:
-    """A value as it was found, the way YAML writes it; text in quotes, what is long cut short."""
+    """A value as YAML writes it; text in quotes, long values shortened."""
     if hasattr(value, "kind"):
         return str(value.kind())  # a part, made already
     text = f"'{value}'" if isinstance(value, str) else shown(value)
@@ -132,7 +132,7 @@ def found(value: Any) -> str:
 
 
 def sort_of(value: Any) -> str:
-    """What sort of value it is, in the words of JSON rather than of Python."""
+    """The type of a value, in JSON's terms."""
     names = {list: "a list", dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
@@ -148,7 +148,7 @@ def did_you_mean(word: str, known: Sequence[str]) -> str:
 
 
 def unknown_key(where: str, key: str, value: Any, known: Sequence[str]) -> list[str]:
-    """What to say of a key that does not exist: its name here where another trainer has it, else the nearest one."""
+    """The message for an unknown key: its name here if another trainer has it, else the nearest key."""
     path, near = join(where, key), did_you_mean(key, known)
     nested = [f"{inner} is not a known key. {words}" for inner, words in foreign_keys.inside(path, value)]
     if nested and not near:

@@ -1,4 +1,4 @@
-"""The JSON schema of a recipe, for editors: completion, descriptions and red lines while a recipe is being written.
+"""The JSON schema of a recipe, for editors: completion, descriptions and errors while you type.
 
 Closed sections forbid other keys; a part is one of its built-in kinds or, by a dotted name, the user's own. Generated
 from the sections, so there is nothing to keep in sync. Must not know what any section or part means.
@@ -19,8 +19,8 @@ def schema(recipe: type[Section]) -> dict[str, Any]:
     """The JSON schema of a whole recipe."""
     definitions: dict[str, Any] = {}
     whole = _object(recipe, definitions)
-    # A resolved recipe carries how it came about; reading drops it.
-    whole["properties"]["run"] = {"type": "object", "description": "How a resolved recipe came about; no setting."}
+    # Every resolved recipe has it; reading drops it.
+    whole["properties"]["run"] = {"type": "object", "description": "Where a resolved recipe came from; not a setting."}
     return {"$schema": _DIALECT, "title": "fullshard recipe", **whole, "$defs": definitions}
 
 

@@ -1,4 +1,4 @@
-"""Code of the user that is named in a recipe: `path.py:Name`, or `my_package.my_module.Name`.
+"""The user's code, named in a recipe: `path.py:Name`, or `my_package.my_module.Name`.
 
 Must not know what it is for.
 """
@@ -22,15 +22,15 @@ FORMS = "Write path.py:Name, or my_package.my_module.Name"
 
 
 def load_callable(text: str, *, where: str) -> Callable[..., Any]:
-    """What `text` names, ready to be called; of a class, an object of it that is made without arguments."""
+    """The callable that `text` names; a class is instantiated without arguments."""
     found = load(text, where=where)
     if inspect.isclass(found):
         try:
             found = found()
         except Exception as error:  # whatever the user's code raises
             raise RecipeError(
-                f"{where} = {text!r}: the class cannot be made without arguments ({_words(error)}). Let it need none, "
-                "or name a function or an object."
+                f"{where} = {text!r}: the class cannot be instantiated without arguments ({_words(error)}). Make its "
+                "arguments optional, or name a function or an object."
             ) from error
     if not callable(found):
         raise RecipeError(
@@ -41,12 +41,12 @@ def load_callable(text: str, *, where: str) -> Callable[..., Any]:
 
 
 def load(text: str, *, where: str) -> Any:
-    """The object that `text` names. A file is run once a process."""
+    """The object that `text` names. A file is run once per process."""
     path, colon, name = text.rpartition(":")
     if not (colon and path.endswith(".py")):
         path, _, name = text.rpartition(".")
     if not path or not name.isidentifier():
-        raise RecipeError(f"{where} = {text!r} names no code. {FORMS}.")
+        raise RecipeError(f"{where} = {text!r} is not the name of code. {FORMS}.")
     module = _file(Path(path).expanduser(), text, where) if colon else _module(path, text, where)
     if not hasattr(module, name):
         names = [n for n in vars(module) if not n.startswith("_")]
@@ -67,7 +67,7 @@ def _module(path: str, text: str, where: str) -> ModuleType:
 def _file(path: Path, text: str, where: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise RecipeError(f"{where} = {text!r}: there is no file {path}. Paths begin in the current folder.")
+        raise RecipeError(f"{where} = {text!r}: there is no file {path}. Paths are relative to the current folder.")
     name = f"fullshard_user_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]

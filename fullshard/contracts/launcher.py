@@ -12,7 +12,7 @@ from typing import ClassVar
 from fullshard.config.part import Part
 
 STARTED_BY = "FULLSHARD_STARTED_BY"
-"""The variable with the process id of the launcher; a rank that finds it ends when that process does."""
+"""The variable with the launcher's process id; a rank that has it ends when that process does."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""The contract of a sink: a place that numbers go to, beside `metrics.jsonl`.
+"""The contract of a sink: where numbers go besides `metrics.jsonl`.
 
-Sinks live on rank 0 only. One that cannot open stops the run; one that fails later warns once and is dropped.
+Sinks exist on rank 0 only. One that cannot open stops the run; one that fails later warns once and is dropped.
 Must not call collectives.
 """
 

@@ -1,8 +1,7 @@
-"""What `accelerate launch` was told and fullshard does not take from it: one note each, with the key to write instead.
+"""Settings of `accelerate launch` that fullshard ignores: one note each, with the key to write instead.
 
-Accelerate hands its settings to the script as environment variables; only its ranks are taken over. Must not import
-torch or accelerate.
-"""
+Accelerate passes its settings to the script as environment variables; fullshard takes over only its ranks. Must not
+import torch or accelerate."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ _FSDP2_STRATEGIES = {"true": "full", "false": "grad_op"}
 
 
 def notes(environ: Mapping[str, str], *, world: int) -> list[str]:
-    """A line for each setting of accelerate's that is not in force, and for ranks that it did not start."""
+    """A line for each of accelerate's settings that is ignored, and for ranks that it did not start."""
     return [*_too_few(world), *_ignored(environ)]
 
 

@@ -1,6 +1,6 @@
-"""Who started this process: torchrun, accelerate launch, SLURM, or nobody; and whether what they said can be true.
+"""What started this process: torchrun, accelerate launch, SLURM or nothing; and whether its variables can be right.
 
-Everything here is checked before the first collective, because after it a wrong variable is a hang without a word.
+Everything is checked before the first collective: after it a wrong variable is a silent hang.
 Must not import torch, and must not know models or data.
 """
 
@@ -50,7 +50,7 @@ class Launch:
 
 
 def detect(environ: Mapping[str, str]) -> Launch:
-    """Reads the launcher's variables; `none` when this process is to start the ranks itself."""
+    """Reads the launcher's variables; `none` if this process starts the ranks itself."""
     rank, world = _whole(environ, "RANK"), _whole(environ, "WORLD_SIZE")
     if rank is not None and world is not None:
         return _torch_launch(environ, rank, world)
@@ -67,7 +67,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
 
 
 def export(launch: Launch, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the variables that torch.distributed reads, so that ranks under SLURM look like any others."""
+    """Sets the variables that torch.distributed reads, also under SLURM."""
     if launch.launcher != "none":
         environ.update(launch.variables())
 
@@ -81,7 +81,7 @@ def check(
     nodes: int = 1,
     backend: str = "auto",
 ) -> None:
-    """Raises SetupError, in words, for a launch that would hang or train on the wrong devices.
+    """Raises SetupError for a launch that would hang or train on the wrong devices.
 
     `wanted_device`, `nodes` and `backend` are what the recipe says."""
     if launch.launcher == "none":
@@ -160,7 +160,7 @@ def _slurm_launch(environ: Mapping[str, str]) -> Launch:
 
 
 def _check_by_hand(launch: Launch, environ: Mapping[str, str], nodes: int) -> None:
-    """Variables set by hand: RANK taken for the number of the node, or one process where several were meant."""
+    """Variables set by hand: RANK used as the node number, or one process instead of several."""
     missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if not environ.get(name)]
     if not missing:
         return
@@ -176,8 +176,8 @@ def _check_by_hand(launch: Launch, environ: Mapping[str, str], nodes: int) -> No
             f"{launch.world}, and the node has its own: --node-rank. {by_itself}"
         )
     raise SetupError(
-        f"{said}: this was set by hand, and it starts one process per node where {launch.world} in all were promised; "
-        f"the others would be waited for without end. {by_itself}"
+        f"{said}: this was set by hand, and starts one process per node instead of {launch.world} in all. The run "
+        f"would wait forever for the others. {by_itself}"
     )
 
 

@@ -1,8 +1,8 @@
 """Which network interface gloo uses: the one that reaches the other ranks.
 
-By itself gloo takes the address that the host's own name resolves to. Many systems map that name to 127.0.1.1, and then
-ranks on other nodes are sent to themselves. Gloo is used in GPU runs, too. NCCL is left to itself: it never takes the
-loopback, and it may use several interfaces at once. Must not import torch.
+By default gloo uses the address that the host's name resolves to. Many systems map that name to 127.0.1.1, and then
+ranks on other nodes connect to themselves. GPU runs use gloo too. NCCL is left alone: it never takes the loopback, and
+may use several interfaces at once. Must not import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def address_towards(host: str) -> str | None:
 
 
 def _named_for_nccl(names: str) -> str | None:
-    """The first interface that NCCL was told to use: `eth` is any eth0, eth1, ..., `=eth0` that one alone."""
+    """The first interface that NCCL may use: `eth` means any of eth0, eth1, ..., `=eth0` only that one."""
     import psutil  # type: ignore[import-untyped]
 
     if not names or names.startswith("^"):
@@ -50,7 +50,7 @@ def _named_for_nccl(names: str) -> str | None:
 def _reaching(master: str, others: Iterable[str | None]) -> str | None:
     address = address_towards(master)
     if address is None or _is_loopback(address):
-        # On its own node the master's name may be the loopback; then the way to a rank on another node counts.
+        # On its own node the master's name may be the loopback; then use the route to a rank on another node.
         far = next((other for other in others if other and not _is_loopback(other)), None)
         address = address_towards(far) if far else address
     return _interface_of(address) if address else None

@@ -1,7 +1,7 @@
-"""What a device could compute at best: dense bf16 operations per second by the vendor's data sheet (fp16 where the
-device has no bf16). Sparsity figures are never used.
+"""Peak compute of a device: dense bf16 operations per second by the vendor's data sheet (fp16 without bf16). Sparsity
+figures are never used.
 
-Must not import torch; it gets the device's name. An unknown name has no peak, and then no MFU is claimed.
+Must not import torch: it takes the device's name. An unknown name has no peak, and the run reports no MFU.
 """
 
 from __future__ import annotations

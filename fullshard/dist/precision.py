@@ -1,6 +1,6 @@
 """Precision: one word in the recipe, four facts in the run (storage, compute, reduce, scaler).
 
-Must not know models or FSDP. torch is imported only when a word is resolved against a device.
+Must not know models or FSDP. Imports torch only to resolve a word for a device.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REFUSED = ("fp16-pure", "16-true", "pure-fp16", "fp16-true")
 
 
 def check_word(word: Any) -> str:
-    """The house spelling of a precision; every spelling of the field is accepted."""
+    """Our spelling of a precision; every common spelling is accepted."""
     if word is None or word is False:
         return "fp32"
     text = str(word).lower().replace("_", "-").removeprefix("torch.")
@@ -62,7 +62,7 @@ class ResolvedPrecision:
         return f"{self.word} (storage {storage}, compute {compute}, reduce float32, {scaler}; {self.reason})"
 
     def warning(self) -> str | None:
-        """What whoever chose it should know."""
+        """What the user should know about this choice."""
         if self.word == "bf16-pure":
             return (
                 "precision = bf16-pure keeps weights and Adam state in bf16, with 8 bits: an update smaller than 1/256 "
@@ -71,7 +71,7 @@ class ResolvedPrecision:
         return None
 
     def switched(self) -> str | None:
-        """The line that is due where `auto` could not be bf16."""
+        """The line for `auto` that could not be bf16."""
         if self.word == "fp16" and self.reason != AS_ASKED:
             return f"precision = auto became fp16 with a loss scaler: {self.reason.removeprefix('auto: ')}."
         return None

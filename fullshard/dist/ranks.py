@@ -1,6 +1,6 @@
-"""Which ranks a run starts, from what its recipe asks for and what this machine has; and whether they could meet.
+"""Which ranks a run starts on this machine, and whether they can meet.
 
-Must not import torch: the number of GPUs is told. Must not know models or data.
+Must not import torch (the caller counts the GPUs), and must not know models or data.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def check_devices(per_node: int, *, num_gpus: int, wanted_device: str, backend: 
         )
     if wanted_device != "cpu" and num_gpus and per_node > num_gpus and backend != "gloo":
         raise SetupError(
-            f"{per_node} ranks on this node, but torch sees {counted(num_gpus, 'GPU')} here, and NCCL gives each rank "
-            f"a GPU of its own. Use --devices {num_gpus}, more nodes, or topology.device=cpu."
+            f"{per_node} ranks on this node, but torch sees {counted(num_gpus, 'GPU')} here, and NCCL needs one GPU "
+            f"per rank. Use --devices {num_gpus}, more nodes, or topology.device=cpu."
         )
 
 
 def check_nodes(*, nodes: int, node_rank: int | None, master: str | None) -> int:
-    """Which node this is. Raises SetupError when several could not find each other; for ranks that fullshard starts
-    itself."""
+    """Which node this is, for ranks that fullshard starts itself. Raises SetupError when nodes could not find each
+    other."""
     if node_rank is not None and not 0 <= node_rank < nodes:
         raise SetupError(
             f"--node-rank {node_rank} does not exist: {counted(nodes, 'node')} {'is' if nodes == 1 else 'are'} "
@@ -117,7 +117,7 @@ def resolve_host(host: str, where: str) -> None:
 
 
 def probe_port(port: int, where: str) -> None:
-    """Raises SetupError when nothing more can listen on the port of this machine."""
+    """Raises SetupError when the port of this machine is in use."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

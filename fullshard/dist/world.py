@@ -1,4 +1,4 @@
-"""This process among the ranks: who it is, which device it has, how it joins and leaves.
+"""This process among the ranks: its number, its device, how it joins and leaves.
 
 Must not know models, data or what the ranks are for.
 """
@@ -22,7 +22,7 @@ from fullshard.launch.rendezvous import Meeting, facts
 
 
 def choose_device_type(wanted: str) -> str:
-    """`auto` is CUDA where there is a GPU; an explicit wish that cannot be met is an error."""
+    """`auto` is CUDA if there is a GPU; an explicit choice that is not available is an error."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise SetupError(
             "topology.device = cuda, but torch sees no GPU. Use topology.device: cpu, or check the driver."
@@ -33,7 +33,7 @@ def choose_device_type(wanted: str) -> str:
 
 
 def join(*, device: str, backend: str, timeout_s: float) -> World:
-    """Joins the process group that the RANK, WORLD_SIZE, ... variables describe; one process alone needs none."""
+    """Joins the process group that RANK, WORLD_SIZE, ... describe; a single process needs no variables."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     kind = choose_device_type(device)
@@ -56,7 +56,7 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
 
 def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
-    if size == 1:  # whatever MASTER_ADDR says: there is nobody to meet
+    if size == 1:  # whatever MASTER_ADDR says
         dist.init_process_group(backends, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -90,20 +90,19 @@ def leave() -> None:
 
 
 def peak_of(device: torch.device) -> float | None:
-    """Operations per second that the device could do at best; None where that is not known."""
+    """Peak operations per second of the device; None if unknown."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the GPU what tensors held at most, on a CPU what the process did."""
+    """Peak bytes: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peaks(device: torch.device) -> dict[str, int]:
-    """The most bytes in use so far: on the device, and on the host by this rank and its children. On a CPU that is the
-    same memory."""
+    """Peak bytes on the device, and on the host by this rank and its children. On a CPU that is the same memory."""
     host = peak_of_family() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"memory": peak_memory(device) if device.type == "cuda" else host, "host_memory": host}
 

@@ -1,7 +1,7 @@
-"""What a run leaves when it dies: a crash folder in the run folder, and last words that explain it.
+"""What a run leaves when it crashes: a crash folder in the run folder, and last lines that explain it.
 
-All ranks of one crash write into one folder, found without a word between them: the newest one, if it was opened by
-this start of the run and this rank has not written there. Nothing here raises, and nothing hides the error itself.
+All ranks of one crash write into one folder, which each finds by itself: the newest one, if it was created by this
+start of the run and this rank has not written there. Nothing here raises, and nothing hides the error itself.
 Must not know recipes, models or data.
 """
 
@@ -28,7 +28,7 @@ from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
 
 _START = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-"""What tells one start of a run from another, and is the same on all its ranks."""
+"""These identify one start of a run, and are equal on all its ranks."""
 _ONE_CRASH_S = 3600.0
 _METRICS_LINES, _LOG_LINES = 50, 200
 _SHOWN = (
@@ -39,8 +39,8 @@ _SECRET = re.compile(r"(?:^|_)(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|JWT|AUTH|CREDE
 
 
 def report(error: BaseException, *, folder: Path, rank: int, world: int, step: int | None = None) -> None:
-    """Writes the crash folder of an error that ends the run, and sees that its last words are said: by the launcher
-    that asked for them, or as a note at the end of the traceback. For a mistake of the user, does nothing."""
+    """Writes the crash folder of an error that ends the run, and hands its explanation to the launcher, or adds it to
+    the end of the traceback. Does nothing for a mistake of the user."""
     with contextlib.suppress(Exception):
         lost = lost_a_rank(error)
         if not lost and not _is_crash(error):
@@ -93,7 +93,7 @@ def _open(folder: Path, rank: int) -> tuple[Path, bool]:
         if last is not None and _is_this_crash(last, start, rank):
             return last, False
         number = int(last.name.removeprefix("crash-")) + 1 if last is not None else 1
-        # Renamed when it is whole: the other ranks see no folder, or one that says whose it is.
+        # Renamed when complete: the other ranks see no folder, or one that says which start it belongs to.
         new = Path(tempfile.mkdtemp(prefix=".crash-", dir=folder))
         new.chmod(0o755)
         try:
@@ -178,7 +178,7 @@ def _versions() -> dict[str, str]:
 
 
 def _torch_facts() -> dict[str, Any]:
-    torch = sys.modules["torch"]  # a run that died before torch was needed has nothing to say of GPUs
+    torch = sys.modules["torch"]  # not imported just for this
     facts: dict[str, Any] = {"cuda": torch.version.cuda}
     if torch.cuda.is_available():
         facts["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -207,9 +207,9 @@ def _last_step(folder: Path) -> int | None:
 
 
 def last_words(error: BaseException, crash: Path | None) -> str:
-    """What the console ends with: the explanation of an error, or that it is unknown, and the crash folder."""
+    """The last lines on the console: the explanation of an error, or that it is unknown, and the crash folder."""
     matches = explain_exception(error)
-    # What a guard of ours says needs no more words.
+    # Our own guards explain themselves.
     return f"\n{_place(crash)}" if isinstance(error, FullshardError) and not matches else _closing(matches, crash)
 
 
@@ -218,8 +218,8 @@ def _closing(matches: Sequence[Match], crash: Path | None) -> str:
         text = answer(matches)
     else:
         text = (
-            "This is not a failure that fullshard knows. The last lines of the traceback say what failed;\n"
-            "`fullshard check RECIPE` goes over the set-up, and `fullshard explain` lists what is known."
+            "fullshard does not know this error. The last lines of the traceback say what failed;\n"
+            "`fullshard check RECIPE` checks the setup, and `fullshard explain` lists the known errors."
         )
     return f"\n{text}\n\n{_place(crash)}"
 
@@ -237,13 +237,13 @@ def left_behind(crash: Path) -> dict[int, Words]:
 
 def culprit(said: Mapping[int, Words], *, otherwise: int) -> int:
     """The rank whose words name the cause. A rank that only lost its peers, or waited for them in vain, is a victim;
-    `otherwise` is taken if it is none, or if all are."""
+    `otherwise` wins if it is not a victim, or if all are."""
     guilty = [rank for rank, words in said.items() if words.text and not is_victim(words.text)]
     return otherwise if otherwise in guilty or not guilty else guilty[0]
 
 
 def is_told_elsewhere(error: BaseException) -> bool:
-    """Whether an error only follows from the end of another rank, of which the launcher will tell."""
+    """Whether an error only follows from the end of another rank, which the launcher reports."""
     with contextlib.suppress(Exception):
         told = TOLD_BY_LAUNCHER in os.environ
         return told and (lost_a_rank(error) or is_victim("".join(traceback.format_exception(error))))
@@ -251,8 +251,8 @@ def is_told_elsewhere(error: BaseException) -> bool:
 
 
 def lost_a_rank(error: BaseException) -> bool:
-    """Whether an error was raised because another rank went away. That is never a mistake of the user's, also where it
-    came up as one: a store that cannot be reached, a file that another rank did not write."""
+    """Whether an error was raised because another rank went away. That is never the user's mistake, even if it looks
+    like one: a store that cannot be reached, a file that another rank did not write."""
     cause: BaseException | None = error
     while cause is not None:
         # gloo, NCCL and the store raise RuntimeErrors; a hub or a remote store that hangs up has other ones.
@@ -263,14 +263,14 @@ def lost_a_rank(error: BaseException) -> bool:
 
 
 def is_victim(text: str) -> bool:
-    """Whether the words of a rank only say that it lost another one."""
+    """Whether a rank's words only say that it lost another one."""
     matches = explain(text)
     return bool(matches) and matches[0].entry.role == "consequence"
 
 
 def closing(said: Mapping[int, Words], *, rank: int, line: str) -> str:
-    """What the launcher says last: the explanation of `rank`'s end, and the crash folder. `line` is what the launcher
-    knows itself; it goes into the crash folder for a rank that could write nothing, such as one that was killed."""
+    """The launcher's last lines: the explanation of `rank`'s end, and the crash folder. `line` is what the launcher
+    knows; it goes into the crash folder for a rank that could write nothing, such as one that was killed."""
     crash = next((words.folder for words in said.values() if words.folder), None)
     words = said.get(rank, Words())
     if crash is not None and not words.text:
@@ -278,7 +278,7 @@ def closing(said: Mapping[int, Words], *, rank: int, line: str) -> str:
             file.write(line + "\n")
     if words.text:
         return _closing(explain(words.text), crash)
-    # Nobody else lived to open a folder; that none could be written would be another matter.
+    # No rank survived to write one.
     place = f"\nCrash folder: {crash}" if crash else ""
     matches = explain(line)
     return f"\n{answer(matches)}{place and chr(10)}{place}" if matches else place

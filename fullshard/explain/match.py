@@ -1,8 +1,7 @@
-"""Which known failures a text speaks of, and which of them is the one to read first.
+"""Which known errors a text contains, and which of them to read first.
 
-The order is one rule: a cause before a general cause before a consequence before a remark, and among equals what the
-text says first. Must not know where the text comes from or how the answer is shown, nor import torch.
-"""
+One rule gives the order: cause, general cause, consequence, remark; among equals the one that comes first in the text.
+Must not know where the text comes from or how the answer is shown, nor import torch."""
 
 from __future__ import annotations
 
@@ -20,25 +19,25 @@ _SHOWN = 160
 
 @dataclass(frozen=True)
 class Match:
-    """A known failure that a text speaks of."""
+    """A known error found in a text."""
 
     entry: KnownError
     found: str
-    """The words that gave it away."""
+    """The words that matched."""
     position: int
     """Where they begin."""
 
 
 def explain(text: str) -> list[Match]:
-    """The known failures in a text (a message, a traceback, a whole log), the one to read first at the front."""
-    # A terminal or a mail breaks lines anywhere, and a log puts times between them.
+    """The known errors in a text (a message, a traceback, a whole log), the one to read first in front."""
+    # A terminal or a mail client breaks lines anywhere.
     flat = re.sub(r"\s+", " ", plain(text.replace("\r", "\n")))
     found = [match for entry in entries() if (match := _find(entry, flat)) is not None]
     return sorted(found, key=lambda match: (_ORDER.index(match.entry.role), match.position))
 
 
 def explain_exception(error: BaseException) -> list[Match]:
-    """The known failures behind an exception, with its causes and its traceback."""
+    """The known errors in an exception, its causes and its traceback."""
     return explain("".join(traceback.format_exception(error)))
 
 

@@ -1,6 +1,6 @@
-"""The known failures: one YAML file each in `entries/`, read into one frozen record.
+"""The known errors: one YAML file each in `entries/`.
 
-A new failure is a new file there; nothing else lists them. Must not know how a text is searched or shown, nor import
+A new error is a new file there; nothing else lists them. Must not know how a text is searched or shown, nor import
 torch.
 """
 
@@ -21,7 +21,7 @@ Group = Literal["memory", "precision", "sharding", "ranks", "model", "data", "ma
 
 
 class KnownError(BaseModel):
-    """One known failure."""
+    """One known error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -32,16 +32,16 @@ class KnownError(BaseModel):
     group: Group
     """Where it belongs on the page of all entries."""
     role: Role = "cause"
-    """cause: it says what went wrong; general: it does so in broad words, and a particular entry says more;
-    consequence: something else failed first; remark: it stops nothing."""
+    """cause: what went wrong; general: the same in broad terms, where a specific entry says more; consequence:
+    something else failed first; remark: it stops nothing."""
     patterns: tuple[str, ...] = Field(min_length=1)
-    """Regular expressions; one that is found is enough. Any run of white space in the text counts as one space."""
+    """Regular expressions; one match is enough. Any run of white space in the text counts as one space."""
     cause: str
     """Why it happens."""
     remedy: tuple[str, ...] = Field(min_length=1)
     """What to do, the best first."""
     not_a_cure: tuple[str, ...] = ()
-    """Advice that goes around and is wrong."""
+    """Common advice that is wrong."""
     keys: tuple[str, ...] = ()
     """The recipe keys that matter."""
 
@@ -58,7 +58,7 @@ class KnownError(BaseModel):
 
 @functools.cache
 def entries() -> tuple[KnownError, ...]:
-    """Every known failure, by name."""
+    """Every known error, by name."""
     return tuple(
         KnownError.model_validate({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
         for path in sorted(FOLDER.glob("*.yaml"))

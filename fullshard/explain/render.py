@@ -1,6 +1,6 @@
-"""A known failure as a person reads it: on a console, as plain data, and as the page of all of them.
+"""A known error for people: on a console, as plain data, and on the page that lists all of them.
 
-Must not know how a failure is recognised, nor where the text goes.
+Must not know how an error is recognised, nor where the text goes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _HEADINGS: dict[Group, str] = {
     "machine": "The machine",
 }
 _ROLES = {
-    "consequence": "This follows from something that failed before; look for that first.",
-    "remark": "This is a remark and stops nothing by itself.",
+    "consequence": "This is the consequence of an earlier failure; look for that first.",
+    "remark": "This is only a remark; it stops nothing.",
 }
 
 
@@ -80,7 +80,7 @@ def page() -> str:
 _INTRODUCTION = """\
 # Troubleshooting
 
-Every failure that `fullshard explain` knows. Ask it with an error, a log file or a run folder:
+Every error that `fullshard explain` knows. Give it an error message, a log file or a run folder:
 
 ```bash
 fullshard explain "ValueError: Attempting to unscale FP16 gradients."
@@ -88,10 +88,10 @@ fullshard explain runs/my-model/log.txt
 fullshard explain runs/my-model
 ```
 
-A run that dies ends with the same explanation by itself, and leaves a crash folder `crash-N` in its run folder: the
+A run that crashes ends with the same explanation, and leaves a crash folder `crash-N` in its run folder: the
 traceback of every rank, the resolved recipe, the environment, the last metrics and the end of the log.
 
-This page is made from the files in `fullshard/explain/entries`; `python -m fullshard.explain` writes it anew."""
+This page is made from the files in `fullshard/explain/entries`; `python -m fullshard.explain` updates it."""
 
 
 def _chapter(entry: KnownError) -> str:
@@ -109,7 +109,7 @@ def _chapter(entry: KnownError) -> str:
 
 
 def _readable(pattern: str) -> str:
-    """A pattern as the words it finds: the first of alternatives, and ... for what varies."""
+    """A pattern as the text it finds: the first of alternatives, and ... for what varies."""
     text = re.sub(r"\(\?:([^|()]*)(?:\|[^()]*)?\)\??", r"\1", pattern)
     text = re.sub(r"(?:\[[^\]]*\]|\\[wdSs]|(?<!\\)\.)(?:[*+]|\{[\d,]+\})", "...", text)
     text = re.sub(r"\\s\?|-\?", "", text)

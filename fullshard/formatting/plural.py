@@ -16,7 +16,7 @@ def counted(number: float, noun: str) -> str:
 
 
 def plural(number: float, noun: str) -> str:
-    """The noun as it stands behind a number."""
+    """The noun as it follows a number."""
     if number == 1:
         return noun
     if re.search(r"[^aeiou]y$", noun):

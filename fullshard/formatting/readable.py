@@ -1,4 +1,4 @@
-"""Numbers and tables as a person reads them: counts, durations, sizes, rates, two aligned columns.
+"""Numbers and tables for people: counts, durations, sizes, rates, two aligned columns.
 
 Pure functions from numbers to text. Must not know where the text goes.
 """
@@ -13,7 +13,7 @@ _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 
 
 def plain(text: str) -> str:
-    """The text without escape sequences and control characters; a model or a library may emit any."""
+    """The text without escape sequences and control characters, which models and libraries may emit."""
     return _CONTROL.sub("", text)
 
 
@@ -86,7 +86,7 @@ def title(metric: str) -> str:
 
 
 def columns(rows: Sequence[tuple[str, str]], *, width: int) -> list[tuple[str, str]]:
-    """Two aligned columns as (left, right) pieces of lines; long values go on under themselves."""
+    """Two aligned columns as (left, right) pieces of lines; long values are wrapped."""
     left = max((len(key) for key, _ in rows), default=0) + 2
     lines: list[tuple[str, str]] = []
     for key, value in rows:

@@ -1,4 +1,4 @@
-"""YAML in and out, with the surprises taken out.
+"""YAML without its surprises, read and written.
 
 `1e-4` is a number, a date is text, `12:30` is text, a key given twice is an error, and every error names file, line and
 column in words. Must not know what any key means.
@@ -114,7 +114,7 @@ def shown(value: Any) -> str:
 
 
 def _walk(node: yaml.Node, path: str, name: str, lines: dict[str, int]) -> None:
-    """Notes the line of every key, and refuses a key given twice: the last one would win without a word."""
+    """Notes the line of every key. A key given twice is an error: YAML would silently take the last one."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _walk(item, f"{path}[{index}]", name, lines)

@@ -1,4 +1,4 @@
-"""How much memory this host has, has left, and processes hold of it. Only reads; must not know what it is for."""
+"""Host memory: total, available, and used by processes. Only reads; must not know what it is for."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def memory_total(root: Path = Path("/")) -> int:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed for lack of memory, here and in the control groups around this process;
-    None where nobody counts them."""
+    """How many processes the kernel has killed for lack of memory, here and in the control groups of this process; None
+    where they are not counted."""
     counted = [root / "proc/vmstat"]
     for folder, names in _group_folders(root):
         counted.append(folder / names.kills)
@@ -104,14 +104,15 @@ def _group_folders(root: Path) -> Iterator[tuple[Path, _Names]]:
         if controllers not in ("", "memory"):
             continue
         top = root / "sys/fs/cgroup" / controllers
-        # Inside a container the path may be the host's, and the group itself stands at the top.
+        # Inside a container the path may be the host's, and the group itself is at the top.
         group = top / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
             yield folder, _FIRST if controllers else _SECOND
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """What each memory control group leaves, and its limit; page cache counts as free, as it is given back."""
+    """What each memory control group has left, and its limit; page cache counts as free, because the kernel drops
+    it."""
     for folder, names in _group_folders(root):
         try:
             limit = int((folder / names.limit).read_text())

@@ -1,6 +1,6 @@
-"""Starts the ranks of this machine with torchrun's elastic agent, waits, and says in a line which rank failed and how.
+"""Starts the ranks of this machine with torchrun's elastic agent, waits, and says which rank failed and how.
 
-One node meets on a port that the system picks, so two runs never clash; several nodes meet at HOST:PORT. A signal is
+A single node uses a port that the system picks, so two runs never clash; several nodes meet at HOST:PORT. Signals are
 passed on to the ranks, so that they can save and end by themselves. Must not know recipes; torch only once ranks start.
 """
 
@@ -64,7 +64,7 @@ class Local(Launcher):
 
 
 def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
-    """What the ranks' environment needs beside the variables of the agent."""
+    """The variables that the ranks need besides the agent's."""
     # The agent only handles the signal named here; all others stay with `_signals_passed_on`.
     changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid())}
     changed[TOLD_BY_LAUNCHER] = "1"
@@ -75,14 +75,14 @@ def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
         if visible and max(ranks.device_ids) >= len(visible):
             raise SetupError(
                 f"topology.devices = {list(ranks.device_ids)}: CUDA_VISIBLE_DEVICES={','.join(visible)} leaves GPUs 0 "
-                f"to {len(visible) - 1}, counted anew. Choose from these, or unset CUDA_VISIBLE_DEVICES."
+                f"to {len(visible) - 1}, renumbered. Choose from these, or unset CUDA_VISIBLE_DEVICES."
             )
         changed["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in ranks.device_ids)
     return changed
 
 
 def _meet(ranks: Ranks) -> TCPStore:
-    """Waits for the other nodes, and says for whom; gives the store where they met."""
+    """Waits for the other nodes and returns the store where they met."""
     from torch.distributed import PrefixStore
 
     if ranks.master is None:
@@ -109,7 +109,7 @@ def _meet(ranks: Ranks) -> TCPStore:
 
 
 def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> None:
-    """Node 0 where the address of the master is not: behind a port that is passed on to it, or a second node 0."""
+    """Node 0 without the master's address: behind a forwarded port, or a second node 0."""
     from torch.distributed import PrefixStore
 
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
@@ -117,7 +117,7 @@ def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> Non
         if store.check(["member-0"]):
             raise meeting.refuse_double(store, mine)
         return
-    _say(f"{host} is not an address of this machine, and the other nodes look for node 0 there. Check --master.")
+    _say(f"{host} is not an address of this machine, but the other nodes look for node 0 there. Check --master.")
 
 
 def _num_cores() -> int:
@@ -158,7 +158,7 @@ def _config(ranks: Ranks, folder: str) -> Any:
 
 
 def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
-    """The exit code of a run in which ranks failed; says which one was first, unless the rank has said it itself."""
+    """The exit code of a run in which ranks failed; says which one was first, unless that rank did."""
     said = {number: handed_over(each.error_file_data) for number, each in failures.items()}
     victims = {number for number, words in said.items() if crash.is_victim(words.text)}
     rank, failure = _first(failures, victims)
@@ -186,7 +186,7 @@ def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: 
 
 
 def _stopped(number: int, *, at_once: bool) -> int:
-    """Ranks that a signal ended before they could answer it: they were not listening yet, or were not waited for."""
+    """A signal ended the ranks before they could react: they were not listening yet, or were killed at once."""
     if not signals.in_command() or number not in signals.STOP_SIGNALS:
         _say(f"Stopped by {signals.name_of(number)}.")
         return 128 + number
@@ -282,7 +282,7 @@ class _Received:
 
 @contextlib.contextmanager
 def _signals_passed_on() -> Iterator[_Received]:
-    """Hands signals to the ranks instead of ending them from here; a second Ctrl-C, or another signal a while after the
+    """Passes signals on to the ranks instead of ending them; a second Ctrl-C, or another signal a while after the
     first, ends them at once."""
     received, others = _Received(), set(_children())
 

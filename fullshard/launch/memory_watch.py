@@ -1,7 +1,7 @@
-"""Watches host memory during a run, so that a rank the kernel killed for lack of memory is reported as such.
+"""Watches host memory during a run, so that a rank that the kernel killed for lack of memory is reported as such.
 
-The kernel kills without a word, and frees the memory at once: only what was seen before says how it came. A launcher
-looks in a thread; a rank that is alone has a small process beside it, which outlives it. Must not import torch.
+The kernel kills silently and frees the memory at once: only earlier readings show the reason. A launcher watches in a
+thread; a single rank starts a small process that outlives it. Must not import torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fullshard.launch import host_memory
 
 _EVERY_S, _SEEN_S = 0.2, 10.0
 _FULL, _FULLER = 0.75, 0.9
-"""Shares of the memory in use, seen a moment before, from which on a kill is most likely for want of it: what took the
-rest may have come within a blink. The greater one where the kernel counts its kills, and this was none of them: others
-kill for want of memory too."""
+"""From this share of memory in use a moment before, a kill was most likely for lack of it: the rest may have gone in a
+blink. The greater share applies if the kernel counts its kills and did not count this one: others kill for lack of
+memory too."""
 _ADVICE = (
     "Use fewer data.workers, checkpoint.asynchronous: false (saving in the background keeps a copy of the state in "
     "host memory), no sharding.cpu_offload, fewer ranks per node, or ask for more memory for the job."
@@ -32,7 +32,7 @@ _ADVICE = (
 
 
 class MemoryWatch:
-    """What host memory has been like lately."""
+    """Recent readings of host memory."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root, self._kills = root, host_memory.oom_kills(root)
@@ -48,22 +48,22 @@ class MemoryWatch:
                 self._seen.popleft()
 
     def why_killed(self) -> str:
-        """What SIGKILL came from, in words that go on from "was ended by SIGKILL: "."""
+        """The reason for SIGKILL, to follow "was ended by SIGKILL: "."""
         if reason := self.out_of_memory():
             return f"{reason}: {self._in_use()}. {_ADVICE}"
         if self._counted() is None:
-            return f"killed by the system, often for want of memory ({self._in_use()}), or by a scheduler"
-        return f"killed from outside, by a person or a scheduler, and not for want of memory ({self._in_use()})"
+            return f"killed by the system, often for lack of memory ({self._in_use()}), or by a scheduler"
+        return f"killed from outside, by a person or a scheduler, and not for lack of memory ({self._in_use()})"
 
     def out_of_memory(self) -> str | None:
-        """How sure it is that the kernel killed a process for want of memory; None where that is not likely."""
+        """How certain it is that the kernel killed a process for lack of memory; None if that is unlikely."""
         if counted := self._counted():
             return "killed by the kernel, out of host memory"
         full = _FULL if counted is None else _FULLER
         return "killed by the kernel, most likely out of host memory" if self._share() >= full else None
 
     def _counted(self) -> int | None:
-        """The kernel's kills for want of memory since this watch began; None where nobody counts them."""
+        """The kernel's kills for lack of memory since this watch began; None where they are not counted."""
         kills = host_memory.oom_kills(self._root)
         return None if kills is None or self._kills is None else kills - self._kills
 
@@ -79,7 +79,7 @@ class MemoryWatch:
 
 @contextlib.contextmanager
 def watched() -> Iterator[MemoryWatch]:
-    """A watch that looks in a thread of this process, which starts the ranks and outlives them."""
+    """A watch in a thread of this process, which starts the ranks and outlives them."""
     watch, ended = MemoryWatch(), threading.Event()
 
     def follow() -> None:
@@ -97,12 +97,12 @@ def watched() -> Iterator[MemoryWatch]:
 
 @contextlib.contextmanager
 def told_by_a_witness(rank: int) -> Iterator[None]:
-    """A small process beside this one, which says how this one was killed; for a rank that has no launcher of ours."""
+    """A small process that says how this one was killed; for a rank without a launcher of ours."""
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(rank)]
     try:
-        # Of its own session: what is sent to this one's process group is not meant for it.
+        # In its own session: signals to this process group are not meant for it.
         witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    except OSError:  # no process can be started: the run goes on without one
+    except OSError:  # the run continues without one
         yield
         return
     try:
@@ -113,14 +113,14 @@ def told_by_a_witness(rank: int) -> Iterator[None]:
 
 
 def bear_witness(process: int, rank: int) -> str | None:
-    """Waits for the end of the process that started this one; what to say of it where memory was the reason. It may
-    also have crashed, or been told to end at once: of that the shell or the process itself has spoken."""
+    """Waits for the end of the process that started this one; the message if memory was the reason. Other ends are
+    reported by the shell or the process itself."""
     watch = MemoryWatch()
     while os.getppid() == process:
         if select.select([sys.stdin], [], [], _EVERY_S)[0]:
             if os.read(sys.stdin.fileno(), 3):
                 return None
-            break  # the pipe is closed, without a word
+            break  # the pipe is closed
         watch.look()
     return (
         f"Rank {rank} (process {process}) was ended by SIGKILL: {watch.why_killed()}" if watch.out_of_memory() else None

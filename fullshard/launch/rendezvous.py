@@ -1,8 +1,8 @@
 """Where the members of a run meet: nodes before they start ranks, ranks before they connect to each other.
 
-Each writes down who it is in a store, and waits for the others: it says whom it waits for, who came twice, and who was
-started otherwise. The whole wait obeys one timeout. Must not know models, data or what the members do afterwards.
-"""
+Each registers in a store and waits for the others. It says which ones are missing, which came twice, and which were
+started with other options. One timeout covers the whole wait. Must not know models, data or what the members do
+afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
 Facts = dict[str, Any]
-"""What a member says of itself: `host`, `process`, `options` that must be the same everywhere, and more."""
+"""What a member registers: `host`, `process`, `options` that must be equal everywhere, and more."""
 _LOOK_S = 0.2
 _LINGER_S = 3.0
 
@@ -39,9 +39,9 @@ class Meeting:
     """HOST:PORT, as the user knows it."""
     timeout_s: float
     advice: str = ""
-    """What to do when somebody does not come."""
+    """What to do when a member does not arrive."""
     claim: str | None = None
-    """The option that only one member may give, such as --node-rank; None: it is not asked who came twice."""
+    """The option whose value must be unique, such as --node-rank; None: not checked."""
     first_line_s: float = 5.0
     silent: bool = False
     begun: float = field(default_factory=time.monotonic)
@@ -56,7 +56,7 @@ class Meeting:
         return timedelta(seconds=max(self.timeout_s - self.waited_s, 1.0))
 
     def connect(self, host: str, port: int, *, serve: bool) -> TCPStore:
-        """The store at the meeting place. Whoever serves opens it; the others wait until it is open."""
+        """The store at the meeting point. The server opens it; the others wait until it is open."""
         from torch.distributed import TCPStore
 
         if not serve:
@@ -64,7 +64,7 @@ class Meeting:
         return TCPStore(host, port, is_master=serve, timeout=self.left, wait_for_workers=False, multi_tenant=serve)
 
     def gather(self, store: Store, facts: Facts) -> list[Facts]:
-        """What every member says of itself, in order, once all have come."""
+        """What every member registered, in order, once all have arrived."""
         if self.claim and store.add(f"claims-{self.me}", 1) > 1:
             raise self.refuse_double(store, facts)
         store.set(f"member-{self.me}", json.dumps(facts))
@@ -78,7 +78,7 @@ class Meeting:
         return [json.loads(store.get(f"member-{other}")) for other in range(self.size)]
 
     def refuse_double(self, store: Store, facts: Facts) -> SetupError:
-        """The error when the store has a member of this number already."""
+        """The error for a member number that is taken."""
         first = _whose(json.loads(store.get(f"member-{self.me}")))
         problem = (
             f"Two {self.noun}s claim {self.claim} {self.me}: {first}, and {_whose(facts)}. Give every {self.noun} its "
@@ -88,7 +88,7 @@ class Meeting:
         return SetupError(problem)
 
     def _waiting(self, store: Store) -> Iterator[None]:
-        """Looks again and again, until the time is over or a member has found a problem."""
+        """Polls until the caller stops; raises the problem that any member has found."""
         while True:
             if store.check(["problem"]):
                 self._let_all_hear(store)
@@ -106,7 +106,7 @@ class Meeting:
             time.sleep(_LOOK_S)
 
     def _wait_for(self, missing: list[int], reason: str = "") -> None:
-        """Says whom it waits for, each time after twice as long; an error when the time is over."""
+        """Says which members are missing, each time after twice as long; raises when the time is over."""
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         who = f"{self.noun}{'s' if len(missing) > 1 else ''} {names} of {self.size}"
         if self.waited_s > self.timeout_s:
@@ -136,7 +136,7 @@ class Meeting:
                 raise SetupError(problem)
 
     def _let_all_hear(self, store: Store) -> None:
-        """The store is gone when the member that holds it leaves; so that one waits a moment for the others."""
+        """The store goes away with the member that serves it; so that one waits a moment for the others."""
         store.add("told", 1)
         deadline = time.monotonic() + _LINGER_S
         while self.me == 0 and time.monotonic() < deadline:
@@ -156,7 +156,7 @@ def _whose(facts: Facts) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether an address is this machine's own: only then a socket can be bound to it."""
+    """Whether an address belongs to this machine: only then can a socket be bound to it."""
     for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
         with socket.socket(family, kind, protocol) as probe:
             try:

@@ -1,11 +1,11 @@
-"""Stop signals, heard from the first line of the command on.
+"""Stop signals, handled from the first line of the command.
 
-While a run starts there is nothing to save: a signal ends the process with a line and exit code 75. In the loop it is a
-wish that is read at the end of a step. A launcher hands it to its ranks. A second one ends the process at once. But for
-Ctrl-C, signals may come twice for one wish: schedulers signal every process of a job, and the launcher passes its own
-on. So a second one counts when it comes later than that takes.
+While a run starts there is nothing to save: a signal ends the process with a message and exit code 75. The loop reads
+it at the end of a step. A launcher passes it on to its ranks. A second signal ends the process at once. Except for
+Ctrl-C, one request may arrive twice: schedulers signal every process of a job, and the launcher passes its own on. So a
+second signal counts only after a moment.
 
-A thread hears signals beside the main thread, which may be in native code for minutes (a rendezvous, a compilation, a
+A thread handles signals beside the main thread, which may be in native code for minutes (a rendezvous, a compilation, a
 collective): Python runs handlers only between two of its own instructions.
 
 A process that was started for another one can end with it. Must not import torch, and must not know what is saved.
@@ -32,7 +32,7 @@ from fullshard.explain.error_file import TOLD_BY_LAUNCHER, hand_over
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_S = 2.0
-"""Signals within so many seconds of the first one are the same wish."""
+"""Signals within this time of the first one are the same request."""
 AT_ONCE = "Stopped at once by a second signal: steps after the last checkpoint are lost"
 _PR_SET_PDEATHSIG = 1
 
@@ -43,8 +43,8 @@ Act = Callable[[int], None]
 def end_with(starter: int) -> None:
     """Asks for SIGTERM when the process that started this one ends, even by SIGKILL; Linux only, nothing elsewhere.
 
-    Where nobody listens yet, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to
-    return, and what it then prints is of no use beside the word of the starter."""
+    Before `listen`, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to return, and
+    its traceback is useless beside the launcher's message."""
     if not _ear.command:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -74,14 +74,14 @@ def heard_by(act: Act, numbers: tuple[signal.Signals, ...] = STOP_SIGNALS, *, in
 
 
 def listen() -> None:
-    """For the first line of a command: until the loop takes over, a signal ends it with a line and exit code 75."""
+    """For the first line of a command: until the loop takes over, a signal ends it with a message and exit code 75."""
     _ear.command, _ear.act = True, nothing_to_save
     _ear.open()
     _set(dict.fromkeys(STOP_SIGNALS, _ear.on_signal))
 
 
 def in_library() -> contextlib.AbstractContextManager[None]:
-    """The same in a program of the user's: signals that it handles itself stay its own, and so does Ctrl-C."""
+    """The same inside a user's program: it keeps the signals that it handles itself, and Ctrl-C."""
     main = threading.current_thread() is threading.main_thread()
     free = [n for n in STOP_SIGNALS if main and n != signal.SIGINT and signal.getsignal(n) is signal.SIG_DFL]
     return heard_by(nothing_to_save, tuple(free)) if free else contextlib.nullcontext()
@@ -93,7 +93,7 @@ def in_command() -> bool:
 
 
 def nothing_to_save(number: int) -> NoReturn:
-    """Ends a run that has not come to its first step."""
+    """Ends a run that has not reached its first step."""
     leave(unsaved(number))
 
 
@@ -127,7 +127,7 @@ def leave(line: str) -> NoReturn:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder that is gone when the process is, also when a signal ends it."""
+    """A folder that is removed when the process ends, also by a signal."""
     with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
         _ear.folders.append(name)
         try:
@@ -137,9 +137,9 @@ def temporary_folder() -> Iterator[Path]:
 
 
 class StopSignals:
-    """While it is entered, the first signal is a wish and a second one ends the process.
+    """While it is entered, the first signal is a request and a second one ends the process.
 
-    In a process of the command it stays in charge afterwards: what follows the loop is let to its end."""
+    In the command's process it stays active afterwards: what follows the loop may finish."""
 
     def __init__(self) -> None:
         self.heard: str | None = None
@@ -161,13 +161,13 @@ class StopSignals:
         if self.heard is None:
             self.heard, self._heard_at = name, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                _write(f"{name_of(number)}: what is under way is finished and saved. A second one stops at once.")
+                _write(f"{name_of(number)}: the step in progress is finished and saved. A second signal stops at once.")
         elif name == self.heard == "SIGINT" or time.monotonic() - self._heard_at > ECHO_S:
             leave(f"{AT_ONCE}.")
 
 
 def _write(line: str) -> None:
-    """Past Python's own files, whose locks another thread may hold."""
+    """Bypasses Python's files, whose locks another thread may hold."""
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
@@ -188,7 +188,7 @@ class _Ear:
         self._acted = Counter[int]()
 
     def open(self) -> None:
-        """Starts to hear; again after another library has taken the wake-up call for itself."""
+        """Starts listening; again after another library has taken over the wake-up file descriptor."""
         if self._pipe is None:
             self._pipe = os.pipe()
             os.set_blocking(self._pipe[1], False)
@@ -205,7 +205,7 @@ class _Ear:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._fork.mask)
 
     def in_child(self) -> None:
-        """A forked process is not ours to stop: it hears for itself, and never wakes the thread of its parent."""
+        """A forked process handles its own signals, and never wakes the thread of its parent."""
         mask = self._fork.mask
         if self._pipe is not None:
             signal.set_wakeup_fd(-1)

@@ -14,7 +14,7 @@ from fullshard.errors import FullshardError, SetupError
 
 
 class Sinks:
-    """The open sinks. Open them after metrics.jsonl has been cut back to the step that the run goes on from."""
+    """The open sinks. Open them after metrics.jsonl is truncated to the step that the run resumes from."""
 
     def __init__(
         self, sinks: Sequence[Sink], folder: Path, *, name: str, recipe: dict[str, Any], warn: Callable[[str], None]
@@ -40,7 +40,7 @@ class Sinks:
                 self._open.remove((where, sink))
                 self._warn(
                     f"{where} failed at step {record.get('step')} and is dropped: {_say(error)}. "
-                    "The run goes on; metrics.jsonl has every number."
+                    "The run continues; metrics.jsonl has every number."
                 )
                 self._close(where, sink, quietly=True)
 

@@ -1,4 +1,4 @@
-"""The console: what a person sees of a run, on rank 0, and the same in log.txt with time and rank.
+"""The console: what rank 0 shows of a run, and the same in log.txt with time and rank.
 
 On a terminal bars move in place; elsewhere there are plain lines and no control characters. A silent console (every
 other rank) has the same methods and shows nothing; its warnings and errors still reach log.txt.
@@ -31,11 +31,11 @@ from fullshard.log.screen import is_terminal, open_screen
 FILE_WIDTH = 100
 """Columns of what is laid out for a file."""
 QUIET_S = 30.0
-"""Without a terminal a bar shows itself after so many seconds in which nothing else did."""
+"""Without a terminal a bar prints a line after this time without other output."""
 
 
 class Console:
-    """Where a run speaks. Texts are plain: no markup is read in them."""
+    """Prints a run's lines. Texts are plain: markup is not interpreted."""
 
     def __init__(self, *, silent: bool = False, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         self.silent = silent
@@ -59,7 +59,7 @@ class Console:
         return self._screen.encoding
 
     def open_log(self, path: Path, *, rank: int = 0, debug: bool = False) -> None:
-        """Starts log.txt, or goes on in it; what was said before is written first."""
+        """Opens log.txt, or appends to it; earlier lines are written first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rank, self._debug = rank, debug
         # One short write a line in append mode: lines of several ranks do not tear each other.
@@ -86,7 +86,7 @@ class Console:
         self._emit(text)
 
     def whole(self, text: str) -> None:
-        """A line that is never folded, so that it can be copied as one."""
+        """A line that is never wrapped, so that it can be copied."""
         self._emit(text, whole=True)
 
     def note(self, text: str) -> None:
@@ -98,8 +98,8 @@ class Console:
         self._emit(f"warning: {text}", style="yellow", every_rank=True)
 
     def warn_in_header(self, text: str) -> None:
-        """A warning that is a row of the header; said at the end where a run ends without one. Every other rank writes
-        it down at once."""
+        """A warning that becomes a row of the header, or is printed at the end of a run without one. Other ranks log it
+        at once."""
         if self.silent:
             self.warn(text)
         else:
@@ -110,7 +110,7 @@ class Console:
         self._emit(f"error: {text}", style="red", every_rank=True, screen=self._errors)
 
     def library(self, origin: str, text: str, *, shown: bool = True) -> None:
-        """What a library said; written down by every rank, and on the screen where it is `shown`."""
+        """A library's message; logged by every rank, and printed if `shown`."""
         if shown:
             self._emit(f"{origin}: {text}", style="dim", every_rank=True)
         else:
@@ -122,7 +122,7 @@ class Console:
             self._write_down(readable.plain(text))
 
     def header(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
-        """What is true of the run, in two columns; warnings that were kept for it come last."""
+        """The facts of the run in two columns; pending warnings come last."""
         self._emit(title, style="bold")
         self._table([*rows, *(("warning", text) for text in self._cautions)])
         self._cautions.clear()
@@ -223,7 +223,7 @@ class Console:
 
     def _show(self, text: Text, screen: Screen | None = None, *, whole: bool = False) -> None:
         if not self.silent:
-            # A file is never folded. On a terminal prose breaks between words; a whole line can be copied as one.
+            # Files are never wrapped. On a terminal prose wraps between words, `whole` lines do not.
             soft_wrap = whole or not self.on_terminal
             (screen if screen and self._live is None else self._screen).print(text, soft_wrap=soft_wrap)
 
@@ -235,7 +235,7 @@ class Console:
         try:
             self._log.write("".join(f"{stamp}{line}".rstrip() + "\n" for line in text.split("\n")))
         except OSError as error:
-            # A full disk must not hide what the run is about to say of it.
+            # A full disk must not hide the run's own message about it.
             self._drop_log(error)
 
     def _drop_log(self, error: OSError) -> None:
@@ -331,12 +331,12 @@ class Bar:
         return self.line(FILE_WIDTH, drawn=10)
 
     def status(self) -> str:
-        """What stands under the bar: the run as a whole and the last logged step."""
+        """The line under the bar: the run as a whole and the last logged step."""
         return bars.status_line(self._console._record, self._run) if self._run else ""
 
 
 def _mute_children(console: Console) -> None:
-    """A forked data worker must not touch the bars, nor wait for a lock that the drawing thread held at the fork."""
+    """A forked data worker must not draw bars, nor wait for a lock that the drawing thread held at the fork."""
     reference = weakref.ref(console)
 
     def in_child() -> None:

@@ -1,7 +1,7 @@
-"""What other libraries have to say: warnings and log records, once each, in log.txt; the screen has their errors alone.
+"""Warnings and log records of other libraries: once each in log.txt; only errors are shown.
 
-Libraries write to stderr by handlers of their own, through a progress bar and on every rank; these are taken out while
-a command runs, also those that a library puts up when it is imported later. What a user's own code warns of is shown.
+Libraries write to stderr with handlers of their own, across a progress bar and on every rank. While a command runs
+these are replaced, also those that a library adds when it is imported later. Warnings of the user's code are shown.
 Must not import the libraries, and must not change their levels.
 """
 
@@ -23,7 +23,7 @@ _NOT_THE_USERS = (Path(logging.__file__).parent.parent, Path(__file__).parent.pa
 
 
 class Libraries(logging.Handler):
-    """Stands in for the handlers that libraries have put up."""
+    """Replaces the handlers that libraries have added."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Libraries(logging.Handler):
         self._taken: list[tuple[logging.Logger, list[logging.Handler]]] = []
 
     def take(self) -> None:
-        """Takes the place of every handler that writes to the screen; again after more libraries were imported."""
+        """Replaces every handler that writes to the screen; to be called again after more libraries are imported."""
         for logger in _loggers():
             if old := [h for h in logger.handlers if _to_screen(logger, h)]:
                 place = logger.handlers.index(old[0])
@@ -54,7 +54,7 @@ class Libraries(logging.Handler):
         try:
             text = record.getMessage()
         except (TypeError, ValueError):
-            # A library's own mistake in a format string must not stop a run.
+            # A library's broken format string must not stop a run.
             text = str(record.msg)
         origin = record.name.partition(".")[0]
         if record.levelno < logging.WARNING:
@@ -65,7 +65,7 @@ class Libraries(logging.Handler):
             self.once(origin, text, shown=record.levelno >= logging.ERROR or _is_users(record.pathname))
 
     def once(self, origin: str, text: str, *, shown: bool) -> None:
-        """Writes a text down, and says it where it is `shown`, unless it was said before."""
+        """Logs a text once, and prints it if `shown`."""
         if text not in self._seen:
             self._seen.add(text)
             self._console.library(origin, text, shown=shown)
@@ -102,7 +102,7 @@ def _loggers() -> list[logging.Logger]:
 
 def _to_screen(logger: logging.Logger, handler: logging.Handler) -> bool:
     if logger.name.partition(".")[0] == "torch" and "TORCH_LOGS" in os.environ:
-        return False  # asked for by the user, in a format of its own
+        return False  # the user asked for it
     if not isinstance(handler, logging.StreamHandler):
         return False
     # By name too: a handler made while stderr was redirected holds another object for the same screen.
@@ -111,7 +111,7 @@ def _to_screen(logger: logging.Logger, handler: logging.Handler) -> bool:
 
 
 def _is_users(filename: str) -> bool:
-    """Whether code is the user's own: neither installed, nor Python's, nor ours."""
+    """Whether code is the user's: neither installed, nor Python's, nor fullshard's."""
     path = Path(filename).absolute()
     if not path.is_file() or {"site-packages", "dist-packages"} & set(path.parts):
         return False

@@ -1,9 +1,8 @@
-"""Meters: how fast the run is and where its time goes, from the steps, tokens and seconds it is told of.
+"""Meters: how fast the run is and where its time goes.
 
 MFU = tokens per second x flops per token / (peak flops of one device x ranks), with tokens counted over all ranks,
-flops per token as the model family states them (6·N + 6·L·d·s for a decoder) and the peak dense bf16 (log/peaks.py).
-Must not know where the numbers go, and must not import torch.
-"""
+flops per token as the model family states them (6·N + 6·L·d·s for a decoder) and the peak dense bf16
+(dist/peak_flops.py). Must not know where the numbers go, and must not import torch."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from fullshard.contracts.progress import Progress
 
 PHASES = ("data", "compute", "log", "evaluate", "save")
 ADVICE_STEPS = 10
-"""Measured steps that the advice about data wait rests on: a few steps say little, the first of them least."""
+"""The advice about data wait needs this many measured steps."""
 PAUSES = ("evaluate", "save")
 """Phases that are not training: they count for the run's length, never for tokens per second."""
 
@@ -34,7 +33,7 @@ class _Window:
 
 @dataclass(frozen=True)
 class _Heard:
-    """Measured steps that no advice rests on yet."""
+    """Measured steps since the last advice."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -78,7 +77,7 @@ class Meters:
 
     @classmethod
     def going_on(cls, progress: Progress, flops: float, peak: float | None, *, ranks: int, unit: str) -> Meters:
-        """Meters of a run that stands where `progress` says."""
+        """Meters of a run that continues from `progress`."""
         return cls(
             flops_per_token=flops,
             peak_flops=peak,
@@ -177,6 +176,6 @@ class Meters:
         self._windows_quiet = 0
         now = "" if workers is None else f" (now {workers})"
         return (
-            f"{100 * share:.3g}% of the step time is spent waiting for data, more than 5%: the device stands idle. "
+            f"{100 * share:.3g}% of the step time is spent waiting for data, more than 5%: the device is idle. "
             f"Raise data.workers{now}, or put the data on a faster disk."
         )

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: every number of a run, one JSON object a line, always on, rank 0 only.
 
-A number that JSON cannot say is written as null and named beside it: `"loss": null, "not_finite": {"loss": "nan"}`.
-Resuming at step s drops the lines after s, so that a curve never doubles back, and a line torn by a kill.
+NaN and Inf are written as null and named in `not_finite`: `"loss": null, "not_finite": {"loss": "nan"}`.
+Resuming at step s drops the lines after s, so that no curve doubles back, and a line cut short by a kill.
 Must not know what the numbers mean.
 """
 
@@ -19,11 +19,11 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """The open file. `step` is the step the run goes on from; at 0 the file starts empty."""
+    """The open file. `step` is the step that the run resumes from; at 0 the file starts empty."""
 
     def __init__(self, path: Path, *, step: int = 0) -> None:
         self.dropped = _cut(path, step) if path.exists() else 0
-        """Lines of an earlier life that were taken out."""
+        """Lines after that step, which were removed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
@@ -76,12 +76,12 @@ def _is_number(value: Any) -> bool:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The records of a run; a torn last line is left out."""
+    """The records of a run, without an incomplete last line."""
     return [record for line in _lines(path) if (record := _decode(line)) is not None]
 
 
 def last_step(path: Path) -> int | None:
-    """The highest step that the file holds, None when it holds none."""
+    """The highest step in the file, or None."""
     steps = [r["step"] for r in read(path) if isinstance(r.get("step"), int)] if path.exists() else []
     return max(steps, default=None)
 

@@ -14,15 +14,15 @@ from rich.console import Console as Screen
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether lines can be redrawn in place. FORCE_COLOR and the like do not make a terminal of a file."""
+    """Whether lines can be redrawn in place. FORCE_COLOR and the like do not turn a file into a terminal."""
     return stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
 
 
 def open_screen(stream: TextIO | None, *, on_terminal: bool, stderr: bool) -> Screen:
-    """A screen on `stream`, or on stdout or stderr as they are at each line."""
+    """A screen on `stream`, or on the current stdout or stderr."""
     out = stream or (sys.stderr if stderr else sys.stdout)
     if isinstance(out, io.TextIOWrapper) and not out.encoding.lower().startswith("utf"):
-        # A word that the stream cannot spell must not stop a run.
+        # A character that the stream cannot encode must not stop a run.
         out.reconfigure(errors="replace")
     return Screen(
         file=stream,

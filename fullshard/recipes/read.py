@@ -1,8 +1,7 @@
 """From a recipe file or a built-in name, a preset and the command line to one checked Recipe.
 
-Command line over recipe over preset over default; what replaced what is kept, to be said aloud. The user's file is
-never written to. Relative paths in a recipe are relative to the current directory. Must not know torch or any part.
-"""
+Command line over recipe over preset over default; the run says what replaced what. The user's file is never changed.
+Relative paths in a recipe are relative to the current directory. Must not know torch or any part."""
 
 from __future__ import annotations
 
@@ -27,26 +26,26 @@ from fullshard.recipe import Recipe
 
 COMMAND_LINE = "command line"
 RUN_KEY = "run"
-"""The key of a resolved recipe that says how it came about; it is no setting."""
+"""The key of a resolved recipe that says where it came from; not a setting."""
 _VERSIONS = ("fullshard", "torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pydantic", "numpy")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A recipe and how it came about."""
+    """A recipe and where it came from."""
 
     recipe: Recipe
     name: str
-    """What was asked for, as one would type it again: a file or a built-in name; empty for a recipe made in Python."""
+    """The file or built-in name that was given; empty for a recipe made in Python."""
     source: str
-    """The same in words: the file, `built-in recipe NAME`, or `a mapping`."""
+    """The same for messages: the file, `built-in recipe NAME`, or `a mapping`."""
     overridden: tuple[str, ...] = ()
     """One line per setting of the command line or a preset: what replaced what."""
     preset: str | None = None
     command: tuple[str, ...] = ()
-    """The command line that asked for it."""
+    """The command line."""
     typed: Typed | None = None
-    """The same in parts, to be typed again with other settings; None for a recipe made in Python."""
+    """The command line in parts, to be repeated with other settings; None for a recipe made in Python."""
 
 
 def load(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None) -> Recipe:
@@ -83,11 +82,11 @@ def read(
 
 
 def hand_on(reading: Reading, path: Path) -> None:
-    """Writes a recipe for the ranks of this run; reading it gives them this very Reading, not one of a new file."""
+    """Writes a recipe for the ranks of this run; reading it gives them this same Reading."""
     for where, kind in _kinds(plain(reading.recipe), ""):
         if kind.startswith("__main__.") or "<locals>" in kind:
             raise RecipeError(
-                f"{where}.kind = {kind!r}: this class lives in this session only, and other ranks cannot import it. "
+                f"{where}.kind = {kind!r}: this class exists in this session only, and other ranks cannot import it. "
                 "Put it at the top level of a file, say my_parts.py, and import it from there; or train on one device."
             )
     typed = [list(reading.typed.command), list(reading.typed.settings)] if reading.typed else None
@@ -139,7 +138,7 @@ def _open(source: str | Path | Mapping[str, Any]) -> tuple[str, Document]:
         return "a mapping", Document(dict(source), {})
     path = Path(os.path.expanduser(source))
     known = builtin.recipes()
-    # os.path answers no where Path raises an error: a name that is too long.
+    # os.path.isfile returns False where Path raises: for a name that is too long.
     if os.path.isfile(path):
         return str(source), parse(_text(path), name=str(source))
     if isinstance(source, str) and source in known:
@@ -183,7 +182,7 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def _placed(problem: str, origins: Mapping[str, str], name: str, lines: Mapping[str, int]) -> str:
-    """A problem with the place it came from: a line of the file, the command line, or a preset."""
+    """A problem with its place in front: a line of the file, the command line, or a preset."""
     found = re.match(r"[\w.\[\]]+", problem)
     path = found.group() if found else ""
     while path:

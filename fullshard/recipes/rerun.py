@@ -1,4 +1,4 @@
-"""What a run prints to be pasted: its own command with other settings, and the line that reads its model.
+"""Commands that a run prints to be pasted: itself with other settings, and the line that loads its model.
 
 Commands are quoted for a shell, lines of Python bring their imports. Must not run anything, nor know ranks.
 """
@@ -17,10 +17,10 @@ RESOLVED = "recipe.resolved.yaml"
 
 
 def command(reading: Reading, *changes: str, resume: str | None = None) -> str:
-    """How to run the recipe again with other settings, in the way it was run."""
+    """The command that runs the recipe again with other settings, the way it was run."""
     if reading.typed is not None:
         return reading.typed.again(*changes, resume=resume)
-    # A recipe made in Python is not at hand, but what it came to is.
+    # A recipe made in Python has no file, but its resolved form does.
     words = ", ".join(repr(word) for word in (str(reading.recipe.folder / RESOLVED), *changes))
     return f"import fullshard; fullshard.train(fullshard.load({words}){f', resume={resume!r}' if resume else ''})"
 

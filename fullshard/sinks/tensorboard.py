@@ -38,8 +38,8 @@ class TensorBoard(Sink):
                 f"log.sinks: tensorboard cannot be imported ({error}). Install it with: pip install tensorboard, "
                 "or leave it out: log.sinks=[]"
             ) from error
-        # metrics.jsonl has been cut back to where the run goes on from: what TensorBoard holds beyond it is of an
-        # earlier life, and is hidden.
+        # metrics.jsonl is already truncated to the step that the run resumes from; later points of TensorBoard are
+        # from before, and are hidden.
         kept = last_step(folder / FILE)
         writer = SummaryWriter(str(folder / "logs"), purge_step=0 if kept is None else kept + 1, flush_secs=10)
         return _Open(writer, folder)

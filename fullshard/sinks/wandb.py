@@ -1,8 +1,8 @@
 """Weights & Biases. All its files stay in the run's folder `wandb/`; `wandb sync RUN/wandb/offline-run-*` sends an
 offline run later.
 
-Wandb's own variables (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, ...) are in force where the recipe leaves a key out.
-Numbers are drawn over our own step, so a resumed run goes on in the same curves. Must not know what the numbers mean.
+Wandb's own variables (WANDB_MODE, WANDB_PROJECT, WANDB_NAME, ...) apply where the recipe leaves a key out. The x axis
+is our own step, so a resumed run continues the same curves. Must not know what the numbers mean.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WeightsAndBiases(Sink):
                     config=recipe,
                     id=_unless("WANDB_RUN_ID", _run_id(home / "run-id", resumed=resumed)),
                     resume="allow" if mode == "online" and not os.environ.get("WANDB_RESUME") else None,
-                    # It must neither wrap stdout, which the progress bars own, nor wait for a key to be typed in.
+                    # It must not wrap stdout, which the progress bars use, nor wait for input.
                     settings=wandb.Settings(**_settings()),
                 )
         except Exception as error:
@@ -134,7 +134,7 @@ def _run_id(path: Path, *, resumed: bool) -> str:
 
 @contextmanager
 def _cache_in(folder: Path) -> Iterator[None]:
-    """Keeps what the wandb service writes for itself out of the user's home, unless the user has chosen a place."""
+    """Keeps the wandb service's cache out of the user's home, unless the user has chosen a place."""
     chosen = "WANDB_CACHE_DIR" in os.environ
     os.environ.setdefault("WANDB_CACHE_DIR", str(folder.absolute()))
     try:

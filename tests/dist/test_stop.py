@@ -29,7 +29,7 @@ LOAD = "fullshard.build:build"
 EVALUATE = "fullshard.evaluations.loss/Loss:run"
 EXPORT = "fullshard.checkpoint.saver/Saver:export"
 UNSAVED = "before the first step: nothing to save. Run the same command again.\n"
-UNDER_WAY = ": what is under way is finished and saved. A second one stops at once."
+UNDER_WAY = ": the step in progress is finished and saved. A second signal stops at once."
 
 
 @pytest.fixture(scope="module")

@@ -151,7 +151,7 @@ def test_last_words_explain_or_say_that_they_cannot(run: Path) -> None:
     assert "The GPU ran out of memory" in known
     assert known.endswith(f"Crash folder: {run / 'crash-1'}")
     unknown = crash.last_words(raised(RuntimeError("no idea")), run / "crash-1")
-    assert "not a failure that fullshard knows" in unknown
+    assert "fullshard does not know this error" in unknown
     assert unknown.endswith(f"Crash folder: {run / 'crash-1'}")
 
 

@@ -532,6 +532,6 @@ def test_a_class_of_this_session_is_not_handed_to_other_ranks(tmp_path: Path) ->
         Local.__qualname__ = name
         Local.__module__ = "__main__" if name == "Local" else __name__
         mine = dataclasses.replace(reading, recipe=reading.recipe.model_copy(update={"schedule": Local()}))
-        with pytest.raises(RecipeError, match=r"schedule.kind = '.*Local': this class lives in this session only"):
+        with pytest.raises(RecipeError, match=r"schedule.kind = '.*Local': this class exists in this session only"):
             hand_on(mine, tmp_path / "other.yaml")
     assert not (tmp_path / "other.yaml").exists()

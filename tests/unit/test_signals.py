@@ -155,7 +155,7 @@ print(stop.heard)
     assert (done.returncode, done.stdout, done.stderr) == (
         0,
         "SIGUSR2\n",
-        "SIGUSR2: what is under way is finished and saved. A second one stops at once.\n",
+        "SIGUSR2: the step in progress is finished and saved. A second signal stops at once.\n",
     )
 
 

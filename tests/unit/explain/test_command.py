@@ -57,7 +57,7 @@ def test_standard_input_and_files(app: typer.Typer, tmp_path: Path) -> None:
 
 
 def test_nothing_known_ends_with_1(app: typer.Typer) -> None:
-    assert "Nothing in this text is a failure that fullshard knows" in call(app, "all is well", code=1)
+    assert "No known error in this text" in call(app, "all is well", code=1)
     assert json.loads(call(app, "all is well", "--json", code=1)) == {"matches": []}
 
 

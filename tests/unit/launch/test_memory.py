@@ -41,8 +41,8 @@ def test_a_kill_that_the_kernel_counted_is_certain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("free", "kills", "said"), [
     (20, None, "killed by the kernel, most likely out of host memory: 105.0 GiB of 125.0 GiB"),
-    (90, None, "killed by the system, often for want of memory (35.0 GiB of 125.0 GiB"),
-    (20, 3, "killed from outside, by a person or a scheduler, and not for want of memory (105.0 GiB of 125.0 GiB"),
+    (90, None, "killed by the system, often for lack of memory (35.0 GiB of 125.0 GiB"),
+    (20, 3, "killed from outside, by a person or a scheduler, and not for lack of memory (105.0 GiB of 125.0 GiB"),
     (2, 3, "killed by the kernel, most likely out of host memory: 123.0 GiB of 125.0 GiB"),
 ])  # fmt: skip
 def test_without_a_count_the_memory_in_use_speaks(tmp_path: Path, free: int, kills: int | None, said: str) -> None:

@@ -217,9 +217,9 @@ def test_a_module_of_the_user_is_found_by_its_full_name() -> None:
     [
         ("missing.py:Name", "there is no file"),
         ("judges.py:Featuers", r"no 'Featuers' in .*did you mean 'Features'"),
-        ("judges.py:Wants", "cannot be made without arguments"),
+        ("judges.py:Wants", "cannot be instantiated without arguments"),
         ("judges.py:constant", "is int, which cannot be called"),
-        ("judges", "names no code. Write path.py:Name"),
+        ("judges", "is not the name of code. Write path.py:Name"),
         ("no_such_package.Thing", "'no_such_package' cannot be imported"),
         ("broken.py:Name", r"failed to import \(ZeroDivisionError"),
     ],
