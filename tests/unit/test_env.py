@@ -159,7 +159,7 @@ def test_rank_that_contradicts_the_local_rank() -> None:
 
 def test_one_process_per_node_where_several_were_meant() -> None:
     message = message_of({"RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, nodes=2)
-    assert "it starts one process per node where 16 in all were promised" in message
+    assert "starts one process per node instead of 16 in all" in message
     assert "fullshard train RECIPE --devices" in message
 
 
