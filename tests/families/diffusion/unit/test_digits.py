@@ -116,7 +116,7 @@ def test_class_folders_can_be_named(tmp_path: Path) -> None:
     records = ImageFolder(path=folder, classes=["c", "a"]).open()
     assert [(Path(row["path"]).parent.name, row["label"]) for row in rows(records)] == [("c", 0), ("a", 1)]
     assert "left out, no images of a class: b" in getattr(records, "notes")[1]  # noqa: B009
-    with pytest.raises(DataError, match=r"the class folder 'd' is not there\. Class folders found: a, b, c\. "):
+    with pytest.raises(DataError, match=r"the class folder 'd' does not exist\. Class folders found: a, b, c\. "):
         ImageFolder(path=folder, classes=["a", "d"]).open()
     for classes in ([], ["a", "a"]):
         with pytest.raises(RecipeError, match=r"data\.train\.classes = .*each class folder is named once"):
