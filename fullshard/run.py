@@ -25,7 +25,7 @@ from fullshard.config.part import plain
 from fullshard.config.section import without_effect
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
-from fullshard.control.resume import candidates, choose, resume_point
+from fullshard.control.resume import candidates, choose
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.explain import crash
@@ -154,14 +154,9 @@ def _progress(
     recipe: Recipe, inputs: RunInputs, checkpoint: Path | None, *, anyway: bool, console: Console
 ) -> Progress:
     """How far the run is, and what has changed since the checkpoint."""
-    point = resume_point(
-        checkpoint,
-        identity=inputs.identity,
-        recipe=plain(recipe),
-        content=inputs.content,
-        steps_per_epoch=inputs.plan.steps_per_epoch,
-        anyway=anyway,
-    )
+    from fullshard.setup.run_inputs import resume_run
+
+    point = resume_run(recipe, inputs, checkpoint, anyway=anyway)
     for note in point.notes:
         console.note(note)
     return point.progress

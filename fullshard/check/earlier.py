@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from fullshard.check.findings import Finding, ok, warning
 from fullshard.checkpoint import completeness
 from fullshard.checkpoint import folder as files
-from fullshard.config.part import plain
 from fullshard.control import resume
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import RunInputs
+from fullshard.setup.run_inputs import RunInputs, resume_run
 
 _NAME = "earlier run"
 
@@ -36,14 +35,7 @@ def look(recipe: Recipe, inputs: RunInputs, *, asked: str | None = None, anyway:
         if asked is not None:
             yield ok(_NAME, f"no checkpoint in {recipe.checkpoints}: train starts at step 0")
         return
-    point = resume.resume_point(
-        checkpoint,
-        identity=inputs.identity,
-        recipe=plain(recipe),
-        content=inputs.content,
-        steps_per_epoch=inputs.plan.steps_per_epoch,
-        anyway=anyway,
-    )
+    point = resume_run(recipe, inputs, checkpoint, anyway=anyway)
     progress, total = point.progress, inputs.plan.total_steps
     if progress.finished and progress.step >= total:
         text = f"{recipe.folder} is finished, all {total:,} steps are done: train has nothing to do"

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from fullshard.contracts.launcher import Ranks
 from fullshard.launch.host_memory import memory_left
+from fullshard.launch.local import num_cores
 
 OPTIONAL = ("flash_attn", "kernels", "tensorboard", "torchao", "triton", "wandb")
 """Packages that only some recipes need."""
@@ -93,7 +94,7 @@ def inspect(*, links: bool = True) -> Machine:
     uuids = [str(getattr(found, "uuid", "")) for found in properties]
     return Machine(
         torch=torch.__version__,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=num_cores(),
         memory_bytes=memory_left(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shm_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from fullshard.check.findings import Finding, error, guarded, ok, warning
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import RecipeError
 from fullshard.formatting.plural import counted
+from fullshard.launch.local import num_cores
 from fullshard.recipes.read import Reading
 from fullshard.setup.step_plan import StepPlan, plan_steps
 
@@ -157,7 +157,7 @@ def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterato
             f"checkpoint.export = best, but {why}: there will be no best checkpoint.",
             "Use checkpoint.export: last, or give data.validation (or data.holdout) and checkpoint.best.",
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     workers = (recipe.data.workers or 0) * ranks.per_node
     if workers > 2 * cores:
         yield warning(

@@ -69,7 +69,7 @@ def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid())}
     changed[TOLD_BY_LAUNCHER] = "1"
     if "OMP_NUM_THREADS" not in environ:
-        changed["OMP_NUM_THREADS"] = str(max(1, _num_cores() // ranks.per_node))
+        changed["OMP_NUM_THREADS"] = str(max(1, num_cores() // ranks.per_node))
     if ranks.device_ids is not None:
         visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         if visible and max(ranks.device_ids) >= len(visible):
@@ -120,7 +120,8 @@ def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> Non
     _say(f"{host} is not an address of this machine, but the other nodes look for node 0 there. Check --master.")
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

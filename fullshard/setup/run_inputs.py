@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fullshard.config.part import decode
+from fullshard.config.part import decode, plain
 from fullshard.contracts.data import Encoder, Records
 from fullshard.contracts.objective import Objective
 from fullshard.control.best import BestRule
 from fullshard.control.best_rule import best_rule, gives_numbers
+from fullshard.control.resume import ResumePoint, resume_point
 from fullshard.data.inventory import inventory
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
@@ -47,6 +48,18 @@ class OpenSources:
     @cached_property
     def train_fingerprint(self) -> str:
         return self.train.fingerprint()
+
+
+def resume_run(recipe: Recipe, inputs: RunInputs, checkpoint: Path | None, *, anyway: bool) -> ResumePoint:
+    """Where this run resumes from the checkpoint; an error if the checkpoint belongs to another run."""
+    return resume_point(
+        checkpoint,
+        identity=inputs.identity,
+        recipe=plain(recipe),
+        content=inputs.content,
+        steps_per_epoch=inputs.plan.steps_per_epoch,
+        anyway=anyway,
+    )
 
 
 def prepare_inputs(recipe: Recipe, *, world_size: int, console: Console) -> RunInputs:
@@ -171,4 +184,5 @@ __all__ = [
     "find_processor",
     "prepare_data",
     "prepare_inputs",
+    "resume_run",
 ]

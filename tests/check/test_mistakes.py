@@ -254,7 +254,7 @@ def nothing_to_compile_with(seed: Seed) -> None:
     seed.set("sharding", compile=True)
 
 
-@mistake("environment", "environment: open files", "200 files open", "1024", remedy="ulimit -n", level="warning")
+@mistake("environment", "environment: open files", "may open 200 files", "1024", remedy="ulimit -n", level="warning")
 def few_open_files(seed: Seed) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
