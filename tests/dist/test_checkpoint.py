@@ -234,7 +234,8 @@ def test_a_full_disk_under_one_rank_stops_all(ranks: RankPool, folder: Path, ran
     assert [kind for kind, _ in ends] == ["CheckpointError"] * 2, ends
     assert "Check disk space" in ends[rank][1]
     run = run_folder(chosen)
-    assert checkpoints(run) == ["checkpoint-2"]
+    # The first is saved before an evaluation of the user's own runs for the first time.
+    assert checkpoints(run) == ["checkpoint-1", "checkpoint-2"]
     assert os.readlink(run / "last") == "checkpoint-2"
     assert problems(run / "checkpoint-2") == [], "the one before is whole"
     # With room again the run goes on from the last whole checkpoint and clears up.
@@ -258,7 +259,7 @@ def test_a_run_folder_that_is_gone_stops_all_ranks(ranks: RankPool, folder: Path
 def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
     ranks: RankPool, folder: Path, act: str, rank: int, at: int
 ) -> None:
-    """The wish travels with the next step's count and is read a step later: the stop is two steps after the signal,
+    """The flag travels with the next step's count and is read a step later: the stop is two steps after the signal,
     which for 4 is the last step of an epoch and for 7 the last of the run."""
     same: dict[str, Any] = {
         "model": DROPOUT,
@@ -274,7 +275,8 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
     ends = ranks.run(troubled, stopped | {"evaluate": evaluate | {"every_epochs": None}}, world=2)
     assert ends == [("stopped", "signal")] * 2
     step = min(at + 2, STEPS)
-    assert checkpoints(run_folder(stopped)) == [f"checkpoint-{step}"]
+    # The first is saved before an evaluation of the user's own runs for the first time.
+    assert checkpoints(run_folder(stopped)) == ["checkpoint-1", f"checkpoint-{step}"]
     records = ranks.run(train, stopped | validated, world=2)[0]
     expected = read(run_folder(straight) / FILE)
     assert curve(records, "step", "loss", "grad_norm") == curve(expected, "step", "loss", "grad_norm")

@@ -80,6 +80,7 @@ def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, case: str
     assert clock[1][0] > clock[0][STOP - 1], "the clock goes on as well"
 
 
+@pytest.mark.slow  # looks at the runs of slow cases above
 def test_dropout_is_really_on(folder: Path) -> None:
     """Otherwise the cases above would prove less than they say."""
     runs = folder / "runs"
@@ -95,6 +96,7 @@ def test_the_resume_of_a_resume_is_straight(ranks: RankPool, folder: Path) -> No
     assert_same_end(run_folder(again), folder / "runs" / "dropout-straight")
 
 
+@pytest.mark.slow  # looks at the runs of slow cases above
 def test_the_loss_scale_of_fp16_is_restored(folder: Path) -> None:
     scales = curve(read(folder / "runs" / "fp16-straight" / FILE), "loss_scale")
     assert scales[STOP - 1] < (65536.0,), "the scale must have moved before the checkpoint, or nothing is tested"
@@ -103,6 +105,7 @@ def test_the_loss_scale_of_fp16_is_restored(folder: Path) -> None:
     assert state["scaler"]["scale"] == scales[STOP - 1][0]
 
 
+@pytest.mark.slow  # looks at the runs of slow cases above
 def test_a_full_checkpoint_is_two_files_that_safetensors_reads(folder: Path) -> None:
     checkpoint = folder / "runs" / "replicated-straight" / f"checkpoint-{STEPS}"
     held = {path.name for path in checkpoint.iterdir()}
@@ -116,6 +119,7 @@ def test_a_full_checkpoint_is_two_files_that_safetensors_reads(folder: Path) -> 
     assert moments["model.norm.weight/exp_avg"].shape == stored["model.norm.weight"].shape
 
 
+@pytest.mark.slow  # looks at the runs of slow cases above
 def test_an_adapter_checkpoint_holds_the_adapters_alone(folder: Path) -> None:
     checkpoint = folder / "runs" / "lora-straight" / f"checkpoint-{STEPS}"
     names = open_tensors(checkpoint).section("model").names()
@@ -125,6 +129,7 @@ def test_an_adapter_checkpoint_holds_the_adapters_alone(folder: Path) -> None:
     assert "model.layers.0.mlp.down_proj.base_layer.weight" in frozen
 
 
+@pytest.mark.slow  # looks at the runs of slow cases above
 def test_adapters_on_another_base_are_refused(ranks: RankPool, folder: Path) -> None:
     shutil.copytree(folder / "model", folder / "nudged")
     state = load_file(folder / "nudged" / "model.safetensors")

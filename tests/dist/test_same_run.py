@@ -214,7 +214,7 @@ def test_the_order_of_a_set_is_no_difference() -> None:
         "from fullshard.setup.same_run import _model\n"
         "class Own(Section):\n    words: set[str]\n"
         "model = DiTTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=4, sample_size=4)\n"
-        "print(_model(model), plain(Own(words=set('abcdefgh'))))\n"
+        "print(_model(model, model.config), plain(Own(words=set('abcdefgh'))))\n"
     )
     command = [sys.executable, "-c", code]
     found = {

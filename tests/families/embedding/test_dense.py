@@ -375,7 +375,7 @@ def test_an_export_without_the_trained_layers_is_refused(folder: Path, tmp_path:
 
 
 def test_tokens_are_not_compared_past_layers_after_pooling(folder: Path) -> None:
-    with pytest.raises(RecipeError, match="Dense modules come after that: they would not be trained"):
+    with pytest.raises(RecipeError, match="Dense modules come after it, so they would not be trained"):
         embedded(family(folder / "model"), packed=True, tokens=True)
 
 
