@@ -262,7 +262,7 @@ class OpenEncoder:
         return "not packed"
 
     def chat_template(self) -> str | None:
-        """Which template lays out conversations; None if there are none."""
+        """Which template lays out conversations, or None for other data."""
         return None
 
     def annotate_processor(self) -> None:

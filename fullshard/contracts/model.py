@@ -140,7 +140,7 @@ class Family(Part):
         return None
 
     def stored_rows(self) -> int | None:
-        """Rows of the embedding as the stored weights have them; None where there are none."""
+        """Rows of the embedding in the stored weights; None without stored weights."""
         return None
 
     def build(self, *, processor: Any) -> nn.Module:

@@ -35,7 +35,7 @@ class Sink(Part):
         return {}
 
     def viewer(self, folder: Path) -> str | None:
-        """The command that shows the curves of the run in `folder`; None where there is none."""
+        """The command that shows the curves of the run in `folder`, or None."""
         return None
 
     def notes(self) -> list[str]:
