@@ -11,7 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fullshard.contracts.data import Collator, Encoded, Encoder, OpenEncoder, Records, Source, token_samples
+    from fullshard.contracts.data import (
+        Collator,
+        Encoded,
+        Encoder,
+        OpenEncoder,
+        Quantity,
+        Records,
+        Source,
+        token_samples,
+    )
     from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
     from fullshard.contracts.launcher import Launcher, Ranks
     from fullshard.contracts.model import Family, Weights
@@ -28,7 +37,7 @@ if TYPE_CHECKING:
 
 # The module of each public name. Each is imported on first use, so that `import fullshard` costs nothing.
 _MODULES = {
-    "contracts.data": "Collator Encoded Encoder OpenEncoder Records Source token_samples",
+    "contracts.data": "Collator Encoded Encoder OpenEncoder Quantity Records Source token_samples",
     "contracts.evaluation": "Evaluation EvaluationInputs Findings",
     "contracts.launcher": "Launcher Ranks",
     "contracts.model": "Family Weights",

@@ -29,8 +29,8 @@ def build(
     workers = num_workers(recipe, world)
     train, held_out = loaders(recipe, inputs, world, workers=workers)
     proofs = proven(recipe, model, train, world, learner.aux)
-    unit = inputs.data.encoder.settings.unit
-    report.measure(progress, flops_per_token=model.flops_per_token, unit=unit, workers=workers)
+    quantities = inputs.data.quantities
+    report.measure(progress, flops_per_token=model.flops_per_token, quantities=quantities, workers=workers)
     parts = Parts(
         learner=learner,
         schedule=recipe.schedule,

@@ -58,8 +58,8 @@ class Samples(Protocol):
         """Real tokens of each row."""
         ...
 
-    def tokens_in(self, indices: np.ndarray) -> int:
-        """Real tokens of some rows."""
+    def per_row(self, amounts: np.ndarray) -> np.ndarray:
+        """What each row holds of a quantity, given what each stored sample holds."""
         ...
 
     def __len__(self) -> int: ...
@@ -72,6 +72,8 @@ class Store(Protocol):
 
     names: list[str]
     """The features of a sample."""
+    lengths: np.ndarray
+    """Tokens of each sample; without tokens, entries of its first feature."""
 
     @property
     def shared(self) -> Features:
@@ -159,6 +161,18 @@ def token_samples(samples: Sequence[Features], *, length: int) -> Encoded:
     return Encoded(kept, truncated, dropped)
 
 
+@dataclass(frozen=True)
+class Quantity:
+    """Something that samples hold and that speed is logged in: `Quantity("images", "img", images_of_each_sample)`."""
+
+    name: str
+    """Plural; metrics.jsonl has `images_per_second`."""
+    short: str
+    """For the console: `img/s`."""
+    amounts: np.ndarray
+    """How much each stored sample holds."""
+
+
 class Encoder(Part):
     """Settings of an encoder.
 
@@ -177,8 +191,6 @@ class Encoder(Part):
     """Whether the objective arranges texts in rows itself, so samples are never packed."""
     length_feature: ClassVar[str] = "input_ids"
     """The feature with one entry for each token of a sample."""
-    unit: ClassVar[str] = "tokens"
-    """What speed is measured in: tokens, or the word for samples that are not made of tokens."""
     needs_training_data: ClassVar[bool] = False
     """Whether the collator takes numbers from data.train, so that other data cannot be evaluated without it."""
     conversations: ClassVar[bool] = False
@@ -196,6 +208,11 @@ class Encoder(Part):
     def columns_read(self, record: Record) -> list[str]:
         """Which columns of the first record were read as what, if the user did not say, for the report."""
         return []
+
+    def quantities(self, store: Store) -> list[Quantity]:
+        """What speed is logged in, such as tokens, images or seconds of audio. The first is also what `tokens` counts
+        in metrics.jsonl, and what the model's flops per token refer to."""
+        return [Quantity("tokens", "tok", store.lengths)]
 
     def check_model(self, module: Any) -> None:
         """Raises if the (empty) model cannot take these samples. Called before any record is encoded."""

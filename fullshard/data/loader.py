@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from fullshard.contracts.data import Collator, Features, Samples
+from fullshard.contracts.data import Collator, Features, Quantity, Samples
 from fullshard.data.order import FILLER, FIXED, draws, permutation, rank_slices
 from fullshard.errors import DataError, FullshardError
 
@@ -38,9 +38,14 @@ class Window:
     epoch: int
     num_samples: int
     """Rows over all ranks, without fillers; a packed row counts once."""
-    num_tokens: int
-    """Real tokens over all ranks."""
+    quantities: dict[str, float]
+    """What these rows hold of each quantity that speed is logged in, over all ranks."""
     batches: list[Batch]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the first quantity, which is tokens where samples are made of them."""
+        return round(next(iter(self.quantities.values()), 0))
 
     def sample_ids(self) -> list[int]:
         """The rows of this rank, without fillers."""
@@ -63,6 +68,7 @@ class Loader:
         world: int = 1,
         workers: int = 0,
         pin_memory: bool = False,
+        quantities: Sequence[Quantity] = (),
     ) -> None:
         if len(samples) == 0:
             raise DataError("there are no samples to load. Give more data.")
@@ -71,7 +77,7 @@ class Loader:
         self._per_device, self._rank, self._world = per_device, rank, world
         self._seed, self._shuffle = seed, shuffle
         self._batches = _Batches(samples, collator, seed)
-        self._workers, self._pin_memory = workers, pin_memory
+        self._workers, self._pin_memory, self._quantities = workers, pin_memory, quantities
         self._whole: DataLoader[Any] | None = None
         self._orders: dict[int, np.ndarray] = {}
 
@@ -93,8 +99,9 @@ class Loader:
                 epoch, window = divmod(step, self.steps_per_epoch)
                 size = min(self._global_size, self.num_samples - window * self._global_size)
                 num_batches = -(-size // (self._per_device * self._world))
-                tokens = self._tokens(self._order(epoch)[window * self._global_size :][:size])
-                yield Window(step, epoch, size, tokens, [stream.take() for _ in range(num_batches)])
+                rows = self._order(epoch)[window * self._global_size :][:size]
+                quantities = {each.name: each.amounts[rows].sum().item() for each in self._quantities}
+                yield Window(step, epoch, size, quantities, [stream.take() for _ in range(num_batches)])
         finally:
             stream.close()
 
@@ -150,12 +157,6 @@ class Loader:
             order = permutation(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._orders = kept | {epoch: order}
         return self._orders[epoch]
-
-    def _tokens(self, indices: np.ndarray) -> int:
-        samples = self._batches.samples
-        if hasattr(samples, "tokens_in"):
-            return samples.tokens_in(indices)
-        return sum(len(samples[int(i)].get("input_ids", ())) for i in indices)
 
     def _slices(self, window: np.ndarray) -> list[np.ndarray]:
         return rank_slices(window, per_device=self._per_device, rank=self._rank, world=self._world)

@@ -32,10 +32,10 @@ class Plain:
 
     @property
     def lengths(self) -> np.ndarray:
-        return np.asarray(self._store.lengths[self._chosen])
+        return self.per_row(self._store.lengths)
 
-    def tokens_in(self, indices: np.ndarray) -> int:
-        return int(self._store.lengths[self._chosen[indices]].sum())
+    def per_row(self, amounts: np.ndarray) -> np.ndarray:
+        return np.asarray(amounts[self._chosen])
 
     def __getitem__(self, index: int) -> Features:
         features = self._store[int(self._chosen[index])]
@@ -65,9 +65,11 @@ class Wrapped:
         lengths[-1] -= len(self) * self.fixed_length - self.num_tokens
         return lengths
 
-    def tokens_in(self, indices: np.ndarray) -> int:
-        short = len(self) * self.fixed_length - self.num_tokens
-        return len(indices) * self.fixed_length - (short if len(self) - 1 in indices else 0)
+    def per_row(self, amounts: np.ndarray) -> np.ndarray:
+        # A document that is cut counts in each row with the share of its tokens there.
+        total = np.concatenate([[0], np.cumsum(amounts[self._chosen])])
+        ends = np.minimum(np.arange(len(self) + 1) * self.fixed_length, self.num_tokens)
+        return np.diff(np.interp(ends, self._starts, total))
 
     def __getitem__(self, index: int) -> Features:
         if not 0 <= index < len(self):
@@ -93,19 +95,19 @@ class Fitted:
     def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
         self._store, self.fixed_length = store, length
         lengths = store.lengths[chosen]
-        rows = best_fit(lengths, length=length)
+        rows = self._rows = best_fit(lengths, length=length)
         # Stable: samples within a row keep the order of the source.
         order = np.argsort(rows, kind="stable")
-        self._members = chosen[order]
+        self._chosen, self._members = chosen, chosen[order]
         self._starts = np.searchsorted(rows[order], np.arange(int(rows.max()) + 2))
-        self.lengths = np.bincount(rows, weights=lengths).astype(np.int64)
+        self.lengths = self.per_row(store.lengths).astype(np.int64)
         self.num_tokens = int(lengths.sum())
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def tokens_in(self, indices: np.ndarray) -> int:
-        return int(self.lengths[indices].sum())
+    def per_row(self, amounts: np.ndarray) -> np.ndarray:
+        return np.bincount(self._rows, weights=amounts[self._chosen])
 
     def __getitem__(self, index: int) -> Features:
         if not 0 <= index < len(self):

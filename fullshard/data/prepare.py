@@ -5,8 +5,8 @@ Runs before any collective, with the same result on every rank. Must not know ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.config.part import kinds, part_class
-from fullshard.contracts.data import Collator, Encoder, OpenEncoder, Record, Records, Samples
+from fullshard.contracts.data import Collator, Encoder, OpenEncoder, Quantity, Record, Records, Samples
 from fullshard.data.order import HOLDOUT, generator
 from fullshard.data.pack import Fitted, Plain, Wrapped, can_pack
 from fullshard.data.records import keys_found, named, origins
@@ -49,6 +49,8 @@ class Prepared:
     """What was done, in lines."""
     train_from: Stored
     validation_from: Stored | None
+    quantities: Sequence[Quantity] = ()
+    """What speed is logged in, with the amounts of each row of `train`."""
 
 
 def choose_encoder(record: Record) -> Encoder:
@@ -124,7 +126,8 @@ def prepare(
     held = _samples("validation", held_from, encoder, length, pack, report) if held_from else None
     trained = _samples("train", train_from, encoder, length, pack, report)
     encoder.close()
-    return Prepared(trained, held, encoder, collator, report, train_from, held_from)
+    per_row = [replace(each, amounts=trained.per_row(each.amounts)) for each in settings.quantities(store)]
+    return Prepared(trained, held, encoder, collator, report, train_from, held_from, per_row)
 
 
 def encoder_for(records: Records) -> Encoder:
@@ -169,7 +172,8 @@ def _samples(name: str, stored: Stored, encoder: OpenEncoder, length: int, pack:
             report.append(f"{name}: not packed, the encoder gives more than tokens ({', '.join(store.names)})")
         samples, rows = Plain(store, chosen), encoder.contents(store, chosen)
     counts = [(len(np.unique(store.records[chosen])), "record"), (len(chosen), "sample")]
-    counts += [(samples.num_tokens, "token")] if settings.unit == "tokens" else []
+    of_tokens = any(each.name == "tokens" for each in settings.quantities(store))
+    counts += [(samples.num_tokens, "token")] if of_tokens else []
     report.append(f"{name}: {', '.join(counted(*count) for count in counts)}, {rows}")
     return samples
 

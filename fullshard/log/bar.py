@@ -82,17 +82,20 @@ def _drawn(share: float, width: int, ascii_only: bool) -> str:
     return ("█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()).ljust(width)
 
 
-def step_line(record: Mapping[str, Any], run: Pace | None, *, width: int | None = None) -> str:
-    """One logged step in fixed columns: step, loss, lr, gradient norm, tokens/s, memory, MFU, data wait, time left.
+def step_line(
+    record: Mapping[str, Any], run: Pace | None, speeds: Mapping[str, str], *, width: int | None = None
+) -> str:
+    """One logged step in fixed columns: step, loss, lr, gradient norm, speeds, memory, MFU, data wait, time left.
 
-    Within `width` the last columns are left out first, and the time left, which the bar shows, is left out always."""
+    `speeds` are the quantities that are shown per second, each with its short name. Within `width` the last columns are
+    left out first, and the time left, which the bar shows, is left out always."""
     step, total = record["step"], run.total if run else None
     parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step:>6}"]
     parts.append(f"loss {_fixed(record['loss'], readable.loss(record['loss'])):>7}")
     parts.append(f"lr {record['lr']:.2e}")
     if (norm := record.get("grad_norm")) is not None:
         parts.append(f"norm {_fixed(norm, f'{norm:.3f}'):>7}")
-    parts += [f"{text:>{columns}}" for text, columns in _speed(record)]
+    parts += [f"{text:>{columns}}" for text, columns in _speed(record, speeds)]
     wait = record.get("data_wait")
     parts.append(f"data wait {'-' if wait is None else format(wait, '.1%'):>5}")
     if run is not None and width is None:
@@ -107,19 +110,18 @@ def _fixed(value: float, text: str) -> str:
     return text if len(text) <= 7 else f"{value:.1e}"
 
 
-def status_line(record: Mapping[str, Any], run: Pace) -> str:
+def status_line(record: Mapping[str, Any], run: Pace, speeds: Mapping[str, str]) -> str:
     """The run as a whole, for under a moving bar, which shows the loss itself."""
     parts = [f"run {run.done}/{run.total}, ends in {run.left_text()}"]
     if record:
         parts.append(f"lr {record['lr']:.2e}")
-        parts += [text for text, _ in _speed(record)]
+        parts += [text for text, _ in _speed(record, speeds)]
     return " · ".join(parts)
 
 
-def _speed(record: Mapping[str, Any]) -> list[tuple[str, int]]:
-    unit = "img" if "images_per_second" in record else "tok"
-    rate = record.get("images_per_second", record.get("tokens_per_second"))
-    parts = [("-" if rate is None else f"{readable.short(rate)} {unit}/s", 11)]
+def _speed(record: Mapping[str, Any], speeds: Mapping[str, str]) -> list[tuple[str, int]]:
+    rates = {short: record.get(f"{name}_per_second") for name, short in speeds.items()}
+    parts = [("-" if rate is None else f"{readable.short(rate)} {short}/s", 11) for short, rate in rates.items()]
     if record.get("memory_gib") is not None:
         parts.append((f"{record['memory_gib']:.1f} GiB", 9))
     if record.get("host_memory_gib") not in (None, record.get("memory_gib")):  # on a CPU both are the same

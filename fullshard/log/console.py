@@ -47,6 +47,8 @@ class Console:
         self._bars: list[Bar] = []
         self._run: Pace | None = None
         self._record: Mapping[str, Any] = {}
+        self.speeds: Mapping[str, str] = {}
+        """Quantities that a logged step shows per second, each with its short name."""
         self._log: TextIO | None = None
         self._early: list[str] = []
         self._cautions: list[str] = []
@@ -310,9 +312,9 @@ class Bar:
         console._record = record
         self._shown_at = console.clock()
         width = console._screen.width if console.on_terminal else None
-        console._show(Text(bars.step_line(record, self._run, width=width)))
+        console._show(Text(bars.step_line(record, self._run, console.speeds, width=width)))
         if not console.silent:
-            console._write_down(bars.step_line(record, self._run))
+            console._write_down(bars.step_line(record, self._run, console.speeds))
 
     def line(self, width: int, *, drawn: int = 40) -> str:
         """The bar as it is now."""
@@ -332,7 +334,8 @@ class Bar:
 
     def status(self) -> str:
         """The line under the bar: the run as a whole and the last logged step."""
-        return bars.status_line(self._console._record, self._run) if self._run else ""
+        console = self._console
+        return bars.status_line(console._record, self._run, console.speeds) if self._run else ""
 
 
 def _mute_children(console: Console) -> None:

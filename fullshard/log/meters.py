@@ -28,6 +28,7 @@ class _Window:
     began: float
     steps: int = 0
     tokens: int = 0
+    quantities: dict[str, float] = field(default_factory=dict)
     time: dict[str, float] = field(default_factory=dict)
 
 
@@ -43,10 +44,11 @@ class _Heard:
 class Meters:
     """Counts steps and gives one record per window.
 
-    `samples`, `tokens` and `seconds` start where a resumed run had got to; `unit` is what tokens are called: for images
-    each counts as one. `samples` counts the rows of batches, which hold several samples where they are packed. The
-    first `warmup` steps of a process (compiling, first allocations) never enter a rate. Waiting for the device belongs
-    into the phase `compute`: read the loss inside it, or an asynchronous device makes `compute` look short.
+    `samples`, `tokens` and `seconds` start where a resumed run had got to. `tokens` counts the first of the quantities
+    that speed is logged in, which may be images. `samples` counts the rows of batches, which hold several samples where
+    they are packed. The first `warmup` steps of a process (compiling, first allocations) never enter a rate. Waiting
+    for the device belongs into the phase `compute`: read the loss inside it, or an asynchronous device makes `compute`
+    look short.
     """
 
     def __init__(
@@ -59,14 +61,12 @@ class Meters:
         tokens: int = 0,
         seconds: float = 0.0,
         warmup: int = 1,
-        unit: str = "tokens",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.samples, self.tokens = samples, tokens
         self.totals = dict.fromkeys(PHASES, 0.0)
         """Seconds per phase in this process, warm-up included."""
         self._flops_per_token, self._peak_flops, self._ranks = flops_per_token, peak_flops, ranks
-        self._unit = unit
         self._clock = clock
         self._began = clock() - seconds
         self._warmup = warmup
@@ -76,7 +76,7 @@ class Meters:
         self._windows_quiet: int | None = None
 
     @classmethod
-    def going_on(cls, progress: Progress, flops: float, peak: float | None, *, ranks: int, unit: str) -> Meters:
+    def going_on(cls, progress: Progress, flops: float, peak: float | None, *, ranks: int) -> Meters:
         """Meters of a run that continues from `progress`."""
         return cls(
             flops_per_token=flops,
@@ -85,7 +85,6 @@ class Meters:
             samples=progress.samples,
             tokens=progress.tokens,
             seconds=progress.seconds,
-            unit=unit,
         )
 
     @property
@@ -107,7 +106,7 @@ class Meters:
         self.totals[name] += seconds
         self._window.time[name] = self._window.time.get(name, 0.0) + seconds
 
-    def step(self, *, samples: int, tokens: int) -> None:
+    def step(self, *, samples: int, tokens: int, quantities: Mapping[str, float]) -> None:
         """A step is done; counts are over all ranks."""
         self.samples += samples
         self.tokens += tokens
@@ -117,6 +116,8 @@ class Meters:
         else:
             self._window.steps += 1
             self._window.tokens += tokens
+            for name, amount in quantities.items():
+                self._window.quantities[name] = self._window.quantities.get(name, 0.0) + amount
 
     def record(
         self,
@@ -151,7 +152,7 @@ class Meters:
         seconds = self._clock() - window.began - sum(window.time.get(name, 0.0) for name in PAUSES)
         if window.steps == 0 or seconds <= 0:
             return {}
-        rates = {f"{self._unit}_per_second": round(window.tokens / seconds, 2)}
+        rates = {f"{name}_per_second": round(amount / seconds, 2) for name, amount in window.quantities.items()}
         if self._flops_per_token and self._peak_flops:
             flops = window.tokens / seconds * self._flops_per_token
             rates["mfu"] = round(flops / (self._peak_flops * self._ranks), 4)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from fullshard.contracts.data import Quantity
 from fullshard.contracts.progress import Progress
 from fullshard.dist.world import World, peak_of, peaks
 from fullshard.formatting.steps import Steps
@@ -30,10 +31,13 @@ class Report:
     """Loader processes of each rank."""
     _bar: Bar | None = field(default=None, init=False)
 
-    def measure(self, progress: Progress, *, flops_per_token: float, unit: str, workers: int) -> None:
-        """Starts the meters, at `progress` for a run that is resumed."""
+    def measure(
+        self, progress: Progress, *, flops_per_token: float, quantities: Sequence[Quantity], workers: int
+    ) -> None:
+        """Starts the meters, at `progress` for a run that is resumed; speed is logged in `quantities`."""
+        self.console.speeds = {each.name: each.short for each in quantities}
         ranks, peak = self.world.size, peak_of(self.world.device)
-        self.meters = Meters.going_on(progress, flops_per_token, peak, ranks=ranks, unit=unit)
+        self.meters = Meters.going_on(progress, flops_per_token, peak, ranks=ranks)
         self.workers = workers
 
     @property
@@ -52,8 +56,8 @@ class Report:
         with self.console.training_bar(steps.end, done=steps.begin) as self._bar:
             yield
 
-    def step(self, *, samples: int, tokens: int) -> None:
-        self.meters.step(samples=samples, tokens=tokens)
+    def step(self, *, samples: int, tokens: int, quantities: Mapping[str, float]) -> None:
+        self.meters.step(samples=samples, tokens=tokens, quantities=quantities)
 
     def advance(self) -> None:
         """A step that is not logged."""

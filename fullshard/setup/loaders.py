@@ -31,7 +31,7 @@ def num_workers(recipe: Recipe, world: World) -> int:
 def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
     """For the training data, and for the validation data if there is any."""
 
-    def loader(samples: Any, per_device: int, global_size: int, shuffle: bool) -> Loader:
+    def loader(samples: Any, per_device: int, global_size: int, shuffle: bool, **more: Any) -> Loader:
         return Loader(
             samples,
             inputs.data.collator,
@@ -43,9 +43,11 @@ def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) ->
             world=world.size,
             workers=workers,
             pin_memory=world.device.type == "cuda",
+            **more,
         )
 
-    train = loader(inputs.data.train, inputs.plan.per_device, inputs.plan.global_size, recipe.data.shuffle)
+    data, plan = inputs.data, inputs.plan
+    train = loader(data.train, plan.per_device, plan.global_size, recipe.data.shuffle, quantities=data.quantities)
     if inputs.data.validation is None:
         return train, None
     each = inputs.validation_per_device

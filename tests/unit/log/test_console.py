@@ -46,7 +46,9 @@ def out() -> File:
 
 @pytest.fixture
 def console(out: File, clock: Clock) -> Console:
-    return Console(stream=out, clock=clock)
+    made = Console(stream=out, clock=clock)
+    made.speeds = {"tokens": "tok"}
+    return made
 
 
 def lines(out: File) -> list[str]:
@@ -175,6 +177,17 @@ def test_step_lines_have_fixed_columns(console: Console, out: File, clock: Clock
     )
     for column in ("loss", "lr", "norm", "tok/s", "run ends"):
         assert first.index(column) == second.index(column)
+
+
+def test_every_quantity_has_a_column_of_its_own(console: Console, out: File) -> None:
+    console.speeds = {"tokens": "tok", "images": "img"}
+    with console.training_bar(2) as bar:
+        bar.log(record(1))
+        bar.log(record(2, tokens_per_second=45_012.0, images_per_second=9.5))
+    first, second = lines(out)[:2]
+    assert "norm   1.250  45.0k tok/s   9.50 img/s  data wait" in second
+    assert first.split()[-5:] == ["-", "-", "data", "wait", "-"]
+    assert first.index("data") == second.index("data")
 
 
 def test_host_memory_stands_beside_that_of_the_gpu(console: Console, out: File) -> None:
@@ -365,6 +378,7 @@ def test_on_a_terminal_bars_move_in_place_and_the_cursor_comes_back(
 ) -> None:
     master, stream = terminal
     console = Console(stream=stream, clock=clock)
+    console.speeds = {"tokens": "tok"}
     console.run_begin(10)
     with console.training_bar(10) as bar:
         for step in range(1, 6):

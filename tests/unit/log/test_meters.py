@@ -16,13 +16,21 @@ class Clock:
         return self.now
 
 
-def run_steps(meters: Meters, clock: Clock, count: int, *, data: float = 0.25, compute: float = 0.75) -> None:
+def run_steps(
+    meters: Meters,
+    clock: Clock,
+    count: int,
+    *,
+    data: float = 0.25,
+    compute: float = 0.75,
+    quantities: dict[str, float] | None = None,
+) -> None:
     for _ in range(count):
         with meters.phase("data"):
             clock.now += data
         with meters.phase("compute"):
             clock.now += compute
-        meters.step(samples=8, tokens=1000)
+        meters.step(samples=8, tokens=1000, quantities=quantities or {"tokens": 1000})
 
 
 def test_memory_is_the_peak_so_far_of_the_device_and_of_the_host() -> None:
@@ -71,13 +79,17 @@ def test_a_record_states_totals_of_the_run_and_rates_of_the_window() -> None:
     assert json.loads(json.dumps(second)) == second
 
 
-def test_images_are_called_so() -> None:
+def test_each_quantity_has_its_own_rate() -> None:
     clock = Clock()
-    meters = Meters(warmup=0, unit="images", clock=clock)
-    run_steps(meters, clock, 4)
+    meters = Meters(flops_per_token=5e9, peak_flops=1e13, warmup=0, clock=clock)
+    run_steps(meters, clock, 4, quantities={"images": 1000, "seconds_of_audio": 2.5})
     record = meters.record(step=4, epoch=1, loss=1.0, lr=1e-4)
     assert record["images_per_second"] == 1000.0
+    assert record["seconds_of_audio_per_second"] == 2.5
+    assert record["mfu"] == 0.5, "by the first of them"
     assert "tokens_per_second" not in record
+    run_steps(meters, clock, 1, quantities={"images": 10, "seconds_of_audio": 0.0})
+    assert meters.record(step=5, epoch=1, loss=1.0, lr=1e-4)["seconds_of_audio_per_second"] == 0.0
 
 
 def test_warm_up_never_enters_a_rate() -> None:
@@ -170,7 +182,7 @@ def test_five_percent_is_the_line(wait: float, said: str | None) -> None:
     meters.add("data", wait * 100)
     clock.now = 100.0
     for _ in range(10):
-        meters.step(samples=1, tokens=1)
+        meters.step(samples=1, tokens=1, quantities={"tokens": 1})
     meters.record(step=10, epoch=1, loss=1.0, lr=1e-4)
     advice = meters.advice()
     assert advice is None if said is None else str(advice).startswith(said)

@@ -14,7 +14,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from fullshard.config.part import did_you_mean
-from fullshard.contracts.data import Encoder, Record
+from fullshard.contracts.data import Encoder, Quantity, Record, Store
 from fullshard.data.records import MAPPING, is_empty, keys_found
 from fullshard.errors import DataError
 from fullshard.families.diffusion import captions
@@ -34,7 +34,6 @@ class Images(Encoder):
 
     Pixels are scaled to -1 to 1, latents are not; then `mean` is subtracted and `scale` multiplied."""
 
-    unit: ClassVar[str] = "images"
     length_feature: ClassVar[str] = "image"
     needs_training_data: ClassVar[bool] = True
 
@@ -119,6 +118,9 @@ class Images(Encoder):
 
     def open(self, processor: Any, *, length: int) -> OpenImages:
         return OpenImages(self, processor, length=length)
+
+    def quantities(self, store: Store) -> list[Quantity]:
+        return [Quantity("images", "img", store.lengths)]
 
     def check_model(self, module: Any) -> None:
         captions.check_model(self.stack, module)

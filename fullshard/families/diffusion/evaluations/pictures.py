@@ -18,6 +18,7 @@ from fullshard.errors import RecipeError
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, texts_of
 from fullshard.families.diffusion.evaluations.base import MakesImages
 from fullshard.families.diffusion.evaluations.image_callbacks import require_denoiser
+from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.sampling.conditioning import shape_of, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import collected, make_images
 from fullshard.families.diffusion.vae.latents import as_strips
@@ -79,7 +80,8 @@ class Pictures(MakesImages):
         if images is None:
             return Findings()
         images = inputs.collator.decode(images)
-        is_latent = getattr(inputs.collator, "gives_latents", False) or images.shape[1] not in (1, 3)
+        collator = inputs.collator
+        is_latent = isinstance(collator, ImageCollator) and collator.gives_latents or images.shape[1] not in (1, 3)
         shown = as_strips(images) if is_latent else images
         path = inputs.show("samples", shown, columns=self.per_class, array=images if is_latent else None)
         return Findings(texts=[f"Pictures: {path}"])

@@ -375,7 +375,8 @@ def test_samples_are_counted_by_their_texts_and_their_cuts(tmp_path: Path, bert:
     ]
     assert prepared.train.lengths.tolist() == [6, 15, 15]
     assert prepared.train.fixed_length is None
-    assert prepared.train.tokens_in(np.array([0, 2])) == 21
+    (tokens,) = prepared.quantities
+    assert (tokens.name, tokens.amounts.tolist()) == ("tokens", [6, 15, 15])
     assert prepared.train_from.store.names == ["tokens", "lengths", "label"]
     assert set(prepared.train[0]) == {"tokens", "lengths", "label"}
 
