@@ -10,21 +10,19 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from importlib import metadata
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperGroup
 from typer.main import get_command
 
+from fullshard.check.arguments import check
 from fullshard.commands import recipes
+from fullshard.commands.dry_run import describe
 from fullshard.commands.explain import explain
-from fullshard.commands.options import json_alone
 from fullshard.commands.other_tools import refuse_foreign
 from fullshard.commands.recipe_arguments import (
-    AsJson,
     Devices,
     Gpus,
     Master,
@@ -45,9 +43,7 @@ from fullshard.explain import crash
 from fullshard.explain.error_file import hand_over
 from fullshard.export.command import export
 from fullshard.generate.command import generate
-
-if TYPE_CHECKING:
-    from fullshard.contracts.launcher import Ranks
+from fullshard.prove.arguments import prove
 
 
 class Commands(TyperGroup):
@@ -206,105 +202,11 @@ def train(
     if not dry_run:
         raise typer.Exit(run.train(reading, resume=resume, ranks=ranks, anyway=resume_anyway))
     if launch.rank == 0:
-        typer.echo(run.describe(reading, ranks=ranks))
+        typer.echo(describe(reading, ranks=ranks))
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
-def check(
-    recipe: RecipeName,
-    settings: Settings = None,
-    devices: Devices = None,
-    gpus: Gpus = None,
-    nodes: Nodes = None,
-    node_rank: NodeRank = None,
-    master: Master = None,
-    preset: Preset = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="auto|never|PATH", help="As for train: say what it continues from and what has changed."),
-    ] = None,
-    resume_anyway: ResumeAnyway = False,
-    output: Output = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Look only: start no ranks, and skip the trial of the model.")
-    ] = False,
-    units: Annotated[bool, typer.Option("--units", help="Print every FSDP unit with its dtypes.")] = False,
-    as_json: AsJson = False,
-    trial_in: Annotated[Path | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Check everything that RECIPE needs before it costs GPU time.
-
-    Looks at the environment, the recipe, the model and the data; then starts the ranks, takes the longest batch
-    forward and backward on each, and writes and reads a checkpoint in the real place. Everything is cleaned up.
-    Takes the settings and options of `fullshard train`, and ends with the exact command to run.
-
-    Exit codes: 0 the setup is correct; 2 it is not, and every problem is listed.
-    """
-    from fullshard.check import command
-
-    asked = RecipeArguments("check", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master, resume)
-    how = command.CheckOptions(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
-    try:
-        with json_alone(how.as_json):
-            reading = asked.read()
-            again = reading.typed.again() if reading.typed else ""
-            how = replace(how, command=f"{again} --resume-anyway" if resume_anyway else again)
-        launch = asked.launch()
-        if trial_in is not None:
-            raise typer.Exit(command.trial_rank(reading, trial_in))
-    except FullshardError as mistake:
-        raise typer.Exit(command.refused(mistake, how)) from None
-    ranks: Ranks | SetupError
-    try:
-        ranks = asked.ranks(reading.recipe.topology, launch)
-    except SetupError as mistake:
-        ranks = mistake
-    if launch.launcher != "none" and not isinstance(ranks, SetupError):
-        raise typer.Exit(command.check_as_rank(reading, ranks, how, rank=launch.rank))
-    raise typer.Exit(command.check(reading, ranks, how))
-
-
-@app.command(context_settings={"ignore_unknown_options": True})
-def prove(
-    recipe: RecipeName,
-    settings: Settings = None,
-    devices: Devices = None,
-    gpus: Gpus = None,
-    preset: Preset = None,
-    output: Output = None,
-    cases: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Some of resume,world,split,strategy instead of all.")
-    ] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs, and say where they are.")] = False,
-    as_json: AsJson = False,
-    as_rank: Annotated[bool, typer.Option("--as-rank", hidden=True)] = False,
-) -> None:
-    """Prove that RECIPE resumes exactly, in a few short runs of it.
-
-    Runs the recipe for six steps: straight; killed (SIGKILL), resumed, killed again and resumed again; in other
-    micro-batches; on another number of ranks; with another sharding strategy. Compares the samples, losses and gradient
-    norms of every step, and the weights at the end: bit by bit where resumed, within rounding in the others. Names the
-    first step and the tensor that differ. Needs disk space for a few checkpoints, and frees it afterwards.
-
-    Exit codes: 0 no drift; 2 a mistake in the recipe, the data or the setup; 3 drift.
-    """
-    from fullshard.prove import command
-
-    if as_rank:
-        from fullshard.prove.rank import run_one
-
-        raise typer.Exit(run_one(Path(recipe)))
-    asked = RecipeArguments("prove", recipe, settings, devices, gpus, output=output, preset=preset)
-    with json_alone(as_json):
-        reading = asked.read()
-    command.refuse_launcher(asked.launch().launcher)
-    how = command.ProveOptions(cases, keep, as_json)
-    raise typer.Exit(command.prove(reading, command.own_ranks(reading.recipe.topology), how))
-
-
-for _plain in (verify, export, generate):
-    app.command()(_plain)
-for _free in (explain, evaluate):
-    app.command(context_settings={"ignore_unknown_options": True})(_free)
+for _function in (check, prove, verify, export, generate, explain, evaluate):
+    _takes_settings = _function not in (verify, export, generate)
+    app.command(context_settings={"ignore_unknown_options": True} if _takes_settings else None)(_function)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.presets)

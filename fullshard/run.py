@@ -22,7 +22,6 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.folder import write_json
 from fullshard.checkpoint.paths import reaching
 from fullshard.config.part import plain
-from fullshard.config.section import without_effect
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose
@@ -31,7 +30,6 @@ from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, Fullsha
 from fullshard.explain import crash
 from fullshard.explain.error_file import TOLD_BY_LAUNCHER
 from fullshard.formatting.plural import counted
-from fullshard.formatting.yaml_text import render
 from fullshard.launch import signals
 from fullshard.launch.memory_watch import told_by_a_witness
 from fullshard.recipe import Recipe
@@ -40,10 +38,10 @@ from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
 from fullshard.setup import on_ranks
 
 if TYPE_CHECKING:
+    from fullshard.contracts.world import World
     from fullshard.dist.env import Launch
-    from fullshard.dist.world import World
     from fullshard.log.console import Console
-    from fullshard.setup.run_inputs import RunInputs
+    from fullshard.setup.inputs import RunInputs
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
@@ -299,16 +297,3 @@ def read_result(folder: Path) -> Result:
         if record.get("event") == "finished":
             return Result(**{key: record[key] for key in Result.__dataclass_fields__})
     raise CheckpointError(f"{folder} holds no finished run.")
-
-
-def describe(reading: Reading, *, ranks: Ranks) -> str:
-    """What a run would do: every value in force, and the step arithmetic. Starts nothing."""
-    from fullshard.log import libraries
-    from fullshard.log.console import Console
-    from fullshard.setup.run_inputs import prepare_inputs
-
-    recipe, console = reading.recipe, Console(silent=True)
-    with libraries.route(console):
-        inputs = prepare_inputs(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
-    lines = [*reading.overridden, *without_effect(recipe), *inputs.data.report, *inputs.plan.describe()]
-    return render(plain(recipe)) + "\n" + "\n".join(f"# {line}" for line in lines) + "\n"

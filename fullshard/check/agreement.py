@@ -16,9 +16,9 @@ import torch
 
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.checkpoint import paths
+from fullshard.contracts.world import World
 from fullshard.dist import agreement, reduce
 from fullshard.dist.agreement import on_ranks, spread
-from fullshard.dist.world import World
 from fullshard.recipe import Recipe
 from fullshard.setup.same_run import Subject, compare
 

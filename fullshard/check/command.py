@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from fullshard.log.console import Console
     from fullshard.recipe import Recipe, Topology
-    from fullshard.setup.run_inputs import RunInputs
+    from fullshard.setup.inputs import RunInputs
 
 
 @dataclass(frozen=True)

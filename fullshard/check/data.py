@@ -23,7 +23,7 @@ from fullshard.data.records import origins
 from fullshard.data.store import Store
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import RunInputs
+from fullshard.setup.inputs import RunInputs
 
 MOST_MASKED = 0.95
 """Share of positions without a loss term; more is a warning, as with the others."""

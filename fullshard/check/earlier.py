@@ -12,7 +12,8 @@ from fullshard.checkpoint import completeness
 from fullshard.checkpoint import folder as files
 from fullshard.control import resume
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import RunInputs, resume_run
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import resume_run
 
 _NAME = "earlier run"
 

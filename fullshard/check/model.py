@@ -21,16 +21,16 @@ from fullshard.check.norms import LowNorm, low_precision_norms
 from fullshard.check.settings import device_of
 from fullshard.check.units import units_table
 from fullshard.contracts.launcher import Ranks
+from fullshard.contracts.world import World
 from fullshard.dist.precision import ResolvedPrecision, resolve_for, resolve_precision
 from fullshard.dist.shard import Unit, describe, store
-from fullshard.dist.world import World
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.errors import SetupError
 from fullshard.formatting.readable import short
 from fullshard.hf.weights.safetensors_folder import open_folder
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import RunInputs
-from fullshard.setup.shard_plan import shard_plan
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.sharded_model import shard_plan
 from fullshard.text.tokens import inner_tokenizer
 
 LARGE = 100_000_000

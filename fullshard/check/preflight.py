@@ -18,7 +18,7 @@ from fullshard.errors import SetupError
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
-from fullshard.setup.run_inputs import RunInputs
+from fullshard.setup.inputs import RunInputs
 from fullshard.setup.step_plan import StepPlan
 
 

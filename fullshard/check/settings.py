@@ -23,7 +23,7 @@ from fullshard.setup.step_plan import StepPlan, plan_steps
 if TYPE_CHECKING:
     from fullshard.dist.mesh import Layout
     from fullshard.recipe import Recipe
-    from fullshard.setup.run_inputs import RunInputs
+    from fullshard.setup.inputs import RunInputs
 
 SMALLEST_LR = 1e-9
 """A smaller rate does not move a weight of 0.02 in fp32."""
@@ -112,8 +112,8 @@ def _layout(recipe: Recipe, ranks: Ranks) -> Layout | None:
     """The layout; None if it depends on the model."""
     import torch
 
+    from fullshard.contracts.world import World
     from fullshard.dist.mesh import choose_layout
-    from fullshard.dist.world import World
 
     size, device = ranks.per_node * ranks.nodes, device_of(recipe)
     if recipe.sharding.strategy == "auto" and device == "cuda" and size > 1:

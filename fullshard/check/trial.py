@@ -23,9 +23,10 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import paths
 from fullshard.contracts.objective import Batch
 from fullshard.contracts.progress import Progress
+from fullshard.contracts.world import World
 from fullshard.dist import reduce
 from fullshard.dist.gradients import checksums
-from fullshard.dist.world import World, peak_memory
+from fullshard.dist.world import peak_memory
 from fullshard.errors import NumericalError
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import duration, size
@@ -33,8 +34,8 @@ from fullshard.log.report import Report
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
 from fullshard.setup.built import Built
+from fullshard.setup.inputs import RunInputs
 from fullshard.setup.rank_of_run import as_rank, compared
-from fullshard.setup.run_inputs import RunInputs
 from fullshard.step import seed_everything, train_step
 
 MOST_OVERFLOWS = 20

@@ -15,7 +15,7 @@ from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.recipe import Checkpoint, Data, Evaluate, Log, Recipe
-    from fullshard.setup.run_inputs import RunInputs
+    from fullshard.setup.inputs import RunInputs
 
 LEAVE_OUT = "Leave it out."
 

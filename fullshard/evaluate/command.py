@@ -25,10 +25,10 @@ from fullshard.commands.options import (
 
 if TYPE_CHECKING:
     from fullshard.contracts.evaluation import Findings
-    from fullshard.dist.world import World
+    from fullshard.contracts.world import World
     from fullshard.evaluate.source import EvaluateOptions, EvaluationTarget
     from fullshard.log.console import Console
-    from fullshard.setup.run_inputs import RunInputs
+    from fullshard.setup.inputs import RunInputs
 
 OPTIONS = ("--data", "--checkpoint", "--weights", "--devices", "--base", "--trust-remote-code", "--json")
 

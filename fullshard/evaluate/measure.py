@@ -15,18 +15,18 @@ from fullshard.contracts.ema import PREFIX
 from fullshard.contracts.evaluation import Findings
 from fullshard.contracts.model import Weights
 from fullshard.contracts.progress import Progress
+from fullshard.contracts.world import World
 from fullshard.dist import env
 from fullshard.dist.precision import resolve_precision
-from fullshard.dist.world import World
 from fullshard.errors import SetupError
 from fullshard.evaluate.source import EvaluationTarget
 from fullshard.export.source import Values, trained_as
+from fullshard.images.grids import Gallery
 from fullshard.log.console import Console
-from fullshard.log.image_grids import Gallery
-from fullshard.setup.auxiliary_models import frozen_models
+from fullshard.setup.inputs import RunInputs
 from fullshard.setup.loaders import evaluation_inputs, loaders, num_workers, proven
-from fullshard.setup.run_inputs import RunInputs, build_module, prepare_inputs
-from fullshard.setup.sharded_model import sharded_model
+from fullshard.setup.run_inputs import build_module, prepare_inputs
+from fullshard.setup.sharded_model import frozen_models, sharded_model
 
 
 def measure(

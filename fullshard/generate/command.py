@@ -27,7 +27,7 @@ from fullshard.errors import SetupError
 
 if TYPE_CHECKING:
     from fullshard.contracts.model import Continuation
-    from fullshard.dist.world import World
+    from fullshard.contracts.world import World
     from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import Prompt
     from fullshard.generate.source import GeneratingModel

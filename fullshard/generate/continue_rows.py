@@ -15,8 +15,8 @@ from torch import nn
 
 from fullshard.contracts.model import Continuation, Family
 from fullshard.contracts.objective import Objective
+from fullshard.contracts.world import World
 from fullshard.dist import reduce
-from fullshard.dist.world import World
 
 
 def continue_rows(

@@ -20,7 +20,7 @@ from fullshard.formatting.plural import counted
 from fullshard.prove.kill import Kill
 from fullshard.prove.noise import still
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import RunInputs
+from fullshard.setup.inputs import RunInputs
 
 STEPS, SAVE_EVERY, KILLS = 6, 2, (3, 5)
 """A checkpoint every second step, and a kill one step after each of the first two."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fullshard.prove.cases import Place
     from fullshard.recipe import Recipe, Topology
     from fullshard.recipes.read import Reading
-    from fullshard.setup.run_inputs import RunInputs
+    from fullshard.setup.inputs import RunInputs
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,12 @@ def _lay(recipe: Recipe, ranks: Ranks) -> RunInputs:
 def _place(recipe: Recipe, ranks: Ranks, inputs: RunInputs) -> Place:
     import torch
 
+    from fullshard.contracts.world import World
     from fullshard.dist.mesh import choose_layout
     from fullshard.dist.precision import resolve_precision
-    from fullshard.dist.world import World, choose_device_type
+    from fullshard.dist.world import choose_device_type
     from fullshard.prove.cases import Place
-    from fullshard.setup.shard_plan import state_bytes
+    from fullshard.setup.sharded_model import state_bytes
 
     device = torch.device(choose_device_type(recipe.topology.device))
     world = World(0, ranks.per_node, 0, ranks.per_node, device, recipe.topology.backend)

@@ -14,9 +14,8 @@ from fullshard.contracts.world import World
 from fullshard.dist.average import Average
 from fullshard.dist.first_update import FirstUpdate
 from fullshard.recipe import Recipe
-from fullshard.setup.auxiliary_models import frozen_models
 from fullshard.setup.inputs import RunInputs
-from fullshard.setup.sharded_model import ShardedModel, precision_in_force, sharded_model
+from fullshard.setup.sharded_model import ShardedModel, frozen_models, precision_in_force, sharded_model
 from fullshard.step import Learner
 
 

@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 
 from fullshard.contracts.evaluation import EvaluationInputs
+from fullshard.contracts.world import World
 from fullshard.data.loader import Loader
 from fullshard.dist import reduce
 from fullshard.dist.shard import reshard
-from fullshard.dist.world import World
+from fullshard.images.grids import Gallery
 from fullshard.log.console import Console
-from fullshard.log.image_grids import Gallery
 from fullshard.proofs.before_step_one import Probe, prove
 from fullshard.recipe import Recipe
-from fullshard.setup.run_inputs import RunInputs
+from fullshard.setup.inputs import RunInputs
 from fullshard.setup.sharded_model import ShardedModel
 from fullshard.step import to_device
 

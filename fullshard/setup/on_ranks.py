@@ -17,8 +17,8 @@ from fullshard.dist.ranks import ranks_for
 from fullshard.recipe import Topology
 
 if TYPE_CHECKING:
+    from fullshard.contracts.world import World
     from fullshard.dist.env import Launch
-    from fullshard.dist.world import World
     from fullshard.log.console import Console
 
 

@@ -10,16 +10,17 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 
 from fullshard.config.part import plain
+from fullshard.contracts.world import World
 from fullshard.dist import accelerate, env
 from fullshard.dist.env import Launch
 from fullshard.dist.precision import resolve_precision
-from fullshard.dist.world import World
 from fullshard.errors import FullshardError
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
 from fullshard.setup import on_ranks, same_run
-from fullshard.setup.run_inputs import RunInputs, prepare_inputs
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import prepare_inputs
 from fullshard.setup.same_run import Subject, subjects
 
 Preflight = Callable[[RunInputs, Launch, Console], None]

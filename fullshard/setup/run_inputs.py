@@ -23,11 +23,10 @@ from fullshard.control.resume import ResumePoint, resume_point
 from fullshard.data.inventory import inventory
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
-from fullshard.errors import DataError
+from fullshard.errors import DataError, RecipeError
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
-from fullshard.setup.shard_plan import check_model
 from fullshard.setup.step_plan import plan_steps
 
 
@@ -90,8 +89,24 @@ def build_module(recipe: Recipe, processor: Any) -> nn.Module:
     module = recipe.model.build(processor=processor)
     recipe.objective.extend(module)
     recipe.optimizer.freeze(module)
-    check_model(recipe, module)
+    _check_model(recipe, module)
     return module
+
+
+def _check_model(recipe: Recipe, module: nn.Module) -> None:
+    """There is something to train, and positions for the longest sample."""
+    if not any(p.requires_grad for p in module.parameters()):
+        names = [name for name, _ in module.named_parameters()]
+        raise RecipeError(
+            f"The model has no trainable parameter: model.freeze leaves none of its {len(names)} parameters to train. "
+            f"Freeze less; names look like: {', '.join(names[:3])} ... {names[-1] if names else ''}."
+        )
+    longest = recipe.model.longest(module)
+    if longest is not None and recipe.data.sequence_length > longest:
+        raise RecipeError(
+            f"data.sequence_length = {recipe.data.sequence_length}, and the model has {longest} positions. Shorten it, "
+            f"or give the model more: model.overrides.max_position_embeddings={recipe.data.sequence_length}."
+        )
 
 
 def prepare_data(
@@ -174,7 +189,6 @@ def effective_best(recipe: Recipe, inputs: RunInputs) -> BestRule | None:
 
 __all__ = [
     "OpenSources",
-    "RunInputs",
     "build_module",
     "cache_folder",
     "check_batch",

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from fullshard.contracts.evaluation import Evaluation
 from fullshard.contracts.parameter_groups import describe
+from fullshard.contracts.world import World
 from fullshard.control.triggers import Due
 from fullshard.dist.recompute import of_block
-from fullshard.dist.world import World
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
 from fullshard.setup.built import Built
 from fullshard.setup.dropout import active_dropout
-from fullshard.setup.run_inputs import RunInputs
+from fullshard.setup.inputs import RunInputs
 from fullshard.setup.step_plan import StepPlan
 
 NO_BLOCKS = "it works block by block, and the model is one unit"

@@ -24,7 +24,7 @@ from fullshard.control.resume import flat
 from fullshard.data.store import processor_fingerprint
 from fullshard.dist.agreement import Facts, differences, some
 from fullshard.errors import SetupError
-from fullshard.setup.run_inputs import RunInputs
+from fullshard.setup.inputs import RunInputs
 
 PACKAGES = (
     "torch",

@@ -11,10 +11,10 @@ from fullshard.checkpoint.saver import Saver
 from fullshard.checkpoint.sharded import Sharded
 from fullshard.checkpoint.write import Target
 from fullshard.config.part import plain
+from fullshard.contracts.world import World
 from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce, values
-from fullshard.dist.world import World
 from fullshard.errors import RecipeError
 from fullshard.log.console import Console
 from fullshard.log.report import Report

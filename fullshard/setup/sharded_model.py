@@ -1,23 +1,28 @@
-"""From the recipe to the model spread over the ranks, with the weights it starts from.
+"""From the recipe to models spread over the ranks, with their weights: the one that is trained, and frozen ones beside
+it, such as a teacher or a text encoder.
 
-Must not know optimizers, data or checkpoints.
+Must not know optimizers, losses, data or checkpoints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from fullshard.contracts.model import Weights
+from fullshard.contracts.model import Family, Weights
 from fullshard.contracts.parameter_groups import recompute_by_block
-from fullshard.dist.mesh import make_mesh
+from fullshard.contracts.world import World
+from fullshard.data.store import processor_fingerprint
+from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.precision import ResolvedPrecision, resolve_precision
 from fullshard.dist.shard import ShardPlan, Unit, shard
-from fullshard.dist.world import World
+from fullshard.dist.wrap import find_blocks
+from fullshard.errors import RecipeError
 from fullshard.recipe import Recipe
-from fullshard.setup.shard_plan import shard_plan, sync_batchnorm
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import cache_folder, encoder_of
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,49 @@ def sharded_model(
     return ShardedModel(module, precision, plan, units, kernels, flops, _frozen_in(recipe, module, weights))
 
 
+def shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: ResolvedPrecision) -> ShardPlan:
+    """Which modules become units, on which mesh, in which dtypes."""
+    sharding, asked = recipe.sharding, recipe.sharding.wrap
+    wrap = find_blocks(
+        module,
+        classes=asked.classes if asked else None,
+        min_params=asked.min_params if asked else None,
+        whole=asked.whole if asked else False,
+        hints=recipe.model.blocks(module),
+        rehearse=recipe.model.rehearse,
+    )
+    layout = choose_layout(sharding.strategy, world, state_bytes=state_bytes(recipe, module))
+    return ShardPlan(
+        wrap=wrap,
+        layout=layout,
+        compute=precision.compute,
+        storage=precision.storage,
+        activation_checkpointing=sharding.activation_checkpointing,
+        compile=world.device.type == "cuda" if sharding.compile is None else sharding.compile,
+        cpu_offload=sharding.cpu_offload,
+        forward_prefetch=sharding.forward_prefetch,
+    )
+
+
+def state_bytes(recipe: Recipe, module: nn.Module) -> int:
+    """Parameters, gradients, Adam's moments and the average, in fp32."""
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    frozen = sum(p.numel() for p in module.parameters()) - trained
+    return (20 if recipe.ema else 16) * trained + 4 * frozen
+
+
+def sync_batchnorm(module: nn.Module, world: World, *, say: Callable[[str], None]) -> nn.Module:
+    """Shares batch-norm statistics over ranks."""
+    if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
+        say("sharding.sync_batchnorm has no effect: the model has no batch norm.")
+        return module
+    if world.device.type != "cuda" and world.size > 1:
+        raise RecipeError(
+            "sharding.sync_batchnorm = true needs GPUs: torch shares batch-norm statistics only there. Set it to false."
+        )
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module) if world.size > 1 else module
+
+
 def _with_groups(recipe: Recipe, module: nn.Module, plan: ShardPlan) -> ShardPlan:
     """The plan with the recomputation that parameter groups ask for."""
     blocks = {
@@ -85,4 +133,50 @@ def _frozen_in(recipe: Recipe, module: nn.Module, weights: Weights | None) -> fr
     return frozenset(name for name, p in module.named_parameters() if not p.requires_grad and name in stored)
 
 
-__all__ = ["ShardedModel", "precision_in_force", "sharded_model"]
+def frozen_models(
+    recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision
+) -> dict[str, nn.Module]:
+    """The models that objective and encoder use in every step, with stored weights."""
+    encoder = encoder_of(recipe)
+    families = recipe.objective.frozen() | (encoder.frozen() if encoder else {})
+    return open_frozen(families, recipe, inputs, world, precision)
+
+
+def open_frozen(
+    families: Mapping[str, Family], recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision
+) -> dict[str, nn.Module]:
+    """Frozen models by name, sharded as the run's own."""
+    return {name: _frozen(recipe, inputs, world, precision, name, family) for name, family in families.items()}
+
+
+def _frozen(
+    recipe: Recipe, inputs: RunInputs, world: World, precision: ResolvedPrecision, name: str, family: Family
+) -> nn.Module:
+    family.prepare((), cache=cache_folder(recipe))
+    _check_tokens(recipe, inputs, name, family)
+    module = family.build(processor=None)
+    module.requires_grad_(False)
+    weights = family.weights(module)
+    if weights is None:
+        raise RecipeError(f"objective.{name}: it is never trained, so it needs weights to start from: give its path.")
+    other = recipe.model_copy(update={"model": family})
+    plan = replace(shard_plan(other, module, world, precision), activation_checkpointing="none", compile=False)
+    # A frozen model may ask for a precision of its own, such as a VAE that overflows in fp16.
+    if own := family.compute_precision():
+        plan = replace(plan, compute=resolve_precision(own, world.device).compute)
+    family.choose_kernels(module, device=world.device.type, compute=precision.compute, packed=False)
+    mesh = make_mesh(plan.layout, world)
+    shard(module, plan, mesh, family=family, weights=weights, device=world.device, seed=recipe.seed)
+    return module.eval()
+
+
+def _check_tokens(recipe: Recipe, inputs: RunInputs, name: str, family: Family) -> None:
+    """Both models read the same tokens, so these must mean the same to both."""
+    theirs = family.processor(cache=cache_folder(recipe))
+    if theirs is not None and inputs.processor is not None:
+        theirs.prompts = getattr(inputs.processor, "prompts", {})
+        if processor_fingerprint(theirs) != processor_fingerprint(inputs.processor):
+            raise RecipeError(
+                f"objective.{name}: its tokenizer is not that of model.path, and both must read the same tokens. "
+                f"Choose a {name} with the same tokenizer."
+            )

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from fullshard.contracts.ema import evaluations
 from fullshard.contracts.progress import Progress
+from fullshard.contracts.world import World
 from fullshard.control.triggers import Due
 from fullshard.data.loader import Loader
-from fullshard.dist.world import World
-from fullshard.log.image_grids import Gallery
+from fullshard.images.grids import Gallery
 from fullshard.log.report import Report
 from fullshard.loop import Validation
 from fullshard.recipe import Recipe
+from fullshard.setup.inputs import RunInputs
 from fullshard.setup.loaders import evaluation_inputs
-from fullshard.setup.run_inputs import RunInputs, effective_best
+from fullshard.setup.run_inputs import effective_best
 from fullshard.step import Learner
 
 

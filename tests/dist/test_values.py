@@ -19,13 +19,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from fullshard.config.part import decode
 from fullshard.contracts.model import Family, Weights
+from fullshard.contracts.world import World
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, Unit, shard
-from fullshard.dist.world import World, join
+from fullshard.dist.world import join
 from fullshard.dist.wrap import find_blocks
 from fullshard.errors import FullshardError, RecipeError
 from fullshard.hf.architecture.sizes import make_config
-from fullshard.setup.shard_plan import sync_batchnorm
+from fullshard.setup.sharded_model import sync_batchnorm
 from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import model_folder, recipe, token_file, train

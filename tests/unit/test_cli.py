@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import fullshard.cli
 import fullshard.run
 from fullshard.cli import app, main
 from fullshard.commands.other_tools import ELSEWHERE
@@ -39,16 +40,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reading, dict[str,
     """What the command asked the library to do, instead of doing it."""
     found: list[tuple[str, Reading, dict[str, Any]]] = []
 
-    def answer(name: str, result: Any) -> None:
+    def answer(module: Any, name: str, result: Any) -> None:
         def call(reading: Reading, **keywords: Any) -> Any:
             found.append((name, reading, keywords))
             return result
 
-        monkeypatch.setattr(fullshard.run, name, call)
+        monkeypatch.setattr(module, name, call)
 
-    answer("train", 0)
-    answer("join", 0)
-    answer("describe", "the plan")
+    answer(fullshard.run, "train", 0)
+    answer(fullshard.run, "join", 0)
+    answer(fullshard.cli, "describe", "the plan")
     return found
 
 

@@ -20,7 +20,8 @@ from fullshard.families.embedding.objectives.contrastive import Contrastive
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import load
-from fullshard.setup.run_inputs import RunInputs, check_batch, prepare_inputs
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import check_batch, prepare_inputs
 from tests import small
 
 

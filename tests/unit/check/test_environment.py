@@ -16,8 +16,8 @@ from fullshard.check import capacity, environment, kernels, machine
 from fullshard.check.findings import Finding
 from fullshard.check.machine import Gpu, Machine
 from fullshard.contracts.launcher import Ranks
+from fullshard.contracts.world import World
 from fullshard.dist.precision import resolve_for
-from fullshard.dist.world import World
 from fullshard.errors import SetupError
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import load

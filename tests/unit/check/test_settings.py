@@ -15,7 +15,8 @@ from fullshard.config import builtin
 from fullshard.contracts.launcher import Ranks
 from fullshard.log.console import Console
 from fullshard.recipes.read import Reading, read
-from fullshard.setup.run_inputs import RunInputs, prepare_inputs
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import prepare_inputs
 from tests import small
 from tests.families.embedding import vision
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from fullshard.commands.chosen_run import Chosen
-    from fullshard.dist.world import World
+    from fullshard.contracts.world import World
     from fullshard.families.diffusion.sampling.from_run import Loaded, SampleOptions
     from fullshard.log.console import Console
 
@@ -129,7 +129,7 @@ class _Target:
     def write(self, images: torch.Tensor, rows: Sequence[int] | None, *, per_class: int, latents: bool = False) -> None:
         """`latents`: also written as .npy, beside the grid and in place of each image file."""
         from fullshard.families.diffusion.vae.latents import as_strips
-        from fullshard.log.image_grids import save_array, save_grid
+        from fullshard.images.grids import save_array, save_grid
 
         hidden = self._hidden()
         with _writing("--grid", self.grid):

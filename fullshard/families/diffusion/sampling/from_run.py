@@ -17,12 +17,12 @@ from torch import nn
 from fullshard.commands.chosen_run import Chosen
 from fullshard.contracts.data import Collator, Encoder
 from fullshard.contracts.model import Family, Weights
+from fullshard.contracts.world import World
 from fullshard.data.prepare import prepare
 from fullshard.dist import reduce
 from fullshard.dist.mesh import make_mesh
 from fullshard.dist.precision import ResolvedPrecision, resolve_precision
 from fullshard.dist.shard import shard
-from fullshard.dist.world import World
 from fullshard.errors import CheckpointError, DataError, NumericalError, SetupError
 from fullshard.export.source import Values, open_trained
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, texts_of
@@ -31,9 +31,9 @@ from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.sampling.conditioning import guidance_of, kept_open, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import SamplerSettings, collected, make_images
 from fullshard.log.console import Console
-from fullshard.setup.auxiliary_models import open_frozen
-from fullshard.setup.run_inputs import RunInputs, cache_folder, encoder_of
-from fullshard.setup.shard_plan import shard_plan
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import cache_folder, encoder_of
+from fullshard.setup.sharded_model import open_frozen, shard_plan
 
 MOST_ROWS = 10
 """Classes that are shown if none are named."""

@@ -15,7 +15,8 @@ from fullshard.errors import RecipeError
 from fullshard.families.diffusion.denoiser.input_shape import require_shape
 from fullshard.log.console import Console
 from fullshard.recipes.read import read
-from fullshard.setup.run_inputs import RunInputs, prepare_inputs
+from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import prepare_inputs
 from tests.families.diffusion.denoisers import (
     CASES,
     CHANNELS,
