@@ -15,9 +15,8 @@ from fullshard.recipe import Recipe
 from fullshard.setup.built import Built, resolved
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.learner import make_learner
-from fullshard.setup.loaders import loaders, num_workers, proven
+from fullshard.setup.loaders import loaders, make_validation, num_workers, proven
 from fullshard.setup.saving import make_saves
-from fullshard.setup.validating import make_validation
 
 
 def build(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,14 +15,12 @@ from torch import nn
 from fullshard.contracts.ema import PREFIX
 from fullshard.contracts.evaluation import Findings
 from fullshard.contracts.model import Weights
-from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist import env
 from fullshard.dist.precision import resolve_precision
 from fullshard.errors import SetupError
 from fullshard.evaluate.source import EvaluationTarget
 from fullshard.export.source import Values, trained_as
-from fullshard.images.grids import Gallery
 from fullshard.log.console import Console
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.loaders import evaluation_inputs, loaders, num_workers, proven
@@ -93,17 +92,14 @@ def _run(
     train, validation = loaders(recipe, inputs, world, workers=num_workers(recipe, world))
     aux = frozen_models(recipe, inputs, world, precision)
     proven(recipe, model, train, world, aux)
-    gallery = _Unshown(recipe.folder, Progress(step=target.step or 0), lambda record: None)
-    evaluating = evaluation_inputs(recipe, inputs, model.module, aux, validation, world, console, gallery)
+
+    def show(name: str, *images: Any, **settings: Any) -> Path:
+        """Keeps no pictures: an evaluation writes nothing into the run folder."""
+        return recipe.folder / f"{name} (not kept)"
+
+    evaluating = evaluation_inputs(recipe, inputs, model.module, aux, validation, world, console, show)
     model.module.eval()
     for part in recipe.evaluate.parts:
         of_part = part.run(evaluating)
         found.numbers.update({f"{prefix}{name}": value for name, value in of_part.numbers.items()})
         found.texts.extend(of_part.texts)
-
-
-class _Unshown(Gallery):
-    """An evaluation writes nothing into the run folder."""
-
-    def show(self, name: str, images: Any, *, columns: int, array: Any = None) -> Any:
-        return self.folder / f"{name} (not kept)"

@@ -1,26 +1,34 @@
-"""The loaders of a run, the proofs on their first batches, and the inputs of its evaluations.
+"""The loaders of a run, the proofs on their first batches, and the validations: what is evaluated, when, and which
+number decides the best model.
 
-Must not know the loop, optimizers or checkpoints.
+Must not know optimizers, checkpoints or how anything is measured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from fullshard.contracts.ema import evaluations
 from fullshard.contracts.evaluation import EvaluationInputs
+from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
+from fullshard.control.triggers import Due
 from fullshard.data.loader import Loader
 from fullshard.dist import reduce
 from fullshard.dist.shard import reshard
 from fullshard.images.grids import Gallery
 from fullshard.log.console import Console
+from fullshard.log.report import Report
+from fullshard.loop import Validation
 from fullshard.proofs.before_step_one import Probe, prove
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import effective_best
 from fullshard.setup.sharded_model import ShardedModel
-from fullshard.step import to_device
+from fullshard.step import Learner, to_device
 
 
 def num_workers(recipe: Recipe, world: World) -> int:
@@ -30,15 +38,13 @@ def num_workers(recipe: Recipe, world: World) -> int:
 
 def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
     """For the training data, and for the validation data if there is any."""
+    data, plan = inputs.data, inputs.plan
 
-    def loader(samples: Any, per_device: int, global_size: int, shuffle: bool, **more: Any) -> Loader:
+    def loader(samples: Any, **more: Any) -> Loader:
         return Loader(
             samples,
-            inputs.data.collator,
+            data.collator,
             seed=recipe.seed,
-            shuffle=shuffle,
-            per_device=per_device,
-            global_size=global_size,
             rank=world.rank,
             world=world.size,
             workers=workers,
@@ -46,12 +52,16 @@ def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) ->
             **more,
         )
 
-    data, plan = inputs.data, inputs.plan
-    train = loader(data.train, plan.per_device, plan.global_size, recipe.data.shuffle, quantities=data.quantities)
-    if inputs.data.validation is None:
+    train = loader(
+        data.train,
+        per_device=plan.per_device,
+        global_size=plan.global_size,
+        shuffle=recipe.data.shuffle,
+        quantities=data.quantities,
+    )
+    if data.validation is None:
         return train, None
-    each = inputs.validation_per_device
-    return train, loader(inputs.data.validation, each, each * world.size, False)
+    return train, loader(data.validation, per_device=inputs.validation_per_device)
 
 
 def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux: dict[str, nn.Module]) -> list[str]:
@@ -65,6 +75,27 @@ def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux
     return lines
 
 
+def make_validation(
+    recipe: Recipe,
+    inputs: RunInputs,
+    learner: Learner,
+    held_out: Loader | None,
+    world: World,
+    progress: Progress,
+    report: Report,
+) -> Validation:
+    """`held_out` loads the validation data."""
+    settings, show = recipe.evaluate, Gallery(recipe.folder, progress, report.write).show
+    return Validation(
+        evaluations=evaluations(settings.parts, learner.average),
+        inputs=evaluation_inputs(recipe, inputs, learner.model, learner.aux, held_out, world, report.console, show),
+        due=Due(settings.every_steps, settings.every_epochs, at_start=settings.at_start),
+        best=effective_best(recipe, inputs),
+        patience=settings.patience,
+        own_code=any("." in part.kind() for part in settings.parts),
+    )
+
+
 def evaluation_inputs(
     recipe: Recipe,
     inputs: RunInputs,
@@ -73,7 +104,7 @@ def evaluation_inputs(
     validation: Loader | None,
     world: World,
     console: Console,
-    gallery: Gallery,
+    show: Callable[..., Any],
 ) -> EvaluationInputs:
     """What the evaluations of this run may use."""
     return EvaluationInputs(
@@ -86,10 +117,7 @@ def evaluation_inputs(
         sum_over_ranks=reduce.sum_over_ranks,
         device=world.device,
         bar=console.validation_bar,
-        show=gallery.show,
+        show=show,
         encoder=inputs.data.encoder,
         collator=inputs.data.collator,
     )
-
-
-__all__ = ["evaluation_inputs", "loaders", "num_workers", "proven"]
