@@ -152,7 +152,7 @@ def _step(parts: Parts, state: State, window: Any) -> None:
     progress.schedule_step += not result.skipped
     progress.samples += window.num_samples
     progress.tokens += window.num_tokens
-    parts.report.step(samples=window.num_samples, tokens=window.num_tokens, quantities=window.quantities)
+    parts.report.meters.step(samples=window.num_samples, tokens=window.num_tokens, quantities=window.quantities)
     if parts.log_sample_ids:
         ids = [i for part in reduce.gather_objects(window.sample_ids()) for i in part]
         parts.report.event("samples", progress.step, sample_ids=ids)

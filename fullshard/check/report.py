@@ -17,8 +17,7 @@ from rich.text import Text
 
 from fullshard.check.findings import Finding, Level
 from fullshard.formatting.plural import counted
-from fullshard.log.console import FILE_WIDTH
-from fullshard.log.screen import is_terminal, open_screen
+from fullshard.log.console import FILE_WIDTH, is_terminal, open_screen
 
 _MARKS: dict[Level, tuple[str, str, str]] = {
     "ok": ("✓", "ok", "green"),

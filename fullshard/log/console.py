@@ -8,6 +8,7 @@ Must not know torch, the recipe or how numbers are made.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -26,7 +27,6 @@ from fullshard.formatting import readable
 from fullshard.formatting.steps import Steps
 from fullshard.log import bar as bars
 from fullshard.log.bar import Clock, Pace
-from fullshard.log.screen import is_terminal, open_screen
 
 FILE_WIDTH = 100
 """Columns of what is laid out for a file."""
@@ -55,10 +55,6 @@ class Console:
         self._rank = 0
         self._debug = False
         _mute_children(self)
-
-    @property
-    def encoding(self) -> str:
-        return self._screen.encoding
 
     def open_log(self, path: Path, *, rank: int = 0, debug: bool = False) -> None:
         """Opens log.txt, or appends to it; earlier lines are written first."""
@@ -210,13 +206,7 @@ class Console:
                 self._write_down(left + right)
 
     def _emit(
-        self,
-        text: str,
-        *,
-        style: str = "",
-        every_rank: bool = False,
-        screen: Screen | None = None,
-        whole: bool = False,
+        self, text: str, *, style: str = "", every_rank: bool = False, screen: Screen | None = None, whole: bool = False
     ) -> None:
         text = readable.plain(text)
         self._show(Text(text, style=style), screen, whole=whole)
@@ -297,13 +287,9 @@ class Bar:
         self._pace.step()
         if self._run is not None:
             self._run.step()
-        console = self._console
-        if (
-            not console.on_terminal
-            and console.clock() - self._shown_at >= QUIET_S
-            and self._pace.done < self._pace.total
-        ):
-            self._shown_at = console.clock()
+        console, now = self._console, self._console.clock()
+        if not console.on_terminal and now - self._shown_at >= QUIET_S and self._pace.done < self._pace.total:
+            self._shown_at = now
             console._show(Text(self.file_line()))
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -325,7 +311,7 @@ class Bar:
             loss=self._loss,
             width=width,
             drawn=drawn,
-            ascii_only=not self._console.encoding.lower().startswith("utf"),
+            ascii_only=not self._console._screen.encoding.lower().startswith("utf"),
         )
 
     def file_line(self) -> str:
@@ -336,6 +322,28 @@ class Bar:
         """The line under the bar: the run as a whole and the last logged step."""
         console = self._console
         return bars.status_line(console._record, self._run, console.speeds) if self._run else ""
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether lines can be redrawn in place. FORCE_COLOR and the like do not turn a file into a terminal."""
+    return stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
+
+
+def open_screen(stream: TextIO | None, *, on_terminal: bool, stderr: bool) -> Screen:
+    """A screen on `stream`, or on the current stdout or stderr."""
+    out = stream or (sys.stderr if stderr else sys.stdout)
+    if isinstance(out, io.TextIOWrapper) and not out.encoding.lower().startswith("utf"):
+        # A character that the stream cannot encode must not stop a run.
+        out.reconfigure(errors="replace")
+    return Screen(
+        file=stream,
+        stderr=stderr and stream is None,
+        force_terminal=on_terminal and out.isatty(),
+        force_jupyter=False,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
 
 
 def _mute_children(console: Console) -> None:

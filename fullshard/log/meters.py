@@ -7,48 +7,34 @@ flops per token as the model family states them (6·N + 6·L·d·s for a decoder
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
-from fullshard.contracts.progress import Progress
-
 PHASES = ("data", "compute", "log", "evaluate", "save")
+PAUSES = ("evaluate", "save")
+"""Phases that are not training: they count for the run's length, never for a rate."""
 ADVICE_STEPS = 10
 """The advice about data wait needs this many measured steps."""
-PAUSES = ("evaluate", "save")
-"""Phases that are not training: they count for the run's length, never for tokens per second."""
 
 
-@dataclass
 class _Window:
     """What happened since the last record."""
 
-    began: float
-    steps: int = 0
-    tokens: int = 0
-    quantities: dict[str, float] = field(default_factory=dict)
-    time: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _Heard:
-    """Measured steps since the last advice."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
+    def __init__(self, began: float) -> None:
+        self.began, self.steps, self.tokens = began, 0, 0
+        self.quantities: defaultdict[str, float] = defaultdict(float)
+        self.time: defaultdict[str, float] = defaultdict(float)
 
 
 class Meters:
     """Counts steps and gives one record per window.
 
-    `samples`, `tokens` and `seconds` start where a resumed run had got to. `tokens` counts the first of the quantities
-    that speed is logged in, which may be images. `samples` counts the rows of batches, which hold several samples where
-    they are packed. The first `warmup` steps of a process (compiling, first allocations) never enter a rate. Waiting
-    for the device belongs into the phase `compute`: read the loss inside it, or an asynchronous device makes `compute`
-    look short.
+    `samples`, `tokens` and `seconds` start where a resumed run had got to. `samples` counts the rows of batches, which
+    hold several samples if they are packed; `tokens` the first of the quantities that speed is logged in, which may be
+    images. The first `warmup` steps of a process (compiling, first allocations) never enter a rate. Read the loss
+    inside the phase `compute`: otherwise the wait for an asynchronous device is not counted there.
     """
 
     def __init__(
@@ -67,25 +53,12 @@ class Meters:
         self.totals = dict.fromkeys(PHASES, 0.0)
         """Seconds per phase in this process, warm-up included."""
         self._flops_per_token, self._peak_flops, self._ranks = flops_per_token, peak_flops, ranks
-        self._clock = clock
-        self._began = clock() - seconds
-        self._warmup = warmup
+        self._clock, self._began, self._warmup = clock, clock() - seconds, warmup
         self._window = _Window(clock())
         self._peaks: dict[str, float] = {}
-        self._heard = _Heard()
+        self._heard = (0, 0.0, 0.0)
+        """Measured steps since the last advice, their seconds, and the seconds of waiting for data."""
         self._windows_quiet: int | None = None
-
-    @classmethod
-    def going_on(cls, progress: Progress, flops: float, peak: float | None, *, ranks: int) -> Meters:
-        """Meters of a run that continues from `progress`."""
-        return cls(
-            flops_per_token=flops,
-            peak_flops=peak,
-            ranks=ranks,
-            samples=progress.samples,
-            tokens=progress.tokens,
-            seconds=progress.seconds,
-        )
 
     @property
     def seconds(self) -> float:
@@ -94,7 +67,7 @@ class Meters:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Books the time of a block under one of `PHASES`."""
+        """Adds the time of a block to one of `PHASES`."""
         began = self._clock()
         try:
             yield
@@ -102,9 +75,8 @@ class Meters:
             self.add(name, self._clock() - began)
 
     def add(self, name: str, seconds: float) -> None:
-        """Books seconds under one of `PHASES`."""
         self.totals[name] += seconds
-        self._window.time[name] = self._window.time.get(name, 0.0) + seconds
+        self._window.time[name] += seconds
 
     def step(self, *, samples: int, tokens: int, quantities: Mapping[str, float]) -> None:
         """A step is done; counts are over all ranks."""
@@ -113,34 +85,21 @@ class Meters:
         if self._warmup > 0:
             self._warmup -= 1
             self._window = _Window(self._clock())
-        else:
-            self._window.steps += 1
-            self._window.tokens += tokens
-            for name, amount in quantities.items():
-                self._window.quantities[name] = self._window.quantities.get(name, 0.0) + amount
+            return
+        self._window.steps += 1
+        self._window.tokens += tokens
+        for name, amount in quantities.items():
+            self._window.quantities[name] += amount
 
-    def record(
-        self,
-        *,
-        step: int,
-        epoch: float,
-        loss: float,
-        lr: float,
-        grad_norm: float | None = None,
-        memory_bytes: Mapping[str, int] | None = None,
-        **metrics: float,
-    ) -> dict[str, Any]:
+    def record(self, *, memory_bytes: Mapping[str, int] | None = None, **numbers: float) -> dict[str, Any]:
         """The record of the window since the last one, for metrics.jsonl; begins a new window.
 
         `samples`, `tokens` and `seconds` are since the start of the run; rates, `data_wait` (a share of the training
         time) and `time` (seconds per phase) are of the window. What was not measured is absent.
         """
-        record: dict[str, Any] = {"kind": "train", "step": step, "epoch": epoch, "loss": loss, "lr": lr}
-        if grad_norm is not None:
-            record["grad_norm"] = grad_norm
-        record |= {**metrics, "samples": self.samples, "tokens": self.tokens, "seconds": round(self.seconds, 3)}
-        record |= self._rates()
-        for name, held in (memory_bytes or {}).items():  # of this rank's children some come and go
+        record: dict[str, Any] = {"kind": "train", **numbers, "samples": self.samples, "tokens": self.tokens}
+        record |= {"seconds": round(self.seconds, 3), **self._rates()}
+        for name, held in (memory_bytes or {}).items():  # child processes of this rank come and go
             self._peaks[f"{name}_gib"] = max(self._peaks.get(f"{name}_gib", 0.0), round(held / 2**30, 3))
         record |= self._peaks
         record["time"] = {name: round(seconds, 4) for name, seconds in self._window.time.items()}
@@ -159,19 +118,19 @@ class Meters:
         waited = window.time.get("data", 0.0)
         rates["data_wait"] = round(waited / seconds, 4)
         heard = self._heard
-        self._heard = _Heard(heard.steps + window.steps, heard.seconds + seconds, heard.waited + waited)
+        self._heard = (heard[0] + window.steps, heard[1] + seconds, heard[2] + waited)
         return rates
 
     def advice(self, *, workers: int | None = None, every: int = 50) -> str | None:
-        """What to say about the records just made: a line when data wait is above 5 % over at least `ADVICE_STEPS`
-        measured steps, once per `every` windows."""
+        """A line if data wait is above 5 % over at least `ADVICE_STEPS` measured steps, once per `every` windows."""
         if self._windows_quiet is not None:
             self._windows_quiet += 1
-        if self._heard.steps < ADVICE_STEPS:
+        steps, seconds, waited = self._heard
+        if steps < ADVICE_STEPS:
             return None
         # Rounded as it is printed, so that the line never contradicts itself.
-        share = round(self._heard.waited / self._heard.seconds, 3)
-        self._heard = _Heard()
+        share = round(waited / seconds, 3)
+        self._heard = (0, 0.0, 0.0)
         if share <= 0.05 or (self._windows_quiet is not None and self._windows_quiet < every):
             return None
         self._windows_quiet = 0

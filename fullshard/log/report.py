@@ -21,7 +21,7 @@ from fullshard.log.meters import Meters
 
 @dataclass
 class Report:
-    """Where one rank of a run reports to; only rank 0 is heard."""
+    """What one rank of a run reports; only rank 0 prints and writes."""
 
     console: Console
     write: Callable[[dict[str, Any]], None]
@@ -36,10 +36,16 @@ class Report:
         self, progress: Progress, *, flops_per_token: float, quantities: Sequence[Quantity], workers: int
     ) -> None:
         """Starts the meters, at `progress` for a run that is resumed; speed is logged in `quantities`."""
-        self.console.speeds = {each.name: each.short for each in quantities}
-        ranks, peak = self.world.size, peak_of(self.world.device)
-        self.meters = Meters.going_on(progress, flops_per_token, peak, ranks=ranks)
         self.workers = workers
+        self.console.speeds = {each.name: each.short for each in quantities}
+        self.meters = Meters(
+            flops_per_token=flops_per_token,
+            peak_flops=peak_of(self.world.device),
+            ranks=self.world.size,
+            samples=progress.samples,
+            tokens=progress.tokens,
+            seconds=progress.seconds,
+        )
 
     @property
     def seconds(self) -> float:
@@ -57,29 +63,18 @@ class Report:
         with self.console.training_bar(steps.end, done=steps.begin) as self._bar:
             yield
 
-    def step(self, *, samples: int, tokens: int, quantities: Mapping[str, float]) -> None:
-        self.meters.step(samples=samples, tokens=tokens, quantities=quantities)
-
     def advance(self) -> None:
         """A step that is not logged."""
         assert self._bar is not None
         self._bar.advance()
 
-    def log(self, *, step: int, epoch: float, loss: float, lr: float, grad_norm: float, **numbers: float) -> None:
-        """A step that is logged."""
+    def log(self, **numbers: float) -> None:
+        """A step that is logged: step, epoch, loss, lr, grad_norm and whatever else was measured."""
         assert self._bar is not None
         with self.phase("log"):
-            record = self.meters.record(
-                step=step,
-                epoch=epoch,
-                loss=loss,
-                lr=lr,
-                grad_norm=grad_norm,
-                memory_bytes=peaks(self.world.device),
-                **numbers,
-            )
+            record = self.meters.record(memory_bytes=peaks(self.world.device), **numbers)
             self.write(record)
-            self._bar.advance(loss)
+            self._bar.advance(numbers["loss"])
             self._bar.log(record)
             if self.world.is_main and (advice := self.meters.advice(workers=self.workers)):
                 self.console.warn(advice)

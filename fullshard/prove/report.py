@@ -19,8 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.formatting.plural import counted
-from fullshard.log.console import FILE_WIDTH
-from fullshard.log.screen import is_terminal, open_screen
+from fullshard.log.console import FILE_WIDTH, is_terminal, open_screen
 from fullshard.prove.compare import Seen
 from fullshard.prove.proof import NEAR, Verdict
 
