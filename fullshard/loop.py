@@ -27,7 +27,7 @@ from fullshard.dist import reduce
 from fullshard.errors import NumericalError
 from fullshard.formatting.steps import Steps
 from fullshard.log.report import Report
-from fullshard.step import Learner, StepResult, seed_everything, train_step
+from fullshard.step import LOGGED, Learner, StepResult, refuse_logged, seed_everything, train_step
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _epoch(parts: Parts, state: State, windows: Iterator[Any]) -> str:
     epochs = math.ceil(parts.total_steps / parts.steps_per_epoch)
     with parts.report.epoch(epoch + 1, epochs, parts.lr * _lr_factor(parts), steps):
         for number in range(done + 1, last + 1):
-            _step(parts, state, _next_window(parts, windows))
+            _step(parts, state, windows)
             if progress.step % parts.log_every == 0 or progress.step == 1 or number == last:
                 _log(parts, state)
             else:
@@ -130,13 +130,10 @@ def _epoch(parts: Parts, state: State, windows: Iterator[Any]) -> str:
     return _after_epoch(parts, state, epoch + 1, steps, seconds=time.monotonic() - begun)
 
 
-def _next_window(parts: Parts, windows: Iterator[Any]) -> Any:
-    with parts.report.phase("data"):
-        return next(windows)
-
-
-def _step(parts: Parts, state: State, window: Any) -> None:
+def _step(parts: Parts, state: State, windows: Iterator[Any]) -> None:
     progress, saves = parts.progress, parts.saves
+    with parts.report.phase("data"):
+        window = next(windows)
     with parts.report.phase("compute"):
         seed_everything(parts.seed, progress.step, parts.rank)
         result = train_step(
@@ -266,6 +263,8 @@ def _evaluate(parts: Parts, state: State, *, at_end: bool = False) -> dict[str, 
         for evaluation in parts.validation.evaluations:
             if evaluation.only_at_end == at_end:
                 found = evaluation.run(parts.validation.inputs)
+                taken = LOGGED if "loss" in numbers else LOGGED - {"loss"}
+                refuse_logged(f"evaluate.parts: a number of {evaluation.kind()}", found.numbers, taken)
                 numbers |= found.numbers
                 texts += found.texts
     state.numbers = numbers or state.numbers

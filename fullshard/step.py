@@ -7,7 +7,7 @@ Must not know time, logging, checkpoints or any concrete loss.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,8 @@ SMALLEST_SCALE = 1.0
 """A loss scale below this means that gradients overflow even without scaling."""
 
 LOGGED = {"kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "seconds", "time"}
-"""Keys of a logged step that no term may use."""
+LOGGED |= {"data_wait", "mfu", "memory_gib", "host_memory_gib", "loss_scale", "skipped_steps"}
+"""Keys of a logged step. No term, metric or number of an evaluation may have one of these names."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,8 @@ def count_terms(objective: Objective, batches: Sequence[Batch]) -> dict[str, int
     """How many values each term adds up over the micro-batches, in the order of names; `loss` where there is one."""
     counted = [objective.count(batch) for batch in batches]
     each = [dict(count) if isinstance(count, Mapping) else {"loss": count} for count in counted]
-    if isinstance(counted[0], Mapping) and (taken := sorted(LOGGED & each[0].keys())):
-        raise SetupError(
-            f"objective.kind = {objective.kind()}: a term is called {taken[0]}, which every log has already. Rename it."
-        )
+    if isinstance(counted[0], Mapping):
+        refuse_logged(f"objective.kind = {objective.kind()}: a term", each[0])
     if not all(count.keys() == each[0].keys() for count in each):
         raise SetupError(
             f"objective.kind = {objective.kind()}: count() names {', '.join(each[0])} for one micro-batch and other "
@@ -118,7 +117,14 @@ def count_terms(objective: Objective, batches: Sequence[Batch]) -> dict[str, int
     return {name: sum(count[name] for count in each) for name in sorted(each[0])}
 
 
+def refuse_logged(what: str, names: Iterable[str], taken: Set[str] = LOGGED) -> None:
+    """Raises if a name would replace a number that every log has."""
+    if found := sorted(taken & set(names)):
+        raise SetupError(f"{what} is called {found[0]}, which every log has already. Rename it.")
+
+
 def _check_names(objective: Objective, terms: Sequence[Terms], counts: Mapping[str, int]) -> None:
+    refuse_logged(f"objective.kind = {objective.kind()}: a metric", terms[0].metrics)
     expected = set() if is_single(counts) else set(counts)
     for found in (set(t.named) for t in terms):
         if found != expected:

@@ -76,6 +76,9 @@ class OfAverage:
     def only_at_end(self) -> bool:
         return self.evaluation.only_at_end
 
+    def kind(self) -> str:
+        return self.evaluation.kind()
+
     def run(self, inputs: EvaluationInputs) -> Findings:
         """The evaluation's own findings, under names of their own where there are others."""
         from dataclasses import replace

@@ -28,6 +28,7 @@ from fullshard.log.console import Console
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.step_plan import plan_steps
+from fullshard.step import refuse_logged
 
 
 class OpenSources:
@@ -145,6 +146,8 @@ def prepare_data(
         if stored is not None:
             recipe.objective.check_data(stored, module=module, samples_per_step=plan.global_size)
     for evaluation in recipe.evaluate.parts:
+        given = set(evaluation.gives(recipe.objective, module) or ()) - {"loss"}
+        refuse_logged(f"evaluate.parts: a number of {evaluation.kind()}", given)
         evaluation.check(recipe.objective, module, data.validation_from)
         evaluation.check_encoder(recipe.objective, module, data.encoder.settings)
     # Counts rows; checkpoints have these names.

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from fullshard.contracts.objective import Batch, Objective, Term, Terms
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
+from fullshard.contracts.objective import Batch, Numbers, Objective, Term, Terms
 from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.small import curve, model_folder, recipe, token_file, train
@@ -28,6 +29,7 @@ class TwoTerms(Objective):
 
     wrong: bool = False
     taken: bool = False
+    metric: str | None = None
 
     def count(self, batch: Batch) -> Mapping[str, int]:
         kept = batch["labels"] != -100
@@ -35,7 +37,8 @@ class TwoTerms(Objective):
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         tokens, first = two_sums(model(input_ids=batch["input_ids"]).logits, batch["labels"])
-        return Terms.several({"other" if self.wrong else "token": Term(tokens), "first": Term(first, weight=WEIGHT)})
+        named = {"other" if self.wrong else "token": Term(tokens), "first": Term(first, weight=WEIGHT)}
+        return Terms.several(named, {self.metric: (first, first)} if self.metric else {})
 
 
 def two_sums(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,11 +122,47 @@ def test_each_term_is_divided_by_its_own_count(
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("wrong", r"loss\(\) returns first, other, and count\(\) counts first, token"),
-        ("taken", r"a term is called samples, which every log has already"),
+        ({"wrong": True}, r"loss\(\) returns first, other, and count\(\) counts first, token"),
+        ({"taken": True}, r"a term is called samples, which every log has already"),
+        ({"metric": "tokens"}, r"a metric is called tokens, which every log has already"),
     ],
 )
-def test_names_that_cannot_be(ranks: RankPool, folder: Path, mistake: str, said: str) -> None:
-    objective = {"kind": f"{__name__}.TwoTerms", mistake: True}
+def test_names_that_cannot_be(ranks: RankPool, folder: Path, mistake: dict[str, Any], said: str) -> None:
+    objective = {"kind": f"{__name__}.TwoTerms", **mistake}
     with pytest.raises(AssertionError, match=said):
-        ranks.run(train, recipe(folder, name=mistake, objective=objective), world=1)
+        ranks.run(train, recipe(folder, name="mistake", objective=objective), world=1)
+
+
+class Finds(Evaluation):
+    """A user's, which finds a number of this name, and says so before the run or not."""
+
+    name: str
+    declared: bool = False
+
+    def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
+        return {self.name: "min"} if self.declared else None
+
+    def run(self, inputs: EvaluationInputs) -> Findings:
+        return Findings({self.name: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([{"name": "tokens", "declared": True}], "a number of .*Finds is called tokens, which every log has already"),
+        ([{"name": "step"}], "a number of .*Finds is called step, which every log has already"),
+        (["loss", {"name": "loss"}], "a number of .*Finds is called loss, which every log has already"),
+    ],
+)
+def test_an_evaluation_replaces_no_logged_number(ranks: RankPool, folder: Path, parts: list[Any], said: str) -> None:
+    chosen = [{"kind": f"{__name__}.Finds", **part} if isinstance(part, dict) else part for part in parts]
+    settings = recipe(
+        folder,
+        name="evaluations",
+        data={"validation": str(folder / "validation.jsonl")},
+        duration={"steps": 1},
+        evaluate={"parts": chosen},
+        checkpoint={"best": None},
+    )
+    with pytest.raises(AssertionError, match=said):
+        ranks.run(train, settings, world=1)
