@@ -163,12 +163,22 @@ def _not_found(source: str, path: Path, known: list[str]) -> str:
         resolved = path / "recipe.resolved.yaml"
         advice = f"Use {resolved}." if resolved.is_file() else "Name the YAML file inside it."
         return f"{source} is a folder, and a recipe is a YAML file. {advice}"
-    there = sorted(f.name for f in path.parent.glob("[!.]*.y*ml")) if os.path.isdir(path.parent) else []
+    beside = path.parent.glob("[!.]*.y*ml") if os.path.isdir(path.parent) else []
+    there = sorted(file.name for file in beside if _looks_like_a_recipe(file))
     names = get_close_matches(path.stem, known, n=1)
     files = get_close_matches(path.name, there, n=3) or ([] if names else there[:3])
     near = [*(str(path.parent / file) for file in files), *names]
     meant = f" Did you mean {' or '.join(near)}?" if near else ""
     return f"{source} is neither a file nor a built-in recipe.{meant} Built-in recipes: {', '.join(known)}."
+
+
+def _looks_like_a_recipe(path: Path) -> bool:
+    """Whether a YAML file has two keys of a recipe at least; a file of another tool may share one."""
+    try:
+        keys = re.findall(r"^(\w+):", path.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return len(Recipe.model_fields.keys() & set(keys)) > 1
 
 
 def _preset(name: str) -> dict[str, Any]:

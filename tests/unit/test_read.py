@@ -171,6 +171,16 @@ def test_a_missing_file_names_what_is_near() -> None:
     written(RECIPE, "train.yaml")
     message = error_of("trian.yaml")
     assert message.startswith("trian.yaml is neither a file nor a built-in recipe. Did you mean train.yaml?")
+
+
+def test_only_recipes_are_suggested() -> None:
+    written("site_name: docs\nname: docs\n", "mkdocs.yml")
+    written("repos: []\n", "pre-commit.yaml")
+    Path("trial.yaml").write_bytes(b"model: \xff\xfe\ndata: x\n")
+    assert "Did you mean" not in error_of("nope")
+    assert "Did you mean" not in error_of("trian.yaml")
+    written(RECIPE, "mine.yaml")
+    assert "Did you mean mine.yaml?" in error_of("nope")
     assert ", ".join(builtin.recipes()) in message
 
 
