@@ -8,21 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fullshard.commands import recipe_arguments as options
 from fullshard.commands.options import json_alone
-from fullshard.commands.recipe_arguments import (
-    AsJson,
-    Devices,
-    Gpus,
-    Master,
-    NodeRank,
-    Nodes,
-    Output,
-    Preset,
-    RecipeArguments,
-    RecipeName,
-    ResumeAnyway,
-    Settings,
-)
 from fullshard.errors import FullshardError, SetupError
 
 if TYPE_CHECKING:
@@ -30,25 +17,25 @@ if TYPE_CHECKING:
 
 
 def check(
-    recipe: RecipeName,
-    settings: Settings = None,
-    devices: Devices = None,
-    gpus: Gpus = None,
-    nodes: Nodes = None,
-    node_rank: NodeRank = None,
-    master: Master = None,
-    preset: Preset = None,
+    recipe: options.RecipeName,
+    settings: options.Settings = None,
+    devices: options.Devices = None,
+    gpus: options.Gpus = None,
+    nodes: options.Nodes = None,
+    node_rank: options.NodeRank = None,
+    master: options.Master = None,
+    preset: options.Preset = None,
     resume: Annotated[
         str | None,
         typer.Option(metavar="auto|never|PATH", help="As for train: say what it continues from and what has changed."),
     ] = None,
-    resume_anyway: ResumeAnyway = False,
-    output: Output = None,
+    resume_anyway: options.ResumeAnyway = False,
+    output: options.Output = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Look only: start no ranks, and skip the trial of the model.")
     ] = False,
     units: Annotated[bool, typer.Option("--units", help="Print every FSDP unit with its dtypes.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     trial_in: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check everything that RECIPE needs before it costs GPU time.
@@ -61,7 +48,9 @@ def check(
     """
     from fullshard.check import command
 
-    asked = RecipeArguments("check", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master, resume)
+    asked = options.RecipeArguments(
+        "check", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master, resume
+    )
     how = command.CheckOptions(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
     try:
         with json_alone(how.as_json):

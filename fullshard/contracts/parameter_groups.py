@@ -100,6 +100,3 @@ def split(groups: Sequence[Group], named: Sequence[tuple[str, Any]]) -> list[tup
     taken = assign(groups, [name for name, _ in named])
     found: list[tuple[Group | None, list[Any]]] = [(None, [p for name, p in named if name not in taken])]
     return found + [(group, [p for name, p in named if taken.get(name) == index]) for index, group in enumerate(groups)]
-
-
-__all__ = ["Group", "assign", "check", "describe", "recompute_by_block", "split"]

@@ -89,6 +89,3 @@ class Report:
             self.console.validated(numbers)
         for text in texts:
             self.console.say(text)
-
-
-__all__ = ["Report"]

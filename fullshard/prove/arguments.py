@@ -7,31 +7,22 @@ from typing import Annotated
 
 import typer
 
+from fullshard.commands import recipe_arguments as options
 from fullshard.commands.options import json_alone
-from fullshard.commands.recipe_arguments import (
-    AsJson,
-    Devices,
-    Gpus,
-    Output,
-    Preset,
-    RecipeArguments,
-    RecipeName,
-    Settings,
-)
 
 
 def prove(
-    recipe: RecipeName,
-    settings: Settings = None,
-    devices: Devices = None,
-    gpus: Gpus = None,
-    preset: Preset = None,
-    output: Output = None,
+    recipe: options.RecipeName,
+    settings: options.Settings = None,
+    devices: options.Devices = None,
+    gpus: options.Gpus = None,
+    preset: options.Preset = None,
+    output: options.Output = None,
     cases: Annotated[
         str | None, typer.Option(metavar="LIST", help="Some of resume,world,split,strategy instead of all.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs, and say where they are.")] = False,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
     as_rank: Annotated[bool, typer.Option("--as-rank", hidden=True)] = False,
 ) -> None:
     """Prove that RECIPE resumes exactly, in a few short runs of it.
@@ -49,7 +40,7 @@ def prove(
         from fullshard.prove.rank import run_one
 
         raise typer.Exit(run_one(Path(recipe)))
-    asked = RecipeArguments("prove", recipe, settings, devices, gpus, output=output, preset=preset)
+    asked = options.RecipeArguments("prove", recipe, settings, devices, gpus, output=output, preset=preset)
     with json_alone(as_json):
         reading = asked.read()
     command.refuse_launcher(asked.launch().launcher)

@@ -22,6 +22,3 @@ def active_dropout(module: nn.Module) -> dict[str, float]:
             if "drop" in key and isinstance(value, float) and 0 < value < 1:
                 found[f"{name}.{key}"] = value
     return found
-
-
-__all__ = ["active_dropout", "dropout_layers"]

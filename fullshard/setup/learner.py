@@ -40,6 +40,3 @@ def make_learner(
         average=Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None,
         device=world.device,
     )
-
-
-__all__ = ["make_learner"]

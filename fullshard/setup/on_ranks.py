@@ -96,6 +96,3 @@ def as_rank(topology: Topology, *, silent: bool = False) -> Iterator[tuple[Conso
     finally:
         console.close()
         worlds.leave()
-
-
-__all__ = ["as_rank", "check_launch", "ranks_of", "start_own"]

@@ -59,6 +59,3 @@ def compared(recipe: Recipe, inputs: RunInputs, world: World, options: Mapping[s
         precision = str(error)
     realised = {"the device": world.device.type, "the precision in force": precision, **options}
     return subjects(plain(recipe), inputs, config=recipe.model.config_of(inputs.module), realised=realised)
-
-
-__all__ = ["Preflight", "as_rank", "compared"]

@@ -188,18 +188,3 @@ def effective_best(recipe: Recipe, inputs: RunInputs) -> BestRule | None:
     parts, held_out = recipe.evaluate.parts, inputs.data.validation is not None
     acts = gives_numbers(parts, recipe.objective, inputs.module, held_out=held_out)
     return find_best(recipe, inputs.module) if acts else None
-
-
-__all__ = [
-    "OpenSources",
-    "build_module",
-    "cache_folder",
-    "check_batch",
-    "effective_best",
-    "encoder_of",
-    "find_best",
-    "find_processor",
-    "prepare_data",
-    "prepare_inputs",
-    "resume_run",
-]

@@ -98,6 +98,3 @@ def _accumulation(global_size: int, *, per_device: int, world: int) -> int:
         f"{per_device} makes {per_pass} per pass, and {global_size} is not a multiple of "
         f"{per_pass}. Use batch.global = {use}."
     )
-
-
-__all__ = ["StepPlan", "plan_steps"]

@@ -171,6 +171,7 @@ def test_a_missing_file_names_what_is_near() -> None:
     written(RECIPE, "train.yaml")
     message = error_of("trian.yaml")
     assert message.startswith("trian.yaml is neither a file nor a built-in recipe. Did you mean train.yaml?")
+    assert ", ".join(builtin.recipes()) in message
 
 
 def test_only_recipes_are_suggested() -> None:
@@ -181,7 +182,6 @@ def test_only_recipes_are_suggested() -> None:
     assert "Did you mean" not in error_of("trian.yaml")
     written(RECIPE, "mine.yaml")
     assert "Did you mean mine.yaml?" in error_of("nope")
-    assert ", ".join(builtin.recipes()) in message
 
 
 def test_a_folder_points_at_the_recipe_inside() -> None:
