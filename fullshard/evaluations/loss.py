@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, ClassVar
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.contracts.objective import Numbers, Objective
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 
 class Loss(Evaluation):
@@ -20,6 +21,8 @@ class Loss(Evaluation):
         return objective.gives()
 
     def run(self, inputs: EvaluationInputs) -> Findings:
+        import torch
+
         from fullshard.step import count_terms, sum_terms, to_device
 
         if inputs.num_batches == 0:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
 from pydantic import Field
-from torch import nn
 
 from fullshard.contracts.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -25,6 +27,8 @@ class AdamW(Optimizer):
     """Added to the root of the second moment."""
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        import torch
+
         groups = self.groups(named_parameters)
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=True)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
-
-import torch
-from torch import nn
-from torch._functorch import config as functorch_config
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fullshard.errors import missing_package
 from fullshard.optim.adamw import AdamW
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,8 @@ class AdamW8bit(AdamW):
 def _optimizer_class() -> Any:
     """torchao's, without torch's autograd cache in its step: the cache key is the shape of the whole parameter, so a
     rank with fewer rows would get the compiled update of another rank, and fail."""
+    from torch._functorch import config as functorch_config
+
     try:
         from torchao.optim import AdamW8bit as TorchaoAdamW8bit
     except ImportError as error:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fullshard.config.part import Part
 
 if TYPE_CHECKING:
     import torch
+
+Reach = Literal["shared", "in_batch", "own"]
+"""What a query is compared with, besides its own positive: all positives and all hard negatives of the step; all
+positives and its own hard negatives; its own hard negatives."""
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,16 @@ their embeddings hold reaches neither a loss nor a gradient. Must not know losse
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from fullshard.similarity.base import Embedded
+    from fullshard.similarity.base import Embedded, Reach
 
 LOWEST = torch.finfo(torch.float32).min
 """The score of excluded texts; finite, because a row of infinities would give NaN gradients."""
-
-Reach = Literal["shared", "in_batch", "own"]
-"""What a query is compared with, besides its own positive: all positives and all hard negatives of the step; all
-positives and its own hard negatives; its own hard negatives."""
 
 
 def present(embedded: Embedded) -> Embedded:
@@ -125,4 +121,4 @@ def cross_entropy(scores: torch.Tensor, targets: torch.Tensor, left_out: torch.T
     return F.cross_entropy(scores.masked_fill(left_out, LOWEST), targets, reduction="sum")
 
 
-__all__ = ["LOWEST", "Candidates", "Reach", "cross_entropy", "present", "unit"]
+__all__ = ["LOWEST", "Candidates", "cross_entropy", "present", "unit"]

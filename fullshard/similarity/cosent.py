@@ -5,11 +5,14 @@ Must not know models, texts, ranks, caches or Matryoshka dimensions.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from fullshard.similarity.base import Embedded, SimilarityLoss
-from fullshard.similarity.candidates import LOWEST, present, unit
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CoSENT(SimilarityLoss):
@@ -24,6 +27,10 @@ class CoSENT(SimilarityLoss):
         return True
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
+        import torch
+
+        from fullshard.similarity.candidates import LOWEST, present, unit
+
         step = present(embedded)
         cosines = (unit(step.queries) * unit(step.positives)).sum(-1)
         labels, order = step.labels.sort()

@@ -6,16 +6,15 @@ Must not know models, texts, ranks, caches or Matryoshka dimensions.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field, field_validator
 
 from fullshard.similarity.base import Embedded, SimilarityLoss
-from fullshard.similarity.candidates import Candidates, present
 from fullshard.similarity.infonce import InfoNCE
-from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Distillation(SimilarityLoss):
@@ -56,6 +55,11 @@ class Distillation(SimilarityLoss):
         return total + (1 - self.alpha) * self.task.loss(embedded) if self.alpha < 1 else total
 
     def _distilled(self, embedded: Embedded) -> torch.Tensor:
+        import torch.nn.functional as F
+
+        from fullshard.similarity.candidates import Candidates, present
+        from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+
         step = present(embedded)
         candidates, teacher = Candidates(step), Candidates(_by_teacher(step))
         fixed = teacher.embeddings()

@@ -5,12 +5,14 @@ Must not know models, texts, ranks, caches or Matryoshka dimensions.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from fullshard.similarity.base import Embedded, SimilarityLoss
-from fullshard.similarity.candidates import LOWEST, Candidates, cross_entropy, present
-from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 class InBatchHard(SimilarityLoss):
@@ -26,6 +28,11 @@ class InBatchHard(SimilarityLoss):
     """A text equal to the query's own positive is not a negative."""
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
+        import torch
+
+        from fullshard.similarity.candidates import LOWEST, Candidates, cross_entropy, present
+        from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+
         step = present(embedded)
         candidates = Candidates(step, mask_labels=self.mask_labels, mask_equal=self.mask_equal)
 

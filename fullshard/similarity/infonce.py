@@ -6,13 +6,16 @@ Must not know models, texts, ranks, caches or Matryoshka dimensions.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field, model_validator
 
-from fullshard.similarity.base import Embedded, SimilarityLoss
-from fullshard.similarity.candidates import Candidates, Reach, cross_entropy, present
-from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+from fullshard.similarity.base import Embedded, Reach, SimilarityLoss
+
+if TYPE_CHECKING:
+    import torch
+
+    from fullshard.similarity.candidates import Reach
 
 LARGEST_SCALE = 100.0
 """The limit of a learned scale; beyond it, a few hard samples dominate the gradient."""
@@ -56,6 +59,9 @@ class InfoNCE(SimilarityLoss):
         return {"log_scale": math.log(1 / self.temperature)} if self.learn_temperature else {}
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
+        from fullshard.similarity.candidates import Candidates, cross_entropy, present
+        from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+
         step = present(embedded)
         candidates = Candidates(step, self.negatives, mask_labels=self.mask_labels, mask_equal=self.mask_equal)
 
@@ -73,6 +79,8 @@ class InfoNCE(SimilarityLoss):
         return sum_over_rows(term, step.own, inputs, block=rows_of(candidates.columns))
 
     def _scale(self, embedded: Embedded) -> torch.Tensor:
+        import torch
+
         if not self.learn_temperature:
             return torch.full((), 1 / self.temperature, device=embedded.queries.device)
         scale = embedded.scalars["log_scale"].float().exp()

@@ -5,15 +5,14 @@ Must not know models, texts, ranks, caches or Matryoshka dimensions.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from fullshard.similarity.base import Embedded, SimilarityLoss
-from fullshard.similarity.candidates import Candidates, cross_entropy, present, unit
-from fullshard.similarity.row_blocks import sum_over_rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 class LateInteraction(SimilarityLoss):
@@ -34,6 +33,11 @@ class LateInteraction(SimilarityLoss):
     """A text equal to the query's own positive is not a negative."""
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
+        import torch
+
+        from fullshard.similarity.candidates import Candidates, cross_entropy, present
+        from fullshard.similarity.row_blocks import sum_over_rows
+
         step = present(embedded)
         candidates = Candidates(step, mask_labels=self.mask_labels, mask_equal=self.mask_equal)
         queries, query_tokens = _real(step.queries, step.query_tokens)
@@ -52,12 +56,19 @@ class LateInteraction(SimilarityLoss):
 
 def _real(embeddings: torch.Tensor, tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalised tokens, zeros for padding; and the mask."""
+    import torch
+
+    from fullshard.similarity.candidates import unit
+
     assert tokens is not None, "embeddings are token-level"
     return unit(torch.where(tokens[..., None], embeddings, 0.0)), tokens
 
 
 def _documents(step: Embedded) -> tuple[torch.Tensor, torch.Tensor]:
     """All positives, then all hard negatives, padded to the longest."""
+    import torch
+    import torch.nn.functional as F
+
     assert step.negative_tokens is not None, "embeddings are token-level"
     negatives = _real(step.negatives[step.has_negative], step.negative_tokens[step.has_negative])
     both = [_real(step.positives, step.positive_tokens), negatives]
@@ -70,6 +81,8 @@ def _score(
     queries: torch.Tensor, query_tokens: torch.Tensor, documents: torch.Tensor, document_tokens: torch.Tensor
 ) -> torch.Tensor:
     """(queries, documents): the sum of the best cosines, not yet divided by the number of the query's tokens."""
+    import torch
+
     cosines = torch.einsum("qtw,dsw->qdts", queries, documents)
     # The fill value is below any cosine. For the backward pass `max` keeps only indices; `amax` would keep all cosines.
     best = cosines.masked_fill(~document_tokens[None, :, None], -2.0).max(-1).values

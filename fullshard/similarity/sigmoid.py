@@ -6,14 +6,14 @@ Must not know models, texts, ranks, caches or Matryoshka dimensions.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from fullshard.similarity.base import Embedded, SimilarityLoss
-from fullshard.similarity.candidates import Candidates, present
-from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sigmoid(SimilarityLoss):
@@ -35,6 +35,12 @@ class Sigmoid(SimilarityLoss):
         return {"log_scale": self.log_scale, "bias": self.bias} if self.learn else {}
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        from fullshard.similarity.candidates import Candidates, present
+        from fullshard.similarity.row_blocks import rows_of, sum_over_rows
+
         step = present(embedded)
         candidates = Candidates(step, "in_batch", mask_labels=self.mask_labels, mask_equal=self.mask_equal)
 
@@ -49,6 +55,8 @@ class Sigmoid(SimilarityLoss):
         return sum_over_rows(term, step.own, inputs, block=rows_of(candidates.columns))
 
     def _scalars(self, embedded: Embedded) -> list[torch.Tensor]:
+        import torch
+
         if self.learn:
             return [embedded.scalars[name].float() for name in ("log_scale", "bias")]
         return [torch.full((), value, device=embedded.queries.device) for value in (self.log_scale, self.bias)]

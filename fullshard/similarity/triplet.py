@@ -5,14 +5,14 @@ Must not know models, texts, ranks, caches or Matryoshka dimensions.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
 
 from fullshard.similarity.base import Embedded, SimilarityLoss
-from fullshard.similarity.candidates import present, unit
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Triplet(SimilarityLoss):
@@ -31,6 +31,11 @@ class Triplet(SimilarityLoss):
         return False
 
     def loss(self, embedded: Embedded) -> torch.Tensor:
+        import torch
+        import torch.nn.functional as F
+
+        from fullshard.similarity.candidates import present
+
         step = present(embedded)
         queries, positives = step.queries[step.own], step.positives[step.own]
         negatives, there = step.negatives[step.own], step.has_negative[step.own]
@@ -39,6 +44,10 @@ class Triplet(SimilarityLoss):
         return (torch.where(there, missed, 0.0).sum(1) / there.sum(1).clamp(min=1)).sum()
 
     def _apart(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        import torch.nn.functional as F
+
+        from fullshard.similarity.candidates import unit
+
         if self.distance == "euclidean":
             return F.pairwise_distance(left.float(), right.float())
         return 1 - (unit(left) * unit(right)).sum(-1)

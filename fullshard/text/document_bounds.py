@@ -6,7 +6,10 @@ Must not know models, batches or ranks.
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 BOUNDS_MULTIPLE = 16
 """Bounds are padded to a multiple of this many entries, so that compiled code sees few shapes; not more, because
@@ -17,6 +20,8 @@ def document_bounds(position_ids: torch.Tensor) -> torch.Tensor:
     """Cumulative document lengths of the flattened rows, from positions that restart at 0 with each document.
 
     Padded with the total: documents of length nothing, which the kernels skip."""
+    import torch
+
     flat = position_ids.reshape(-1)
     starts = torch.nonzero(flat == 0).reshape(-1)
     padded = -(-(len(starts) + 1) // BOUNDS_MULTIPLE) * BOUNDS_MULTIPLE

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-IGNORE = -100
+from fullshard.contracts.data import IGNORE
+
 CHUNK_RANGE = (2**27, 2**30)
 """Fewest and most logits alive at a time. The gradient of the weight is added up once a chunk, so large chunks are
 faster and small ones leave room: the Qwen3-1.7B shape on an H200 ran at 43.2k tokens/s and 86.6 GiB with 2^30 at most,

@@ -6,19 +6,19 @@ The loss works on hidden states and the head, so full logits never exist. Must n
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-from torch import nn
-
+from fullshard.contracts.data import IGNORE
 from fullshard.contracts.model import TokenModel
-from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
-from fullshard.dist.reduce import gather_objects
+from fullshard.contracts.objective import Batch, Numbers, Objective, Terms, no_grad
 from fullshard.errors import SetupError
 from fullshard.text.document_bounds import document_bounds
-from fullshard.text.linear_cross_entropy import IGNORE, linear_cross_entropy
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """How far two ways of computing the same logits may lie apart, relative to the largest."""
 
 
@@ -35,6 +35,10 @@ class NextToken(Objective):
         return int((batch["labels"] != IGNORE).sum())
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
+        import torch
+
+        from fullshard.text.linear_cross_entropy import linear_cross_entropy
+
         targets = batch["labels"].reshape(-1)
 
         def reduce(hidden: torch.Tensor, head: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +67,8 @@ class NextToken(Objective):
 
     def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(rows, vocabulary) of what may follow each row."""
+        import torch
+
         bounds = document_bounds(batch["position_ids"].cpu()).to(batch["input_ids"].device)
         with torch.compiler.set_stance("force_eager"):  # every call has another length
             last: torch.Tensor = self._run(model, lambda h, head: _logits(h[:, -1], head), {**batch, "bounds": bounds})
@@ -76,9 +82,11 @@ class NextToken(Objective):
         found: torch.Tensor = self._run(model, _logits, batch)
         return found
 
-    @torch.no_grad()
+    @no_grad
     def check(self, model: Any, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """The head path gives the model's own logits."""
+        import torch
+
         hands_over_head: bool = isinstance(model, TokenModel)
         if self.full_logits or not hands_over_head:
             return []
@@ -96,9 +104,11 @@ def _logits(hidden: torch.Tensor, head: Any) -> torch.Tensor:
 
 
 def _check_head(ours: torch.Tensor, own: torch.Tensor, compute: torch.dtype) -> str:
+    from fullshard.dist.reduce import gather_objects
+
     # Of the rank where it is most, so that all of them stop.
     apart = max(gather_objects(float((ours - own).abs().max() / own.abs().max().clamp(min=1e-6))))
-    allowed = TOLERANCE[compute]
+    allowed = TOLERANCE[str(compute).removeprefix("torch.")]
     if not apart <= allowed:
         raise SetupError(
             f"The loss from hidden states and head does not agree with the model's own logits: {apart:.1e} apart, not "
@@ -108,6 +118,8 @@ def _check_head(ours: torch.Tensor, own: torch.Tensor, compute: torch.dtype) -> 
 
 
 def _plain_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    from torch import nn
+
     loss = nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
     return loss, ((logits.argmax(-1) == targets) & (targets != IGNORE)).sum().float()
 

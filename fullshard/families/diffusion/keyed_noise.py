@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 TIME, NOISE, LABEL_DROP, FLIP = range(4)
 """Streams, one for each use, so that a sample's numbers for different uses are independent."""
@@ -30,6 +32,8 @@ def uniform(draws: torch.Tensor, stream: int) -> torch.Tensor:
 
 def normal(draws: torch.Tensor, shape: Sequence[int], stream: int) -> torch.Tensor:
     """(B, *shape) fp32 of mean 0 and variance 1, from int64 draws (B,)."""
+    import torch
+
     size = math.prod(shape)
     places = torch.arange(1, (size + 1) // 2 + 1, device=draws.device)  # two numbers from each hash
     bits = _mixed(_keys(draws, stream)[:, None] + places * GOLDEN)

@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.keyed_noise import LABEL_DROP, uniform
-from fullshard.families.diffusion.text.encoder_model import encoded
 
-Text = dict[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Text = dict[str, "torch.Tensor"]
 """`states` (B, T, D), `mask` (B, T), and `pooled` (B, P) where the model also takes one vector for the whole text."""
 
 LABELS_DROPPED = 0.1
@@ -41,6 +41,8 @@ def given(
 ) -> Given:
     """Images (or latents, with a VAE in `aux`), labels and texts; label and text of a sample are dropped together.
     Filler samples are blanked, so that none of their content reaches the model."""
+    import torch
+
     real = batch["sample_ids"] >= 0
     images = torch.where(_per_sample(real, batch["images"]), batch["images"].float(), 0.0)
     if "vae" in aux:
@@ -62,6 +64,8 @@ def given(
 def texts_of(model: Any, batch: dict[str, Any], aux: Mapping[str, Any] = MappingProxyType({})) -> tuple[Text, Text]:
     """The texts of a batch, with the parts that the model takes, and the empty text, with one row. Text encoders in
     `aux` turn tokens into states, on all ranks together."""
+    import torch
+
     if "text_tokens" in batch:
         batch = _encoded(batch, [part for name, part in aux.items() if name.startswith("text[")])
         require_texts(model, batch)
@@ -78,6 +82,10 @@ def texts_of(model: Any, batch: dict[str, Any], aux: Mapping[str, Any] = Mapping
 
 def _encoded(batch: dict[str, Any], encoders: Sequence[Any]) -> dict[str, Any]:
     """States of the batch's tokens, and of the empty text unless it is zeros, in one pass."""
+    import torch
+
+    from fullshard.families.diffusion.text.encoder_model import encoded
+
     tokens = [batch[name] for name in ("text_tokens", "empty_tokens") if name in batch]
     found, rows = encoded(encoders, torch.cat(tokens)), len(tokens[0])
     states = {f"text_{name}": part[:rows] for name, part in found.items()}
@@ -86,6 +94,8 @@ def _encoded(batch: dict[str, Any], encoders: Sequence[Any]) -> dict[str, Any]:
 
 def without(text: Text, empty: Text, dropped: torch.Tensor) -> Text:
     """Texts, with the empty text in place of those that `dropped` (B,) marks."""
+    import torch
+
     return {name: torch.where(_per_sample(dropped, part), empty[name], part) for name, part in text.items()}
 
 
@@ -110,6 +120,8 @@ def can_be_unconditional(model: Any) -> bool:
 
 def sum_of_means(apart: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     """The sum over samples, without fillers, of the mean over a sample's elements."""
+    import torch
+
     return torch.where(batch["sample_ids"] >= 0, apart.flatten(1).mean(1), 0.0).sum()
 
 

@@ -6,12 +6,11 @@ Must not know how losses are computed, optimizers or ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import nn
 
+from fullshard.contracts.objective import no_grad
 from fullshard.errors import DataError, RecipeError, SetupError
 from fullshard.families.diffusion.denoiser.batch_inputs import (
     can_be_unconditional,
@@ -21,6 +20,10 @@ from fullshard.families.diffusion.denoiser.batch_inputs import (
     texts_of,
 )
 from fullshard.families.diffusion.denoiser.input_shape import require_shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 NEIGHBOURS = 10
 """Timesteps that a model is tried with before step 1: the last ones, where floating-point formats are coarsest. With
@@ -104,6 +107,8 @@ def require_vae(family: Any) -> None:
 
 def last_times(num: int, device: torch.device) -> torch.Tensor:
     """fp32: the middles of the first and the last few of `num` equal parts of the time from 0 to 1."""
+    import torch
+
     steps = torch.tensor([0, *range(max(num - NEIGHBOURS, 1), num)], dtype=torch.float32, device=device)
     return (steps + 0.5) / num
 
@@ -131,13 +136,15 @@ def require_text(model: Any, has: set[str]) -> None:
         )
 
 
-@torch.no_grad()
+@no_grad
 def check_denoiser(
     model: Any, batch: dict[str, Any], timesteps: torch.Tensor, *, compute: torch.dtype, vae: Any = None
 ) -> list[str]:
     """Runs one image at neighbouring timesteps: the prediction has the image's shape, and no part of the model gets
     the same value for two timesteps. Returns the line that says so, or nothing if no part takes timesteps. Of `vae`
     only the shape of its latents is used."""
+    import torch
+
     images = batch["images"] if vae is None else _latents_of(batch["images"], vae)
     require_data(model, batch, shape=images.shape[1:])
     image = images[:1].float().expand(len(timesteps), *images.shape[1:]).contiguous()
@@ -195,6 +202,7 @@ def _latent_shape(vae: Any, shape: Sequence[int]) -> tuple[int, int, int]:
 def _watch(name: str, told: dict[str, bool], timesteps: torch.Tensor) -> Any:
     """A hook: if an input of a part depends on the timestep, `told` notes whether it differs for every timestep. Only
     inputs with one vector per sample count: in an image a small change may rightly be lost."""
+    import torch
 
     def look(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         seen = [*args, *kwargs.values()] + ([output] if next(part.children(), None) is None else [])

@@ -7,17 +7,14 @@ or how the model was trained.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field, PrivateAttr
-from torch import nn
 
 from fullshard.config.user_code import load_callable
 from fullshard.contracts.evaluation import EvaluationInputs, Findings
-from fullshard.contracts.objective import Batch, Numbers, Objective
-from fullshard.dist import reduce
+from fullshard.contracts.objective import Batch, Numbers, Objective, no_grad
 from fullshard.errors import RecipeError, missing_package
 from fullshard.families.diffusion.denoiser.batch_inputs import texts_of
 from fullshard.families.diffusion.evaluations.base import MakesImages
@@ -29,6 +26,12 @@ from fullshard.families.diffusion.evaluations.image_callbacks import (
 )
 from fullshard.families.diffusion.sampling.conditioning import kept_open, shape_of, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import FILLER, Shape, make_batch, make_images
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fullshard.families.diffusion.evaluations.feature_extractor import Extractor
 
 WHERE = "evaluate.parts: fid.extractor"
 
@@ -51,7 +54,7 @@ class Fid(MakesImages):
     guidance: float = Field(1.0, ge=0)  # type: ignore[assignment]
     """The weight of a label or text: 1 is what the model learned."""
 
-    _extractor: _Extractor | None = PrivateAttr(None)
+    _extractor: Extractor | None = PrivateAttr(None)
     _real: _Real | None = PrivateAttr(None)
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
@@ -68,7 +71,7 @@ class Fid(MakesImages):
         if shape := require_images("fid", objective, model, encoder):
             self._open(shape)
 
-    @torch.no_grad()
+    @no_grad
     def run(self, inputs: EvaluationInputs) -> Findings:
         with kept_open(inputs.collator):
             extractor = self._extractor or self._open(self._shape(inputs))
@@ -84,6 +87,10 @@ class Fid(MakesImages):
         return Findings({"fid": float(metric.compute())})
 
     def _look_at_real(self, metric: Any, inputs: EvaluationInputs, bar: Any) -> _Real:
+        import torch
+
+        from fullshard.dist import reduce
+
         labels = []
         for batch in inputs.batches():
             there = batch["sample_ids"] >= 0
@@ -96,6 +103,8 @@ class Fid(MakesImages):
 
     def _look_at_made(self, metric: Any, inputs: EvaluationInputs) -> None:
         """Images for classes, shared out over the ranks."""
+        from fullshard.dist import reduce
+
         model: Any = inputs.model
         made = make_images(
             inputs.objective,
@@ -114,6 +123,9 @@ class Fid(MakesImages):
 
     def _look_at_texts(self, metric: Any, inputs: EvaluationInputs) -> None:
         """Images for the held-out texts, each rank for its own, in rounds until there are enough."""
+        import torch
+
+        from fullshard.dist import reduce
         from fullshard.step import to_device
 
         assert self._real is not None
@@ -130,6 +142,8 @@ class Fid(MakesImages):
                     bar.advance()
 
     def _look_at_batch(self, metric: Any, inputs: EvaluationInputs, batch: Batch, numbers: torch.Tensor) -> None:
+        import torch
+
         (text, empty), labels = texts_of(inputs.model, batch, inputs.aux), batch["label"]
         for rows in torch.arange(len(numbers)).split(self.batch_size):
             images = make_batch(
@@ -147,6 +161,8 @@ class Fid(MakesImages):
 
     def _labels(self, null_label: int | None) -> torch.Tensor:
         """One label per image: those of the data, shuffled once and repeated."""
+        import torch
+
         assert self._real is not None
         data = self._real.labels
         order = torch.from_numpy(np.random.default_rng(self.seed).permutation(len(data)))
@@ -165,8 +181,12 @@ class Fid(MakesImages):
         channels, height, width = inputs.collator.decode(batch["images"][:1].to(inputs.device)).shape[1:]
         return channels, height, width
 
-    def _open(self, shape: Shape) -> _Extractor:
+    def _open(self, shape: Shape) -> Extractor:
         """Loads the extractor, and tries it."""
+        import torch
+
+        from fullshard.families.diffusion.evaluations.feature_extractor import Extractor
+
         callback = load_callable(self.extractor, where=WHERE)
         found = trial(callback, shape, WHERE, as_bytes=self.pixels == "uint8")
         if not isinstance(found, torch.Tensor) or found.dim() < 2 or len(found) != 2:
@@ -175,7 +195,7 @@ class Fid(MakesImages):
                 f"{WHERE} = {self.extractor!r} returned {said} for 2 images of {list(shape)}. It must return a tensor "
                 "with a row of features for each."
             )
-        self._extractor = _Extractor(callback, found.flatten(1).shape[1])
+        self._extractor = Extractor(callback, found.flatten(1).shape[1])
         return self._extractor
 
 
@@ -187,21 +207,6 @@ class _Real:
     """Where they were read from."""
     sums: dict[str, torch.Tensor]
     labels: torch.Tensor
-
-
-class _Extractor(nn.Module):
-    """The user's extractor as torchmetrics takes it; it also takes zero images."""
-
-    def __init__(self, callback: Any, num_features: int) -> None:
-        super().__init__()
-        self.callback, self.num_features = callback, num_features
-        self.eval()
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if not len(images):
-            return torch.zeros((0, self.num_features), device=images.device)
-        found: torch.Tensor = self.callback(images)
-        return found.flatten(1).float()
 
 
 def _metric_class() -> Any:

@@ -6,13 +6,15 @@ Must not know what it finds in them, files or ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from fullshard.contracts.objective import no_grad
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.sampling.conditioning import takes_texts
 from fullshard.families.diffusion.sampling.image_batches import Shape, image_shape
+
+if TYPE_CHECKING:
+    import torch
 
 
 def require_denoiser(kind: str, objective: Any, model: Any) -> None:
@@ -40,13 +42,17 @@ def require_images(kind: str, objective: Any, model: Any, encoder: Any) -> Shape
 
 def as_pixels(images: torch.Tensor, *, as_bytes: bool = False) -> torch.Tensor:
     """Images with values from -1 to 1 as fp32 from 0 to 1, or as uint8."""
+    import torch
+
     found = (images.float().clamp(-1, 1) + 1) / 2
     return (found * 255).round().to(torch.uint8) if as_bytes else found
 
 
-@torch.no_grad()
+@no_grad
 def trial(callback: Callable[..., Any], shape: Shape, where: str, *, as_bytes: bool = False) -> Any:
     """What the user's code returns for two images."""
+    import torch
+
     ramp = torch.linspace(-1, 1, 2 * torch.Size(shape).numel()).reshape(2, *shape)
     if isinstance(callback, torch.nn.Module):
         callback.eval()

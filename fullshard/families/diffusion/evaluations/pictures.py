@@ -5,15 +5,12 @@ The ranks share the images out and run every forward pass together. Must not kno
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from pydantic import Field
-from torch import nn
 
 from fullshard.contracts.evaluation import EvaluationInputs, Findings
 from fullshard.contracts.objective import Numbers, Objective
-from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, texts_of
 from fullshard.families.diffusion.evaluations.base import MakesImages
@@ -22,6 +19,10 @@ from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.sampling.conditioning import shape_of, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import collected, make_images
 from fullshard.families.diffusion.vae.latents import as_strips
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _AT_ONCE = 64
 """Images that each rank makes at once."""
@@ -57,6 +58,10 @@ class Pictures(MakesImages):
             )
 
     def run(self, inputs: EvaluationInputs) -> Findings:
+        import torch
+
+        from fullshard.dist import reduce
+
         model: Any = inputs.model
         text, empty, shape = self._texts(inputs) if takes_texts(model) else (None, None, None)
         rows = list(self.classes if self.classes is not None else range(model.num_classes or 1))
@@ -88,6 +93,10 @@ class Pictures(MakesImages):
 
     def _texts(self, inputs: EvaluationInputs) -> tuple[Text, Text, tuple[int, ...]]:
         """The first texts of the validation data, on every rank; the empty text; the shape of the model's output."""
+        import torch
+
+        from fullshard.dist import reduce
+
         found: dict[int, dict[str, torch.Tensor]] = {}
         shape: tuple[int, ...] = ()
         empty: dict[str, torch.Tensor] = {}

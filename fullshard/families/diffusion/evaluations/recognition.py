@@ -5,17 +5,14 @@ The ranks share the images out and run every forward pass together. Must not kno
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field, PrivateAttr
-from torch import nn
 
 from fullshard.config.user_code import load_callable
 from fullshard.contracts.evaluation import EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers, Objective
-from fullshard.dist import reduce
+from fullshard.contracts.objective import Numbers, Objective, no_grad
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.evaluations.base import MakesImages
 from fullshard.families.diffusion.evaluations.image_callbacks import (
@@ -26,6 +23,10 @@ from fullshard.families.diffusion.evaluations.image_callbacks import (
 )
 from fullshard.families.diffusion.sampling.conditioning import kept_open, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import FILLER, make_images
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 WHERE = "evaluate.parts: recognition.classifier"
 
@@ -74,8 +75,13 @@ class Recognition(MakesImages):
         if shape := require_images("recognition", objective, model, encoder):
             self._labels_in(trial(self._classifier, shape, WHERE, as_bytes=self.pixels == "uint8"), 2)
 
-    @torch.no_grad()
+    @no_grad
     def run(self, inputs: EvaluationInputs) -> Findings:
+        import torch
+        from torch import nn
+
+        from fullshard.dist import reduce
+
         model: Any = inputs.model
         if isinstance(self._classifier, nn.Module):
             self._classifier.to(inputs.device).eval()
@@ -107,6 +113,8 @@ class Recognition(MakesImages):
 
     def _labels_in(self, said: Any, count: int) -> torch.Tensor:
         """The label of each image, from labels or logits, of torch or NumPy."""
+        import torch
+
         found = said.detach().cpu() if isinstance(said, torch.Tensor) else torch.from_numpy(np.asarray(said))
         if found.dim() == 2 and len(found) == count and found.shape[1] > 1:
             return found.argmax(dim=1)

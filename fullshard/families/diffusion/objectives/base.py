@@ -6,14 +6,16 @@ micro-batches. Must not know data sources, optimizers, FSDP or samplers.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pydantic import model_validator
-from torch import nn
 
 from fullshard.contracts.model import Family
 from fullshard.contracts.objective import Batch, Numbers, Objective
 from fullshard.families.diffusion.denoiser.checks import check_samples, require_denoiser, require_share, require_vae
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Denoising(Objective):

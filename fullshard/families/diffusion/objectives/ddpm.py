@@ -6,12 +6,9 @@ Must not know data sources, optimizers, FSDP or samplers.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import nn
 
 from fullshard.contracts.objective import Batch, Terms
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, given, sum_of_means
@@ -27,6 +24,10 @@ from fullshard.families.diffusion.objectives.noise_schedule import (
     velocity,
 )
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
 
 class DDPM(Denoising):
     """The squared error of what the model predicts from a noisy image."""
@@ -41,6 +42,8 @@ class DDPM(Denoising):
     """Min-SNR weighting: weigh timesteps down whose signal-to-noise ratio is above this; 5 is usual."""
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
+        import torch.nn.functional as F
+
         seen = given(model, batch, label_drop=self.label_drop, aux=aux)
         images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
@@ -74,6 +77,8 @@ class DDPM(Denoising):
         self, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, text: Text | None = None
     ) -> torch.Tensor:
         """The derivative of the state along the coordinate."""
+        import torch
+
         kept = self._kept(level)
         noisy = state * math.sqrt(kept)
         timesteps = torch.full((len(state),), int(level), device=state.device)
@@ -82,6 +87,8 @@ class DDPM(Denoising):
 
     def _kept(self, level: float) -> float:
         """The image's share of the variance."""
+        import torch
+
         if level < 0:
             return 1.0
         return float(alphas_cumprod(self.betas, self.num_timesteps, torch.device("cpu"))[int(level)])

@@ -6,18 +6,19 @@ Must not know data sources, optimizers, FSDP or samplers.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import nn
 
 from fullshard.contracts.objective import Batch, Terms
 from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, given, sum_of_means
 from fullshard.families.diffusion.denoiser.checks import check_denoiser, last_times
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
 from fullshard.families.diffusion.objectives.base import Denoising
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 RESOLUTION = 1000
 """The number of times from 0 to 1 that a model must tell apart, where its times are not whole numbers."""
@@ -54,6 +55,8 @@ class FlowMatching(Denoising):
         return self
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
+        import torch.nn.functional as F
+
         seen = given(model, batch, label_drop=self.label_drop, aux=aux)
         images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
@@ -65,6 +68,8 @@ class FlowMatching(Denoising):
 
     def times(self, draws: torch.Tensor) -> torch.Tensor:
         """(B,) fp32 from 0 to 1: each sample's time."""
+        import torch
+
         if self.time == "uniform":
             return uniform(draws, TIME)
         return torch.sigmoid(self.logit_mean + self.logit_std * normal(draws, (), TIME))
@@ -91,6 +96,8 @@ class FlowMatching(Denoising):
         self, model: Any, state: torch.Tensor, level: float, labels: torch.Tensor | None, text: Text | None = None
     ) -> torch.Tensor:
         """The derivative of the state along the coordinate."""
+        import torch
+
         times = torch.full((len(state),), level, device=state.device)
         return denoised(model, state, self.timesteps(times), labels, text)
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 Betas = Literal["linear", "cosine"]
 Prediction = Literal["epsilon", "v"]
@@ -18,6 +19,8 @@ Prediction = Literal["epsilon", "v"]
 @functools.cache
 def alphas_cumprod(betas: Betas, num_timesteps: int, device: torch.device) -> torch.Tensor:
     """(num_timesteps,) fp32, for diffusers' linear and squaredcos_cap_v2 betas."""
+    import torch
+
     if betas == "linear":
         each = torch.linspace(1e-4, 0.02, num_timesteps, dtype=torch.float32)
     else:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.image_samples import ImageCollator
+
+if TYPE_CHECKING:
+    import torch
 
 
 def takes_texts(model: Any) -> bool:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from fullshard.contracts.objective import no_grad
 from fullshard.families.diffusion.denoiser.batch_inputs import Text
 from fullshard.families.diffusion.sampling.sampler import Method, sample
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, int, int]
 """Channels, height and width."""
@@ -42,6 +44,8 @@ def image_shape(model: Any) -> Shape:
 def shares(count: int, *, batch: int, ranks: int, rank: int) -> list[torch.Tensor]:
     """This rank's numbers from 0 to `count` - 1, in batches. Every rank has the same number of batches and numbers;
     FILLER makes up the difference."""
+    import torch
+
     each = -(-count // ranks)
     numbers = torch.arange(rank, rank + ranks * each, ranks)
     return list(torch.where(numbers < count, numbers, FILLER).split(batch))
@@ -61,6 +65,8 @@ def make_images(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's share of one image per entry of `rows`: numbers (or FILLER) and images, batch by batch. `rows` are
     labels, or indices into `text`; `place` is (number of ranks, this rank); `more` goes to `make_batch`."""
+    import torch
+
     ranks, rank = place
     for numbers in shares(len(rows), batch=batch, ranks=ranks, rank=rank):
         chosen = rows[torch.where(numbers == FILLER, len(rows) - 1, numbers)].to(device)
@@ -84,6 +90,8 @@ def make_batch(
     """One image per number, scaled like the training data (of the VAE, if there is one); every rank must call this
     equally often. Conditioned on `text`, with `empty` as the empty text, else on `labels`. `shape`: of the model's
     output, if its config does not say."""
+    import torch
+
     is_labelled = text is None and model.num_classes is not None
     # A compiled block would be recompiled for this batch size.
     with torch.compiler.set_stance("force_eager"):
@@ -103,8 +111,10 @@ def make_batch(
         return _decoded(images, vae)
 
 
-@torch.no_grad()
+@no_grad
 def _decoded(images: torch.Tensor, vae: Any) -> torch.Tensor:
+    import torch
+
     return images if vae is None else torch.cat([vae.decode_latents(some) for some in images.split(_DECODED_AT_ONCE)])
 
 
@@ -117,6 +127,8 @@ def collected(
 ) -> torch.Tensor | None:
     """The images of all ranks, in order, with `shown` applied; None unless `keep`. `gather` concatenates the rows of
     all ranks."""
+    import torch
+
     found: dict[int, torch.Tensor] = {}
     for numbers, images in made:
         all_numbers, everyone = gather(numbers.to(images.device)), gather(images)

@@ -6,18 +6,20 @@ number, so an image does not depend on what else is in its batch. Must not know 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
+from fullshard.contracts.objective import no_grad
 from fullshard.data.order import FIXED, draws
 from fullshard.families.diffusion.denoiser.batch_inputs import Text
 from fullshard.families.diffusion.keyed_noise import NOISE, normal
 
+if TYPE_CHECKING:
+    import torch
+
 Method = Literal["euler", "heun"]
 
 
-@torch.no_grad()
+@no_grad
 def sample(
     objective: Any,
     model: Any,
@@ -34,6 +36,8 @@ def sample(
 ) -> torch.Tensor:
     """(images, *shape) fp32, one per number. `guidance`: classifier-free guidance scale; 1 runs the model once. `empty`
     is the empty text, with one row."""
+    import torch
+
     keys = torch.from_numpy(draws(numbers.cpu().numpy(), seed=seed, stream=FIXED)).to(numbers.device)
     state: torch.Tensor = objective.start(normal(keys, shape, NOISE))
     levels = objective.levels(steps)
@@ -57,6 +61,8 @@ def _slope(
     given: tuple[torch.Tensor | None, Text | None, Text | None],
     guidance: float,
 ) -> torch.Tensor:
+    import torch
+
     labels, text, empty = given
     if guidance == 1 or (labels is None and text is None):
         return _of_model(objective, model, state, level, labels, text)

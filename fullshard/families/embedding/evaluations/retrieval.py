@@ -7,19 +7,19 @@ data and scores its share of the queries. Must not know the loss or how the mode
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import Field
-from torch import nn
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers, Objective
-from fullshard.dist import reduce
+from fullshard.contracts.objective import Numbers, Objective, no_grad
 from fullshard.errors import RecipeError
 from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 BLOCK = 2**24
 """Scores in memory at once."""
@@ -75,9 +75,14 @@ class Retrieval(Evaluation):
             )
         return sorted({*dims, width}, reverse=True)
 
-    @torch.no_grad()
+    @no_grad
     def _score(self, held: Searched, dim: int, inputs: EvaluationInputs) -> list[float]:
         """Averages over all queries; each rank scores some of them."""
+        import torch
+        import torch.nn.functional as F
+
+        from fullshard.dist import reduce
+
         ranks, rank = reduce.place()
         queries = F.normalize(held.queries[rank::ranks, :dim], dim=-1)
         documents = F.normalize(held.documents[:, :dim], dim=-1)
@@ -92,6 +97,8 @@ class Retrieval(Evaluation):
     def _of_some(self, scores: torch.Tensor, relevant: list[np.ndarray]) -> torch.Tensor:
         """Sums over some queries: recall at each depth, reciprocal rank, nDCG, and the number of queries. Equal scores
         rank in the order of the corpus."""
+        import torch
+
         device = scores.device
         counts = torch.tensor([len(each) for each in relevant], device=device)
         query = torch.arange(len(relevant), device=device).repeat_interleave(counts)
@@ -129,6 +136,8 @@ class Searched:
 
 def collect(inputs: EvaluationInputs) -> Searched:
     """Embeds this rank's share of the validation data and gathers all shares."""
+    import torch
+
     held = embed_all(inputs)
     vectors, keys, kinds, owners = held.vectors, held.keys, held.kinds, held.owners
     first = {int(key): index for index, key in reversed(list(enumerate(keys[kinds > 0].tolist())))}
@@ -161,6 +170,9 @@ class HeldOut:
 
 def embed_all(inputs: EvaluationInputs) -> HeldOut:
     """One pass over the validation data, on all ranks together."""
+    import torch
+
+    from fullshard.dist import reduce
     from fullshard.step import to_device
 
     objective: Any = inputs.objective

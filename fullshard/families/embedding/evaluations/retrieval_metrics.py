@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def quality_sums(
@@ -15,6 +17,8 @@ def quality_sums(
     One entry per query and relevant document, in the order of the queries: the document's place in the list (from 0),
     the query's number and the document's gain. Gains are used directly, as in trec_eval; every query has at least one
     document."""
+    import torch
+
     device, furthest = place.device, max(at)
     place, gain = place.double(), gain.double()
 

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import Field, PrivateAttr
-from torch import nn
 
 from fullshard.contracts.data import Source
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers, Objective
-from fullshard.dist import reduce
+from fullshard.contracts.objective import Numbers, Objective, no_grad
 from fullshard.errors import RecipeError
 from fullshard.families.embedding.encoders.pairs import Pairs
 from fullshard.families.embedding.evaluations.retrieval import BLOCK, Retrieval, require_embeddings
 from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
 from fullshard.families.embedding.relevance_files import Judged, read_judged
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,10 @@ class Search(Evaluation):
             )
 
     def run(self, inputs: EvaluationInputs) -> Findings:
+        import torch
+
+        from fullshard.dist import reduce
+
         judged = self._read()
         turns = sum(self._turns(len(texts)) for texts in (judged.queries, judged.documents))
         with inputs.bar(turns) as bar:
@@ -104,12 +108,17 @@ class Search(Evaluation):
         return Retrieval(dims=self.dims)._dims(objective, width)
 
     def _turns(self, texts: int) -> int:
+        from fullshard.dist import reduce
+
         ranks, _ = reduce.place()
         return -(-texts // (ranks * self.batch_size))
 
-    @torch.no_grad()
+    @no_grad
     def _embed(self, texts: Sequence[str], side: str, inputs: EvaluationInputs, bar: Any) -> torch.Tensor:
         """(texts of this rank, width): every rank takes each so manieth text, and all embed as often."""
+        import torch
+
+        from fullshard.dist import reduce
         from fullshard.step import to_device
 
         ranks, rank = reduce.place()
@@ -126,11 +135,16 @@ class Search(Evaluation):
             bar.advance()
         return torch.cat(found)
 
-    @torch.no_grad()
+    @no_grad
     def _score(
         self, judged: Judged, queries: torch.Tensor, documents: torch.Tensor, inputs: EvaluationInputs
     ) -> list[float]:
         """The averages over all queries; some queries at a time, each compared with the documents of every rank."""
+        import torch
+        import torch.nn.functional as F
+
+        from fullshard.dist import reduce
+
         queries, documents = F.normalize(queries, dim=-1), F.normalize(documents, dim=-1)
         ranks, _ = reduce.place()
         step = max(BLOCK // -(-len(judged.documents) // ranks), 1)
@@ -154,6 +168,10 @@ class Search(Evaluation):
     ) -> torch.Tensor:
         """At which place each wanted document stands in the list of its query, over the documents of all ranks. Equal
         scores stand in the order of the corpus."""
+        import torch
+
+        from fullshard.dist import reduce
+
         ranks, rank = reduce.place()
         here = wanted % ranks == rank
         own = torch.zeros(len(wanted), dtype=scores.dtype, device=scores.device)

@@ -6,17 +6,17 @@ Must not know the loss or how the model was trained.
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.errors import DataError, missing_package
 from fullshard.families.embedding.evaluations.retrieval import HeldOut, embed_all, require_embeddings
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class Spearman(Evaluation):
@@ -41,6 +41,8 @@ class Spearman(Evaluation):
             )
 
     def run(self, inputs: EvaluationInputs) -> Findings:
+        import torch
+        import torch.nn.functional as F
         from scipy.stats import spearmanr
 
         if inputs.num_batches == 0:

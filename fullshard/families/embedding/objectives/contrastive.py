@@ -9,31 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import nn
 
 from fullshard.config.part import Section, decode
 from fullshard.contracts.model import Family
-from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
-from fullshard.dist import reduce
-from fullshard.dist.gradient_sync import one_by_one
-from fullshard.dist.scalars import NAME as SCALARS
-from fullshard.dist.scalars import Scalars
+from fullshard.contracts.objective import Batch, Numbers, Objective, Terms, no_grad
 from fullshard.errors import DataError, RecipeError
-from fullshard.families.embedding.batching.chunks import Chunk, Images, Texts, crowded, inputs, spread, there
-from fullshard.families.embedding.batching.rng_state import RngState
-from fullshard.families.embedding.batching.step_plan import StepPlan
 from fullshard.families.embedding.objectives.matryoshka import Matryoshka
 from fullshard.similarity.base import Embedded, SimilarityLoss
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fullshard.families.embedding.batching.chunks import Chunk, Images, Texts
+    from fullshard.families.embedding.batching.rng_state import RngState
+    from fullshard.families.embedding.batching.step_plan import StepPlan
+
 FEW = 64
 """Texts that are tried before step 1."""
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """How far a unit vector may move when its text shares a row with others."""
 KEPT = 8
 """With at most this many chunks, the last chunk's activations are kept during the loss, which saves one forward pass.
@@ -93,6 +91,9 @@ class Contrastive(Objective):
         return {"teacher": self.teacher} if self.teacher is not None else {}
 
     def extend(self, module: nn.Module) -> None:
+        from fullshard.dist.scalars import NAME as SCALARS
+        from fullshard.dist.scalars import Scalars
+
         model: Any = module
         if not hasattr(model, "embed"):
             raise RecipeError(
@@ -141,6 +142,11 @@ class Contrastive(Objective):
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """Texts that share a row keep their embeddings; if they do not, texts are padded instead."""
+        import torch
+
+        from fullshard.dist import reduce
+        from fullshard.families.embedding.batching.chunks import Chunk, Texts, crowded
+
         bound: Any = model
         bound.packs = False
         if not packed:
@@ -159,7 +165,7 @@ class Contrastive(Objective):
             except Exception as error:  # a model that takes no 4-d attention mask
                 why = f", {type(error).__name__}"
         # A collective: every rank gets here, whatever happened above.
-        if reduce.any_rank(not apart <= TOLERANCE[compute], texts.device):
+        if reduce.any_rank(not apart <= TOLERANCE[str(compute).removeprefix("torch.")], texts.device):
             return [f"texts are padded: in this model they cannot share a row ({apart:.1e} apart{why})"]
         bound.packs = True
         return [f"texts that share a row do not change each other ({apart:.1e})"]
@@ -199,12 +205,16 @@ class Contrastive(Objective):
         return plan.texts, self._first_pass(model, plan).vectors
 
     def _plan(self, batches: Sequence[Batch]) -> StepPlan:
+        from fullshard.families.embedding.batching.step_plan import StepPlan
+
         cache = self.cache
         return StepPlan.of(batches, size=cache.chunk if cache else None, tokens=cache.tokens if cache else None)
 
     def _embed(
         self, model: Any, texts: Texts, chunk: Chunk, *, longest: int = 0, packed: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        from fullshard.families.embedding.batching.chunks import inputs, spread
+
         tokens = self.similarity.tokens
         packed = _packs(model) if packed is None else packed
         given = inputs(texts, chunk, packed=packed, pad=_pad(model), images=_images(model))
@@ -213,9 +223,13 @@ class Contrastive(Objective):
         # After the texts comes a blank image, which keeps this rank in step with ranks that have one.
         return vectors if tokens and not longest else vectors[: len(chunk.texts)], scalars
 
-    @torch.no_grad()
+    @no_grad
     def _first_pass(self, model: nn.Module, plan: StepPlan, *, keep: bool = False) -> _First:
         """All embeddings. `keep`: the activations of the last chunk are kept, so that it need not run again."""
+        import torch
+
+        from fullshard.families.embedding.batching.rng_state import RngState
+
         states: list[RngState] = []
         found: list[torch.Tensor] = []
         scalars = None
@@ -237,6 +251,11 @@ class Contrastive(Objective):
         of_scalars: torch.Tensor | None = None,
     ) -> None:
         """The same forward passes again, from last to first, each followed by its backward pass."""
+        import torch
+
+        from fullshard.dist.gradient_sync import one_by_one
+        from fullshard.families.embedding.batching.chunks import there
+
         assert gradient is not None
         device = plan.texts.device
         kept, first.kept = first.kept, None
@@ -256,6 +275,10 @@ class Contrastive(Objective):
 
     def _taught(self, plan: StepPlan, aux: dict[str, nn.Module]) -> torch.Tensor | None:
         """The teacher's embeddings of the same texts."""
+        import torch
+
+        from fullshard.families.embedding.batching.rng_state import RngState
+
         if self.teacher is None:
             return None
         with torch.no_grad():
@@ -268,6 +291,11 @@ class Contrastive(Objective):
         self, vectors: torch.Tensor, scalars: torch.Tensor | None, plan: StepPlan, taught: torch.Tensor | None
     ) -> Embedded:
         """Queries, positives and negatives of all ranks."""
+        import torch
+
+        from fullshard.dist import reduce
+        from fullshard.families.embedding.batching.chunks import there
+
         texts, device = plan.texts, plan.texts.device
         firsts, number = texts.firsts[:, None], np.arange(2, 2 + plan.negatives)[None]
         has = there(number < texts.per_sample[:, None], device)
@@ -303,6 +331,10 @@ class Contrastive(Objective):
         )
 
     def _all(self, mine: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        from fullshard.dist import reduce
+
         if not self.across_ranks:
             return mine
         if mine.dtype == torch.bool:
@@ -311,6 +343,8 @@ class Contrastive(Objective):
 
     def _reduced(self, embedded: Embedded) -> torch.Tensor:
         """The loss, at every Matryoshka dimension."""
+        import torch
+
         if self.matryoshka is None:
             return self.similarity.loss(embedded)
         dims = self.matryoshka.of(embedded.queries.shape[-1])
@@ -346,6 +380,8 @@ def _pad(model: Any) -> int:
 
 def _accuracy(embedded: Embedded) -> tuple[torch.Tensor, torch.Tensor]:
     """How many of this rank's queries are closest to their own positive, and how many queries there are."""
+    import torch.nn.functional as F
+
     queries, positives = (F.normalize(each, dim=-1) for each in (embedded.queries, embedded.positives))
     scores = queries[embedded.own] @ positives.T
     keys = embedded.positive_keys

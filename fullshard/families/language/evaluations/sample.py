@@ -5,13 +5,15 @@ All ranks run every forward pass together. Must not know FSDP or how the model w
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from pydantic import Field
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers
+from fullshard.contracts.objective import Numbers, no_grad
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sample(Evaluation):
@@ -29,6 +31,8 @@ class Sample(Evaluation):
     only_at_end: bool = True
 
     def run(self, inputs: EvaluationInputs) -> Findings:
+        import torch
+
         generator = torch.Generator().manual_seed(0)
         texts = []
         for prompt in self.prompts:
@@ -38,8 +42,10 @@ class Sample(Evaluation):
             texts.append(f"Sample continuation of {prompt!r}:\n    " + text.strip().replace("\n", "\n    "))
         return Findings(texts=texts)
 
-    @torch.no_grad()
+    @no_grad
     def _continue(self, inputs: EvaluationInputs, ids: list[int], generator: torch.Generator) -> list[int]:
+        import torch
+
         for _ in range(self.tokens):
             row = torch.tensor([ids], device=inputs.device)
             batch = {"input_ids": row, "position_ids": torch.arange(len(ids), device=inputs.device)[None]}
