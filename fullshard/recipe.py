@@ -14,7 +14,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.checkpoint import folder
 from fullshard.checkpoint.settings import Checkpoint, remote_output
-from fullshard.config.foreign_keys import NO_EFFECT, NoEffect
 from fullshard.config.part import Section, decode
 from fullshard.contracts.data import Encoder, Source
 from fullshard.contracts.ema import Ema
@@ -25,6 +24,7 @@ from fullshard.contracts.objective import Objective
 from fullshard.contracts.optimizer import Optimizer
 from fullshard.contracts.schedule import Schedule
 from fullshard.contracts.sink import Sink
+from fullshard.dialects.foreign_keys import NO_EFFECT, NoEffect
 from fullshard.dist.precision import check_word
 
 Precision = Annotated[str, BeforeValidator(check_word)]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from fullshard.config import foreign_keys
+from fullshard.dialects import foreign_keys
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse_value
 

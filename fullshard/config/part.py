@@ -19,10 +19,10 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
 
-from fullshard.config import foreign_keys
 from fullshard.config.families import folders
 from fullshard.config.problems import did_you_mean, explain, found, join, not_one_of, unknown_key
 from fullshard.config.section import Option, Section, keys_of, options
+from fullshard.dialects import foreign_keys
 from fullshard.errors import RecipeError, SetupError
 from fullshard.formatting.yaml_text import shown
 

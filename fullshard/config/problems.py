@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fullshard.config import foreign_keys
+from fullshard.dialects import foreign_keys
 from fullshard.formatting.plural import counted
 from fullshard.formatting.yaml_text import shown
 

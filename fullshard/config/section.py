@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from fullshard.config.foreign_keys import NoEffect
+from fullshard.dialects.foreign_keys import NoEffect
 
 
 class Section(BaseModel):

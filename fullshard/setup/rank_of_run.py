@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fullshard.config.part import plain
 from fullshard.contracts.world import World
-from fullshard.dist import accelerate, env
+from fullshard.dialects import accelerate
+from fullshard.dist import env
 from fullshard.dist.env import Launch
 from fullshard.dist.precision import resolve_precision
 from fullshard.errors import FullshardError

@@ -26,6 +26,8 @@ SERVING = (
     "images",
     "similarity",
     "text",
+    # Other tools' keys and files, translated or answered.
+    "dialects",
 )
 """What is not the engine. Everything else in the package is."""
 

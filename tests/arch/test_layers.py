@@ -14,6 +14,7 @@ from tests.arch.package import FILES, MODULES, PACKAGE, family, imported, module
 LAYERS = [
     "errors",
     "formatting",
+    "dialects",
     "explain",
     "config",
     "contracts",

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from fullshard.config import foreign_keys
 from fullshard.config.arguments import to_overrides
 from fullshard.config.part import Part, Section, kinds, part_class
 from fullshard.config.section import keys_of, options
 from fullshard.data.sources.files import Files
+from fullshard.dialects import foreign_keys
 from fullshard.errors import DataError, RecipeError
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe

@@ -10,9 +10,9 @@ import yaml
 
 import fullshard
 from fullshard.config import builtin
-from fullshard.config.foreign_keys import NO_EFFECT
 from fullshard.config.part import plain
 from fullshard.config.section import without_effect
+from fullshard.dialects.foreign_keys import NO_EFFECT
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse, parse_value, render
 from fullshard.recipes.read import hand_on, load, read, run_facts, save_resolved

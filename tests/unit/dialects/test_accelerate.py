@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from fullshard.config.arguments import to_overrides
-from fullshard.dist.accelerate import notes
+from fullshard.dialects.accelerate import notes
 
 FSDP: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -34,7 +34,7 @@ FSDP: dict[str, Any] = {
 }
 TELL = """
 import json, os, sys
-from fullshard.dist.accelerate import notes
+from fullshard.dialects.accelerate import notes
 from fullshard.dist.env import detect
 launch = detect(os.environ)
 if launch.rank == 0:
