@@ -65,12 +65,6 @@ class Batch(Section):
     global_size: int | None = Field(None, ge=1, alias="global")
     """Rows per step over all ranks; the same for any number of ranks."""
 
-    @model_validator(mode="after")
-    def _one_of(self) -> Batch:
-        if self.accumulate is not None and self.global_size is not None:
-            raise ValueError("give batch.accumulate or batch.global, not both: one follows from the other")
-        return self
-
 
 class Duration(Section):
     """How long the run is."""
@@ -83,8 +77,8 @@ class Duration(Section):
     """Optimizer steps."""
 
     @model_validator(mode="after")
-    def _one_of(self) -> Duration:
-        if (self.epochs is None) == (self.steps is None):
+    def _given(self) -> Duration:
+        if self.epochs is None and self.steps is None:
             raise ValueError("give exactly one of duration.epochs and duration.steps")
         return self
 
@@ -106,15 +100,6 @@ class Wrap(Section):
         if isinstance(value, str):
             value = [value]
         return {"classes": value} if isinstance(value, list) else value
-
-    @model_validator(mode="after")
-    def _one_of(self) -> Wrap:
-        if sum((self.classes is not None, self.min_params is not None, self.whole)) > 1:
-            raise ValueError(
-                "wrap.classes, wrap.min_params and wrap.whole exclude each other: "
-                "min_params has no effect where classes are named"
-            )
-        return self
 
 
 class Sharding(Section):

@@ -96,7 +96,7 @@ def _then(path: Path, act: Callable[[Path], Any]) -> Path:
     return path
 
 
-@mistake("recipe", "recipe: recipe", "batch.accumulate or batch.global, not both", remedy="one follows from the other")
+@mistake("recipe", "recipe: recipe", "batch.accumulate and batch.global exclude each other", remedy="Give one of them")
 def accumulate_and_global(seed: Seed) -> None:
     seed.set("batch", **{"accumulate": 2, "global": 16})
 
@@ -107,7 +107,7 @@ def global_that_does_not_divide(seed: Seed) -> None:
     seed.words = ["--devices", "2"]
 
 
-@mistake("recipe", "recipe: recipe", "duration.epochs and duration.steps", remedy="exactly one")
+@mistake("recipe", "recipe: recipe", "duration.epochs and duration.steps exclude each other", remedy="Give one of them")
 def epochs_and_steps(seed: Seed) -> None:
     seed.recipe["duration"] = {"epochs": 1, "steps": 10}
 
@@ -117,7 +117,7 @@ def blocks_of_another_model(seed: Seed) -> None:
     seed.set("sharding", wrap=["LlamaDecoderLayer"])
 
 
-@mistake("recipe", "recipe: recipe", "wrap.classes, wrap.min_params", remedy="exclude each other")
+@mistake("recipe", "recipe: recipe", "sharding.wrap.classes and sharding.wrap.min_params", remedy="exclude each other")
 def classes_and_min_params(seed: Seed) -> None:
     seed.set("sharding", wrap={"classes": ["Qwen3DecoderLayer"], "min_params": 1000})
 

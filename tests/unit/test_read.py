@@ -258,7 +258,7 @@ def test_one_of_two_keys_that_exclude_each_other_replaces_the_other(
 
 
 def test_two_keys_that_exclude_each_other_in_one_place_are_an_error() -> None:
-    assert "exactly one" in error_of({**MINIMAL, "duration": {"epochs": 1, "steps": 2}})
+    assert "exclude each other" in error_of({**MINIMAL, "duration": {"epochs": 1, "steps": 2}})
     assert "exactly one" in error_of(MINIMAL, "duration.epochs=null", "duration.steps=null")
 
 

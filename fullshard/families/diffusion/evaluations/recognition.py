@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, PrivateAttr
 
-from fullshard.config.user_code import load_callable
 from fullshard.contracts.evaluation import EvaluationInputs, Findings
 from fullshard.contracts.objective import Numbers, Objective, no_grad
 from fullshard.errors import RecipeError
@@ -21,6 +20,7 @@ from fullshard.families.diffusion.evaluations.image_callbacks import (
     require_images,
     trial,
 )
+from fullshard.families.diffusion.evaluations.user_code import load_callable
 from fullshard.families.diffusion.sampling.conditioning import kept_open, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import FILLER, make_images
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
-from fullshard.config.user_code import load, load_callable
 from fullshard.contracts.evaluation import EvaluationInputs
 from fullshard.data.loader import Loader
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.encoders.image import Images
 from fullshard.families.diffusion.evaluations.fid import Fid
 from fullshard.families.diffusion.evaluations.recognition import Recognition
+from fullshard.families.diffusion.evaluations.user_code import load, load_callable
 from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
 from fullshard.families.diffusion.sampling.image_batches import FILLER, shares
