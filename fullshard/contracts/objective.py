@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 Batch = dict[str, Any]
 """One micro-batch: tensors by name. `sample_ids` is always there; -1 marks a sample that only fills the batch."""
 Direction = Literal["min", "max"]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ class Loader:
 
     def windows(self, start_step: int = 0) -> Iterator[Window]:
         """Every step from `start_step` on, endlessly."""
-        stream = _Stream(self._open(_Places(self, start_step)))
+        stream = _Stream(self._open(self.turns(start_step)))
         try:
             for step in count(start_step):
                 epoch, window = divmod(step, self.steps_per_epoch)
@@ -145,10 +145,7 @@ class Loader:
             yield from ((epoch, slice_) for slice_ in self._slices(places))
 
     def _made(self, turn: Turn) -> Batch:
-        batch = self._batches[turn]
-        if isinstance(batch, FullshardError):
-            raise batch
-        return batch
+        return _or_raise(self._batches[turn])
 
     def _order(self, epoch: int) -> np.ndarray:
         # Two are kept: workers read ahead into the next epoch.
@@ -185,15 +182,6 @@ class _Workers(DataLoader[Any]):
         pass
 
 
-@dataclass(frozen=True)
-class _Places:
-    loader: Loader
-    start_step: int
-
-    def __iter__(self) -> Iterator[Turn]:
-        return self.loader.turns(self.start_step)
-
-
 class _Batches(torch.utils.data.Dataset[Any]):
     """One collated micro-batch for given indices; runs in a worker."""
 
@@ -203,9 +191,10 @@ class _Batches(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, turn: Turn) -> Batch | FullshardError:
         stream, places = turn
-        ids = _real_first(places)
+        found = places[places != FILLER]
+        ids = np.concatenate([found, np.full(len(places) - len(found), FILLER, dtype=np.int64)])
         try:
-            real = [self.samples[int(index)] for index in places if index != FILLER]
+            real = [self.samples[int(index)] for index in found]
             # A filler has the shape of a real sample, so all ranks run the same work.
             blank = self._collator.blank(real[0] if real else self.samples[0])
             rows = real + [blank] * (len(places) - len(real))
@@ -223,9 +212,10 @@ class _Batches(torch.utils.data.Dataset[Any]):
         return {**batch, "sample_ids": torch.from_numpy(ids), "draws": torch.from_numpy(keys)}
 
 
-def _real_first(places: np.ndarray) -> np.ndarray:
-    real = places[places != FILLER]
-    return np.concatenate([real, np.full(len(places) - len(real), FILLER, dtype=np.int64)])
+def _or_raise(batch: Batch | FullshardError) -> Batch:
+    if isinstance(batch, FullshardError):
+        raise batch
+    return batch
 
 
 def _unchanged(batch: Any) -> Any:
@@ -245,10 +235,7 @@ class _Stream:
 
     def take(self) -> Batch:
         assert self._iterator is not None
-        batch = next(self._iterator)
-        if isinstance(batch, FullshardError):
-            raise batch
-        return cast(Batch, batch)
+        return _or_raise(next(self._iterator))
 
     def close(self) -> None:
         self._iterator = None

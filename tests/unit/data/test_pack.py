@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from fullshard.contracts.data import IGNORE, Encoder, Features, Record
-from fullshard.data.best_fit import best_fit
-from fullshard.data.pack import Fitted, Plain, Wrapped
+from fullshard.data.pack import Fitted, Plain, Wrapped, best_fit
 from fullshard.data.records import Listed
 from fullshard.data.store import Store, encoded
 from fullshard.text.tokens import collate_tokens, sample, shifted

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fullshard.data.best_fit import best_fit
+from fullshard.data.pack import best_fit
 
 PADDING = -1
 
