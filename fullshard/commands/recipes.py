@@ -28,7 +28,7 @@ def complete_preset(incomplete: str) -> list[tuple[str, str]]:
 
 
 def _described(known: dict[str, Path], incomplete: str) -> list[tuple[str, str]]:
-    return [(name, builtin.sentence(path)) for name, path in known.items() if name.startswith(incomplete)]
+    return [(name, sentence(path)) for name, path in known.items() if name.startswith(incomplete)]
 
 
 @recipes.callback()
@@ -107,4 +107,15 @@ def _built_in(name: str) -> Path:
 def _list(known: dict[str, Path]) -> None:
     width = max(map(len, known), default=0)
     for name, path in known.items():
-        typer.echo(f"{name:<{width}}  {builtin.sentence(path)}")
+        typer.echo(f"{name:<{width}}  {sentence(path)}")
+
+
+def sentence(path: Path) -> str:
+    """What a built-in file is for: the sentence that its opening comment begins with."""
+    words: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#") or line.strip() == "#":
+            break
+        words.append(line.lstrip("# ").rstrip())
+    text = " ".join(words)
+    return text.split(". ")[0].rstrip(".") + "." if text else ""

@@ -1,7 +1,4 @@
-"""Built-in recipes and presets, by name, each with the sentence that its file opens with.
-
-Must not import anything heavy: the command line lists and completes these names.
-"""
+"""Built-in recipes and presets by name. Must not import anything heavy: the command line completes these names."""
 
 from __future__ import annotations
 
@@ -27,17 +24,6 @@ def recipes() -> dict[str, Path]:
 def presets() -> dict[str, Path]:
     """The built-in presets by name."""
     return _yaml_files(_PACKAGE / "presets")
-
-
-def sentence(path: Path) -> str:
-    """What a built-in file is for: the sentence that its opening comment begins with."""
-    words: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#") or line.strip() == "#":
-            break
-        words.append(line.lstrip("# ").rstrip())
-    text = " ".join(words)
-    return text.split(". ")[0].rstrip(".") + "." if text else ""
 
 
 def _yaml_files(folder: Path) -> dict[str, Path]:

@@ -25,16 +25,12 @@ _ASSIGNMENT = re.compile(r"^(?P<path>[A-Za-z_][\w.\-\[\]]*)=(?P<value>.*)$", re.
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 
-@dataclass(frozen=True)
-class Override:
-    """One setting of the command line."""
-
-    path: tuple[str | int, ...]
-    value: Any
+Path = tuple[str | int, ...]
+"""A key path: names of keys, and indices of list elements."""
 
 
-def parse_override(text: str) -> Override:
-    """`optimizer.lr=3e-4`, `log.sinks[0].project=x`, `--batch.per-device=4`."""
+def parse_override(text: str) -> tuple[Path, Any]:
+    """The key path and value of `optimizer.lr=3e-4`, `log.sinks[0].project=x`, `--batch.per-device=4`."""
     found = _ASSIGNMENT.match(text.removeprefix("--"))
     if not found:
         raise RecipeError(
@@ -45,10 +41,10 @@ def parse_override(text: str) -> Override:
     path = tuple(int(index) if index else name for name, index in steps)
     if show(path) != found["path"]:
         raise RecipeError(f"{text!r}: {found['path']!r} is not a key path. Write section.key or section.list[0].key.")
-    return Override(path, parse_value(found["value"], where=found["path"]))
+    return path, parse_value(found["value"], where=found["path"])
 
 
-def show(path: tuple[str | int, ...]) -> str:
+def show(path: Path) -> str:
     """A key path as it is written."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
@@ -66,11 +62,11 @@ class Settings:
         """Puts a layer on top; its values win, key by key."""
         self.values = self._merge(self.section, self.values, values, "", origin)
 
-    def set(self, override: Override, origin: str) -> None:
+    def set(self, path: Path, value: Any, origin: str) -> None:
         """Puts one setting on top; a list element is changed in place."""
-        indices = [i for i, step in enumerate(override.path) if isinstance(step, int)]
-        path = override.path[: indices[0]] if indices else override.path
-        value = self._edit(path, override.path[indices[0] :], override.value) if indices else override.value
+        first = next((place for place, step in enumerate(path) if isinstance(step, int)), None)
+        if first is not None:
+            path, value = path[:first], self._edit(path[:first], path[first:], value)
         self.lay(_nested(path, value), origin)
 
     def _merge(self, cls: type[Section] | None, below: Any, above: Any, where: str, origin: str) -> Any:
@@ -144,7 +140,7 @@ class Settings:
         inside = [origin for key, origin in self.origins.items() if key == path or key.startswith(f"{path}.")]
         return inside[-1] if inside else "recipe"
 
-    def _edit(self, path: tuple[str | int, ...], rest: tuple[str | int, ...], value: Any) -> list[Any]:
+    def _edit(self, path: Path, rest: Path, value: Any) -> list[Any]:
         """The list at `path` with one element (or a key inside it) changed."""
         cls: type[Section] | None = self.section
         element: type[Section] | None = None
@@ -171,7 +167,7 @@ class Settings:
         return [*found[:index], changed, *found[index + 1 :]]
 
 
-def _nested(path: tuple[str | int, ...], value: Any) -> Any:
+def _nested(path: Path, value: Any) -> Any:
     for name in reversed(path):
         value = {name: value}
     return value

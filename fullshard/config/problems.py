@@ -80,12 +80,10 @@ def _noun(entry: Any, path: str) -> str | None:
     kind, context = entry["type"], entry.get("ctx", {})
     if kind in _BOUNDS:
         return _BOUNDS[kind].format(**{name: f"{bound:g}" for name, bound in context.items()})
-    if kind in ("too_short", "too_long"):
-        bound, words = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
-        return f"a list of {words} {counted(context[bound], 'entry')}"
-    if kind in ("string_too_short", "string_too_long"):
-        bound, words = ("min_length", "at least") if kind == "string_too_short" else ("max_length", "at most")
-        return f"text of {words} {counted(context[bound], 'character')}"
+    if kind.endswith(("too_short", "too_long")):
+        bound, words = ("min_length", "at least") if kind.endswith("short") else ("max_length", "at most")
+        what, unit = ("text", "character") if kind.startswith("string") else ("a list", "entry")
+        return f"{what} of {words} {counted(context[bound], unit)}"
     if kind == "string_pattern_mismatch":
         return _PATTERNS.get(str(context["pattern"]), "text in the form that this key needs")
     if kind != "literal_error":

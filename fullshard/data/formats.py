@@ -220,46 +220,35 @@ def _table(path: Path, *, delimiter: str) -> Records:
     # The default limit of 128 KiB per field is too small for documents.
     limit = csv.field_size_limit(sys.maxsize)
     try:
-        header, rows, lines = _rows(path, delimiter=delimiter)
+        (first, header), *rows = _rows(path, delimiter=delimiter) or [(1, [])]
     finally:
         csv.field_size_limit(limit)
+    if len(set(header)) < len(header):
+        raise DataError(f"{path}:{first}: the header names a column twice: {', '.join(header)}.")
+    for line, row in rows:
+        if len(row) != len(header):
+            raise DataError(
+                f"{path}:{line}: found {len(row)} columns, but the header has {len(header)} ({', '.join(header)}). "
+                f"Quote fields that hold {delimiter!r} or a line end."
+            )
     if not rows:
         raise DataError(f"{path}: the file has no rows under its header. Put records into it.")
+    lines = [line for line, _ in rows]
     return Listed(
-        [dict(zip(header, row, strict=True)) for row in rows],
+        [dict(zip(header, row, strict=True)) for _, row in rows],
         place=lambda index: f"{path}:{lines[index]}",
         fingerprint=lambda: combine("table", delimiter, digest(path)),
     )
 
 
-def _rows(path: Path, *, delimiter: str) -> tuple[list[str], list[list[str]], list[int]]:
-    """The header, the rows, and the line where each row ends."""
-    rows: list[list[str]] = []
-    lines: list[int] = []
-    header: list[str] | None = None
+def _rows(path: Path, *, delimiter: str) -> list[tuple[int, list[str]]]:
+    """The rows that are not blank, the header first, each with the line where it ends."""
     with open(path, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
-            for row in reader:
-                if not row:
-                    continue
-                if header is None:
-                    header = row
-                    if len(set(header)) < len(header):
-                        raise DataError(
-                            f"{path}:{reader.line_num}: the header names a column twice: {', '.join(header)}."
-                        )
-                elif len(row) != len(header):
-                    raise DataError(
-                        f"{path}:{reader.line_num}: found {len(row)} columns, but the header has {len(header)} "
-                        f"({', '.join(header)}). Quote fields that hold {delimiter!r} or a line end."
-                    )
-                else:
-                    rows.append(row)
-                    lines.append(reader.line_num)
+            return [(reader.line_num, row) for row in reader if row]
         except csv.Error as error:
             raise DataError(f"{path}:{reader.line_num}: {error}. Check the quotes on this line.") from error
-    return header or [], rows, lines
 
 
 class Parquet:

@@ -96,10 +96,7 @@ class Store:
         return len(self.records)
 
     def __getitem__(self, index: int) -> Features:
-        return {
-            name: np.array(column[self._starts[name][index] : self._starts[name][index + 1]])
-            for name, column in self._columns.items()
-        }
+        return self.slice(index, 0, None)
 
     @property
     def shared(self) -> Features:
@@ -118,12 +115,10 @@ class Store:
         """A feature of all samples, end to end."""
         return np.asarray(self._columns[name])
 
-    def slice(self, index: int, start: int, stop: int) -> Features:
-        """Positions `start` to `stop` of one sample whose features are all equally long."""
-        return {
-            name: np.array(column[self._starts[name][index] + start : self._starts[name][index] + stop])
-            for name, column in self._columns.items()
-        }
+    def slice(self, index: int, start: int, stop: int | None) -> Features:
+        """Positions `start` to `stop` of each feature of one sample."""
+        ends = {name: starts[index : index + 2] for name, starts in self._starts.items()}
+        return {name: np.array(column[slice(*ends[name])][start:stop]) for name, column in self._columns.items()}
 
 
 def processor_fingerprint(processor: Any) -> str:

@@ -64,7 +64,7 @@ def read(
         settings.lay(_preset(preset), f"preset {preset}")
     settings.lay({key: value for key, value in document.values.items() if key != RUN_KEY}, "recipe")
     for text in overrides:
-        settings.set(parse_override(text), COMMAND_LINE)
+        settings.set(*parse_override(text), COMMAND_LINE)
     try:
         recipe = decode(Recipe, settings.values)
     except RecipeError as error:

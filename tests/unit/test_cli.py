@@ -16,6 +16,7 @@ import fullshard.run
 from fullshard.cli import app, main
 from fullshard.commands.other_tools import ELSEWHERE
 from fullshard.commands.recipe_arguments import OPTIONS
+from fullshard.commands.recipes import sentence
 from fullshard.config import builtin
 from fullshard.config.arguments import to_overrides
 from fullshard.contracts.launcher import Ranks
@@ -218,7 +219,7 @@ def test_recipes_alone_lists() -> None:
     assert lines == call("recipes", "list").stdout
     for name, path in builtin.recipes().items():
         assert f"{name} " in lines
-        assert builtin.sentence(path) in lines
+        assert sentence(path) in lines
 
 
 def test_presets_lists_what_each_is_for() -> None:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import fullshard
+from fullshard.commands.recipes import sentence
 from fullshard.config import builtin
 from fullshard.config.part import plain
 from fullshard.config.section import without_effect
@@ -423,13 +424,13 @@ def test_a_recipe_handed_to_the_ranks_keeps_its_story(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(builtin.presets()))
 def test_every_preset_decodes_and_says_what_it_is_for(name: str) -> None:
     assert load(MINIMAL, preset=name).topology.nodes >= 1
-    assert len(builtin.sentence(builtin.presets()[name])) > 40
+    assert len(sentence(builtin.presets()[name])) > 40
 
 
 @pytest.mark.parametrize("name", sorted(builtin.recipes()))
 def test_every_built_in_recipe_decodes_and_says_what_it_is_for(name: str) -> None:
     assert read(name).source == f"built-in recipe {name}"
-    assert len(builtin.sentence(builtin.recipes()[name])) > 40
+    assert len(sentence(builtin.recipes()[name])) > 40
 
 
 # Keys that are accepted without effect
