@@ -17,11 +17,11 @@ from torch import nn
 from fullshard.contracts.objective import Batch, Objective, Terms
 from fullshard.dist import reduce
 from fullshard.dist.average import Average
-from fullshard.dist.first_update import FirstUpdate
 from fullshard.dist.gradient_sync import one_by_one
 from fullshard.dist.gradients import clip_global_norm, not_finite
-from fullshard.dist.upload import upload
+from fullshard.dist.upload import to_device, upload
 from fullshard.errors import NumericalError, SetupError
+from fullshard.proofs.first_update import FirstUpdate
 
 SMALLEST_SCALE = 1.0
 """A loss scale below this means that gradients overflow even without scaling."""
@@ -182,14 +182,6 @@ def sum_terms(terms: Sequence[Terms], counts: Mapping[str, int], device: torch.d
         pairs = [torch.stack([part.double() for part in t.metrics[name]]) for t in terms]
         sums[name] = torch.stack(pairs).sum(0)
     return sums
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copies a batch's tensors; from pinned memory the copy overlaps with what the device is doing."""
-    return {
-        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-        for key, value in batch.items()
-    }
 
 
 def seed_everything(*key: int) -> None:

@@ -19,8 +19,8 @@ from fullshard.checkpoint import paths
 from fullshard.contracts.world import World
 from fullshard.dist import agreement, reduce
 from fullshard.dist.agreement import on_ranks, spread
+from fullshard.proofs.same_run import Subject, compare
 from fullshard.recipe import Recipe
-from fullshard.setup.same_run import Subject, compare
 
 SKEW_WARNING_S = 1.0
 """Above this, log lines of two nodes cannot be matched, and files seem to come from the future."""

@@ -291,3 +291,11 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(map(_plain_value, value), key=str)  # in one order on every rank
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted keys."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity
+from fullshard.config.part import flat
 from fullshard.contracts.progress import Progress
 from fullshard.control.resumed_rate import jump
 from fullshard.data.inventory import Inventory, changes
@@ -137,17 +138,6 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _show(value: Any) -> str:
     return "not set" if value is None else str(value)
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def candidates(run: Path, resume: str) -> list[Path]:

@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import torch
 
+from fullshard.contracts.objective import Batch
+
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on the device; asynchronous copies need pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """A batch whose tensors are on the device; the loader has pinned them."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+        for key, value in batch.items()
+    }

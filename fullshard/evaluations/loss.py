@@ -23,7 +23,8 @@ class Loss(Evaluation):
     def run(self, inputs: EvaluationInputs) -> Findings:
         import torch
 
-        from fullshard.step import count_terms, sum_terms, to_device
+        from fullshard.dist.upload import to_device
+        from fullshard.step import count_terms, sum_terms
 
         if inputs.num_batches == 0:
             return Findings()

@@ -21,11 +21,11 @@ from fullshard.contracts.data import IGNORE, Features
 from fullshard.contracts.objective import Batch, Objective
 from fullshard.data.pack import row_of
 from fullshard.dist import reduce
-from fullshard.dist.nonzero_weights import awake
 from fullshard.dist.shard import reshard
+from fullshard.dist.upload import to_device
 from fullshard.errors import SetupError
 from fullshard.proofs.finite import not_finite
-from fullshard.step import to_device
+from fullshard.proofs.nonzero_weights import awake
 
 WIDTH = 32
 """Tokens of a row, where data.sequence_length allows."""

@@ -19,6 +19,7 @@ from fullshard.control.triggers import Due
 from fullshard.data.loader import Loader
 from fullshard.dist import reduce
 from fullshard.dist.shard import reshard
+from fullshard.dist.upload import to_device
 from fullshard.images.grids import Gallery
 from fullshard.log.console import Console
 from fullshard.log.report import Report
@@ -28,7 +29,7 @@ from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import effective_best
 from fullshard.setup.sharded_model import ShardedModel
-from fullshard.step import Learner, to_device
+from fullshard.step import Learner
 
 
 def num_workers(recipe: Recipe, world: World) -> int:

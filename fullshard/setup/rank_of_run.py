@@ -17,12 +17,13 @@ from fullshard.dist.env import Launch
 from fullshard.dist.precision import resolve_precision
 from fullshard.errors import FullshardError
 from fullshard.log.console import Console
+from fullshard.proofs import same_run
+from fullshard.proofs.same_run import Subject
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
-from fullshard.setup import on_ranks, same_run
+from fullshard.setup import on_ranks
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import prepare_inputs
-from fullshard.setup.same_run import Subject, subjects
 
 Preflight = Callable[[RunInputs, Launch, Console], None]
 """What is checked on one rank of each node before ranks meet; raises what would stop the run later."""
@@ -59,4 +60,12 @@ def compared(recipe: Recipe, inputs: RunInputs, world: World, options: Mapping[s
     except FullshardError as error:  # raised again where the model is built, if all ranks have it
         precision = str(error)
     realised = {"the device": world.device.type, "the precision in force": precision, **options}
-    return subjects(plain(recipe), inputs, config=recipe.model.config_of(inputs.module), realised=realised)
+    return same_run.subjects(
+        plain(recipe),
+        realised=realised,
+        module=inputs.module,
+        config=recipe.model.config_of(inputs.module),
+        data=inputs.data,
+        identity=inputs.identity,
+        processor=inputs.processor,
+    )

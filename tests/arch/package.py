@@ -21,6 +21,8 @@ SERVING = (
     "export",
     "generate",
     "prove",
+    # What a run proves before step 1 and at its first update: it counts with `prove`.
+    "proofs",
     # What families share: Transformers' formats, texts, images and losses over embeddings.
     "hf",
     "images",

@@ -118,8 +118,8 @@ def norm_after_waking() -> tuple[bool, float]:
     """Whether the zero weights of a model had values meanwhile, and what they have afterwards."""
     from torch.distributed.fsdp import fully_shard
 
-    from fullshard.dist.nonzero_weights import awake
     from fullshard.dist.values import local
+    from fullshard.proofs.nonzero_weights import awake
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -161,7 +161,7 @@ def code_that_differs() -> list[str]:
     import importlib
 
     from fullshard.dist.agreement import differences
-    from fullshard.setup.same_run import code
+    from fullshard.proofs.same_run import code
 
     sys.modules.pop("colorsys", None)
     if os.environ["RANK"] == "0":
@@ -211,7 +211,7 @@ def test_the_order_of_a_set_is_no_difference() -> None:
     code = (
         "from diffusers import DiTTransformer2DModel\n"
         "from fullshard.config.part import Section, plain\n"
-        "from fullshard.setup.same_run import _model\n"
+        "from fullshard.proofs.same_run import _model\n"
         "class Own(Section):\n    words: set[str]\n"
         "model = DiTTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=4, sample_size=4)\n"
         "print(_model(model, model.config), plain(Own(words=set('abcdefgh'))))\n"

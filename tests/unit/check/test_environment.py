@@ -19,9 +19,9 @@ from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.world import World
 from fullshard.dist.precision import resolve_for
 from fullshard.errors import SetupError
+from fullshard.proofs.same_run import Subject
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import load
-from fullshard.setup.same_run import Subject
 from fullshard.setup.step_plan import plan_steps
 from tests import small
 from tests.ranks import RankPool

@@ -126,7 +126,7 @@ class Fid(MakesImages):
         import torch
 
         from fullshard.dist import reduce
-        from fullshard.step import to_device
+        from fullshard.dist.upload import to_device
 
         assert self._real is not None
         texts = len(self._real.labels)

@@ -173,7 +173,7 @@ def embed_all(inputs: EvaluationInputs) -> HeldOut:
     import torch
 
     from fullshard.dist import reduce
-    from fullshard.step import to_device
+    from fullshard.dist.upload import to_device
 
     objective: Any = inputs.objective
     found: list[torch.Tensor] = []

@@ -119,7 +119,7 @@ class Search(Evaluation):
         import torch
 
         from fullshard.dist import reduce
-        from fullshard.step import to_device
+        from fullshard.dist.upload import to_device
 
         ranks, rank = reduce.place()
         objective: Any = inputs.objective

@@ -1,6 +1,7 @@
-"""What every rank must have alike before step 1: recipe, versions, code, data and model. `train` and `check` ask here.
+"""Proves that all ranks belong to the same run: they have the same recipe, versions, code, data and model.
 
-Called right after the ranks met, in the same order on each. Must not know how findings are shown.
+`train` and `check` compare right after the ranks have connected, in the same order on each. Must not know how findings
+are shown.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.control.resume import flat
+from fullshard.config.part import flat
+from fullshard.data.prepare import Prepared
 from fullshard.data.store import processor_fingerprint
 from fullshard.dist.agreement import Facts, differences, some
 from fullshard.errors import SetupError
-from fullshard.setup.inputs import RunInputs
 
 PACKAGES = (
     "torch",
@@ -39,8 +40,8 @@ PACKAGES = (
     "diffusers",
     "sentence-transformers",
 )
-"""Libraries that take part in the numbers of a run."""
-_OWN = ("topology.", "data.cache", "data.workers")
+"""Libraries whose version may change the numbers of a run."""
+_MAY_DIFFER = ("topology.", "data.cache", "data.workers")
 """Settings that may differ from node to node."""
 
 
@@ -51,18 +52,27 @@ class Subject:
     name: str
     facts: Facts
     what: str
-    """What the ranks do not have alike, for the message."""
+    """What all ranks must have, for the message: "the same recipe"."""
     remedy: str
     agreed: str
-    """What to say when they do."""
+    """What to say when they agree."""
 
 
 def subjects(
-    settings: Mapping[str, Any], inputs: RunInputs, *, config: Mapping[str, Any], realised: Mapping[str, str]
+    settings: Mapping[str, Any],
+    *,
+    realised: Mapping[str, str],
+    module: nn.Module,
+    config: Mapping[str, Any],
+    data: Prepared,
+    identity: Mapping[str, Any],
+    processor: Any,
 ) -> list[Subject]:
-    """What this rank has, by subject. `settings` is the whole recipe, `config` the model's own, `realised` what this
-    rank adds to the recipe: options of the command, and what an "auto" came to here."""
-    recipe = {key: str(value) for key, value in flat(dict(settings)).items() if not key.startswith(_OWN)}
+    """What this rank has, by subject. `settings` is the whole recipe, `realised` what this rank adds to it (options of
+    the command, and what "auto" became here), `config` the model's config, `identity` the order of the data."""
+    recipe = {key: str(value) for key, value in flat(settings).items() if not key.startswith(_MAY_DIFFER)}
+    installed = versions()
+    shown = ", ".join(f"{name} {value}" for name, value in list(installed.items())[:3])
     return [
         Subject(
             "recipe",
@@ -73,28 +83,28 @@ def subjects(
         ),
         Subject(
             "versions",
-            versions(),
+            installed,
             "the same versions",
             "Install the same versions on every node, or use one shared environment.",
-            ", ".join(f"{name} {value}" for name, value in list(versions().items())[:3]) + " on every rank",
+            f"{shown} on every rank",
         ),
         Subject(
             "code",
-            code(settings, inputs.module),
+            code(settings, module),
             "the same code",
             "Put the same code on every node, or use one shared folder.",
             "fullshard, the run's own parts and the model's class are the same on every rank",
         ),
         Subject(
             "data",
-            _data(inputs),
+            _data(data, identity, processor),
             "the same data",
             "Give every node the same files.",
             "the same content on every rank",
         ),
         Subject(
             "model",
-            _model(inputs.module, config),
+            _model(module, config),
             "the same model",
             "Give every node the same model folder.",
             "the same config and shapes on every rank",
@@ -103,20 +113,20 @@ def subjects(
 
 
 def compare(subject: Subject) -> str | None:
-    """The sentence that says how ranks differ; None where they agree. A collective."""
+    """A sentence that says how the ranks differ; None if they agree. A collective."""
     found = differences(subject.facts)
     return f"the ranks do not have {subject.what}: {some(found)}." if found else None
 
 
 def require(compared: list[Subject]) -> None:
-    """Raises the same SetupError on every rank where they do not agree on all subjects. A collective."""
+    """Raises the same SetupError on every rank if they differ in any subject. A collective."""
     problems = [f"{s.name}: {text} {s.remedy}" for s in compared if (text := compare(s)) is not None]
     if problems:
         raise SetupError("\n".join(problems))
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of each library; None where it is not installed, which stops only a run that needs it."""
+    """Of Python and of each library; None if it is not installed, which stops only a run that needs it."""
     found: dict[str, str | None] = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
@@ -127,8 +137,8 @@ def versions() -> dict[str, str | None]:
 
 
 def code(settings: Mapping[str, Any], module: nn.Module) -> dict[str, str | None]:
-    """Our own sources, those of the user's parts and of the model's class, each by version and hash."""
-    found: dict[str, str | None] = {"fullshard": _own()}
+    """A hash of our sources, of the files of the user's parts and of the file of the model's class."""
+    found: dict[str, str | None] = {"fullshard": _own_sources()}
     for name, path in [*_user_files(settings), (type(module).__module__, _file_of(type(module)))]:
         found[name] = None
         if path is not None and path.is_file():
@@ -137,8 +147,8 @@ def code(settings: Mapping[str, Any], module: nn.Module) -> dict[str, str | None
 
 
 @functools.cache
-def _own() -> str:
-    """The version, and a hash of the sources: two source trees of one version are told apart."""
+def _own_sources() -> str:
+    """The version, and a hash that distinguishes two source trees of one version."""
     folder = Path(__file__).parents[1]
     content = hashlib.blake2b(digest_size=6)
     for path in sorted(folder.rglob("*.py")):
@@ -151,8 +161,8 @@ def _own() -> str:
 
 
 def _user_files(settings: Mapping[str, Any]) -> Iterator[tuple[str, Path | None]]:
-    """`my_package.my_module.Name` and `path.py:Name` among the settings. A module without a file here is not loaded:
-    what only encodes the data is loaded by the rank that encodes, and others find the result."""
+    """The files of `my_package.my_module.Name` and `path.py:Name` among the settings; None for a module that is not
+    loaded here: only the rank that encodes the data loads the encoder, the others read its result."""
     for value in map(str, _leaves(settings)):
         if match := re.fullmatch(r"(.+\.py):\w+", value):
             yield match[1], Path(match[1]).expanduser()
@@ -178,12 +188,13 @@ def _file_of(found: type) -> Path | None:
         return None
 
 
-def _data(inputs: RunInputs) -> dict[str, str | None]:
-    held = inputs.data.validation_from
-    found = {key: str(value) for key, value in inputs.identity.items()}
-    found["content of data.validation"] = held.records.fingerprint() if held is not None else "no data"
-    found["tokenizer"] = processor_fingerprint(inputs.processor)
-    return dict(found)
+def _data(data: Prepared, identity: Mapping[str, Any], processor: Any) -> dict[str, str | None]:
+    held_out = data.validation_from
+    return {
+        **{key: str(value) for key, value in identity.items()},
+        "content of data.validation": held_out.records.fingerprint() if held_out is not None else "no data",
+        "tokenizer": processor_fingerprint(processor),
+    }
 
 
 def _model(module: nn.Module, config: Mapping[str, Any]) -> dict[str, str | None]:
@@ -191,9 +202,9 @@ def _model(module: nn.Module, config: Mapping[str, Any]) -> dict[str, str | None
     shapes += [(name, list(b.shape), False) for name, b in module.named_buffers()]
     content = hashlib.blake2b(json.dumps(shapes).encode(), digest_size=6).hexdigest()
     found: dict[str, str | None] = {"parameters": f"{len(shapes)} tensors ({content})"}
-    # Keys with an underscore are the library's own notes: where a model came from, and lists made of sets, whose order
-    # is another in every process.
-    values = {key: value for key, value in flat(dict(config)).items() if not key.rpartition(".")[2].startswith("_")}
+    # Keys with an underscore are the library's notes: where a model came from, and lists made from sets, whose order
+    # differs from process to process.
+    values = {key: value for key, value in flat(config).items() if not key.rpartition(".")[2].startswith("_")}
     values.pop("transformers_version", None)
     return found | {f"config.{key}": str(value) for key, value in values.items()}
 
