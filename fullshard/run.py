@@ -31,7 +31,7 @@ from fullshard.explain import crash
 from fullshard.explain.error_file import TOLD_BY_LAUNCHER
 from fullshard.formatting.plural import counted
 from fullshard.launch import signals
-from fullshard.launch.memory_watch import told_by_a_witness
+from fullshard.launch.host_memory import reported_if_killed
 from fullshard.recipe import Recipe
 from fullshard.recipes import rerun
 from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
@@ -77,8 +77,8 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = 
 
 def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     """Runs this process's rank of the recipe; returns the exit code."""
-    alone = TOLD_BY_LAUNCHER not in os.environ  # nobody of ours would tell how this process was killed
-    with told_by_a_witness(int(os.environ.get("RANK", 0))) if alone else contextlib.nullcontext():
+    alone = TOLD_BY_LAUNCHER not in os.environ  # no launcher of ours says how this process was killed
+    with reported_if_killed(int(os.environ.get("RANK", 0))) if alone else contextlib.nullcontext():
         result = execute(reading, resume=resume, anyway=anyway)
     return EXIT_PREEMPTED if result.stopped == "signal" else EXIT_DONE
 

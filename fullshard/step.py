@@ -17,8 +17,7 @@ from torch import nn
 from fullshard.contracts.objective import Batch, Objective, Terms
 from fullshard.dist import reduce
 from fullshard.dist.average import Average
-from fullshard.dist.gradient_sync import one_by_one
-from fullshard.dist.gradients import clip_global_norm, not_finite
+from fullshard.dist.gradients import clip_global_norm, not_finite, one_by_one
 from fullshard.dist.upload import to_device, upload
 from fullshard.errors import NumericalError, SetupError
 from fullshard.proofs.first_update import FirstUpdate

@@ -22,8 +22,8 @@ from fullshard.check.findings import Finding, error, of, ok, warning
 from fullshard.check.kernels import attention, compiler
 from fullshard.check.machine import Gpu, Machine, inspect
 from fullshard.contracts.launcher import Ranks
+from fullshard.dist.env import ranks_for
 from fullshard.dist.precision import ResolvedPrecision, resolve_for
-from fullshard.dist.ranks import ranks_for
 from fullshard.errors import RecipeError, SetupError
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import size

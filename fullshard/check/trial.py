@@ -25,7 +25,7 @@ from fullshard.contracts.objective import Batch
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist import reduce
-from fullshard.dist.gradients import checksums
+from fullshard.dist.values import checksums
 from fullshard.dist.world import peak_memory
 from fullshard.errors import NumericalError
 from fullshard.formatting.plural import counted

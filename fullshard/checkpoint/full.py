@@ -19,7 +19,6 @@ from fullshard.checkpoint.dcp_files import Hashed
 from fullshard.checkpoint.reader import CheckpointTensors
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.checkpoint.tensors import Tensors, local
-from fullshard.dist import reduce
 from fullshard.dist.values import rows_of, slices
 from fullshard.errors import CheckpointError
 
@@ -70,7 +69,9 @@ def _pieces(tensor: torch.Tensor, group: Any) -> Iterator[torch.Tensor]:
         if rank == 0:
             yield mine
         elif rows:
-            yield reduce.receive(torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype), source=rank, group=group)
+            received = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+            torch.distributed.recv(received, src=rank, group=group)
+            yield received
 
 
 def _to_main(tensor: torch.Tensor, group: Any) -> None:
@@ -78,7 +79,7 @@ def _to_main(tensor: torch.Tensor, group: Any) -> None:
     if isinstance(tensor, DTensor):
         rows = dict(slices(tensor))
         if rows.get(torch.distributed.get_rank()):
-            reduce.send(tensor.to_local().detach().cpu().contiguous(), group=group)
+            torch.distributed.send(tensor.to_local().detach().cpu().contiguous(), dst=0, group=group)
 
 
 def read_full(stored: CheckpointTensors, tensors: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""Compares facts over all ranks, to see whether they belong to the same run.
+"""Compares facts over all ranks.
 
 Every rank calls with its own facts, and all get the same answer: each difference with its key, ranks and values.
 Must not know what the facts are about.
@@ -22,7 +22,8 @@ _SHOWN = 3
 def differences(facts: Facts) -> list[str]:
     """What the ranks disagree on: `optimizer.lr is 0.01 on rank 0 (a), 0.001 on rank 1 (b)`."""
     # Compare a hash first: facts are sent in full only if they differ.
-    if len(set(reduce.gather_objects(digest(facts)))) == 1:
+    digest = hashlib.blake2b(json.dumps(sorted(facts.items())).encode(), digest_size=16).hexdigest()
+    if len(set(reduce.gather_objects(digest))) == 1:
         return []
     every: list[Facts] = reduce.gather_objects(dict(facts))
     names = hosts()
@@ -38,11 +39,6 @@ def some(found: Sequence[str]) -> str:
     """The first differences, and the number of others."""
     more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return "; ".join(found[:_SHOWN]) + more
-
-
-def digest(facts: Facts) -> str:
-    """One hash of all facts."""
-    return hashlib.blake2b(json.dumps(sorted(facts.items())).encode(), digest_size=16).hexdigest()
 
 
 def hosts() -> list[str]:

@@ -1,4 +1,4 @@
-"""Something that may fail on one rank then fails on all of them. Must not know what it is."""
+"""Work that may fail on one rank, and then fails on all of them. Must not know what it does."""
 
 from __future__ import annotations
 

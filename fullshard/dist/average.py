@@ -1,4 +1,4 @@
-"""The moving average of the trained weights: each rank averages its own slices; `train_step` asks for it.
+"""The moving average of the trained weights: each rank averages its own slices, after each update in `train_step`.
 
 It is kept as optimizer state, under the key `ema`, so that it is saved, resharded, loaded and proven like Adam's
 moments. Must not know losses, evaluations or files.
@@ -35,17 +35,20 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model computes with averaged weights; the trained ones are kept in the memory freed by gradients."""
+        """Inside, the model computes with averaged weights; the trained ones are kept in the memory freed by
+        gradients."""
         reshard(self._model)
         parameters = [local(p.detach()) for p in self._averaged()]
         averages = [local(self._optimizer.state[p][KEY]) for p in self._averaged()]
         trained = [p.clone() for p in parameters]
-        _copy(parameters, averages)
+        for parameter, average in zip(parameters, averages, strict=True):
+            parameter.copy_(average)
         try:
             yield
         finally:
             reshard(self._model)
-            _copy(parameters, trained)
+            for parameter, value in zip(parameters, trained, strict=True):
+                parameter.copy_(value)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -58,7 +61,7 @@ class Average:
 
     @torch.no_grad()
     def materialise(self) -> None:
-        """Makes the state; after the optimizer has made its own, since Adam takes any state for its own."""
+        """Makes the state; call it after the optimizer has made its own, since Adam takes any state for its own."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 state = self._optimizer.state[parameter]
@@ -68,9 +71,3 @@ class Average:
     def _averaged(self) -> list[nn.Parameter]:
         state = self._optimizer.state
         return [p for group in self._optimizer.param_groups for p in group["params"] if KEY in state.get(p, {})]
-
-
-@torch.no_grad()
-def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
-    if into:
-        torch._foreach_copy_(into, values)

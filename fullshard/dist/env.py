@@ -1,21 +1,22 @@
-"""What started this process: torchrun, accelerate launch, SLURM or nothing; and whether its variables can be right.
+"""The ranks of a run: those that torchrun, accelerate launch or SLURM started, by their variables, or those to start.
 
-Everything is checked before the first collective: after it a wrong variable is a silent hang.
-Must not import torch, and must not know models or data.
+Everything is checked before the first collective: after it a wrong variable is a silent hang. SLURM's lists are parsed
+here, because scontrol is not installed inside most containers. Must not import torch (the caller counts the GPUs), and
+must not know models or data.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.dist.ranks import check_devices, probe_port, resolve_host
-from fullshard.dist.slurm import expand_hosts, tasks_per_node
+from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
 from fullshard.formatting.plural import counted
+from fullshard.launch.addresses import is_local, probe_port, resolve_host, split_address
 
 _TORCHRUN = "torchrun --nproc-per-node 8 -m fullshard train RECIPE"
 
@@ -97,8 +98,7 @@ def check(
     if launch.world > 1:
         _check_address(launch, environ)
     # Under SLURM each task may see its own GPU only; then all tasks see one.
-    own_gpu = launch.launcher == "slurm" and num_gpus == 1
-    if not own_gpu:
+    if launch.launcher != "slurm" or num_gpus != 1:
         check_devices(launch.local_world, num_gpus=num_gpus, wanted_device=wanted_device, backend=backend)
     idle = num_gpus - 1 if wanted_device != "cpu" else 0
     if launch.launcher == "slurm" and launch.local_world == 1 and launch.num_nodes > 1 and idle > 0:
@@ -110,15 +110,14 @@ def check(
 
 
 def _torch_launch(environ: Mapping[str, str], rank: int, world: int) -> Launch:
-    local_rank, local_world = _whole(environ, "LOCAL_RANK"), _whole(environ, "LOCAL_WORLD_SIZE")
-    per_node = local_world or 1
+    per_node = _whole(environ, "LOCAL_WORLD_SIZE") or 1
     node_rank, num_nodes = _whole(environ, "GROUP_RANK"), _whole(environ, "GROUP_WORLD_SIZE")
     by_accelerate = any(name.startswith("ACCELERATE_") for name in environ)
     return Launch(
         "accelerate" if by_accelerate else "torchrun",
         rank=rank,
         world=world,
-        local_rank=local_rank or 0,
+        local_rank=_whole(environ, "LOCAL_RANK") or 0,
         local_world=per_node,
         node_rank=rank // per_node if node_rank is None else node_rank,
         num_nodes=max(1, world // per_node) if num_nodes is None else num_nodes,
@@ -139,11 +138,14 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int:
 
 
 def _slurm_launch(environ: Mapping[str, str]) -> Launch:
+    def first(*names: str) -> str:
+        return next((environ[name] for name in names if environ.get(name)), "")
+
     world = _slurm_tasks(environ)
-    hosts = expand_hosts(_first(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "localhost")
+    hosts = expand_hosts(first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "localhost")
     num_nodes = _whole(environ, "SLURM_STEP_NUM_NODES") or _whole(environ, "SLURM_NNODES") or len(hosts)
     node_rank = _whole(environ, "SLURM_NODEID") or 0
-    per_node = tasks_per_node(_first(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or "")
+    per_node = tasks_per_node(first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     job, step = _whole(environ, "SLURM_JOB_ID") or 0, _whole(environ, "SLURM_STEP_ID") or 0
     return Launch(
         "slurm",
@@ -154,9 +156,31 @@ def _slurm_launch(environ: Mapping[str, str]) -> Launch:
         node_rank=node_rank,
         num_nodes=num_nodes,
         master_addr=environ.get("MASTER_ADDR") or hosts[0],
-        # Every task computes the same port; below the range from which systems hand out ports by themselves.
+        # Every task computes the same port, below the range from which systems pick free ports.
         master_port=_whole(environ, "MASTER_PORT") or 10_000 + (31 * job + step) % 20_000,
     )
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """The hosts of a SLURM node list: `node[01-03,07],login1`."""
+    hosts: list[str] = []
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
+        names = [""]
+        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", entry):
+            ends = [text] if text else [number for part in ranges.split(",") for number in _numbers(part)]
+            names = [name + end for name in names for end in ends]
+        hosts.extend(names)
+    return hosts
+
+
+def _numbers(part: str) -> list[str]:
+    first, _, last = part.partition("-")
+    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if last else [first]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's `8(x2),4` as 8, 8, 4."""
+    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
 def _check_by_hand(launch: Launch, environ: Mapping[str, str], nodes: int) -> None:
@@ -164,20 +188,20 @@ def _check_by_hand(launch: Launch, environ: Mapping[str, str], nodes: int) -> No
     missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if not environ.get(name)]
     if not missing:
         return
-    said = f"RANK={launch.rank} and WORLD_SIZE={launch.world} are set, {' and '.join(missing)} not"
-    by_itself = (
+    found = f"RANK={launch.rank} and WORLD_SIZE={launch.world} are set, {' and '.join(missing)} not"
+    remedy = (
         f"Unset RANK, WORLD_SIZE and LOCAL_RANK and run on every node: fullshard train RECIPE --devices GPUS_PER_NODE "
         f"--nodes {max(nodes, 2)} --node-rank THIS_NODE --master HOST:PORT; or use {_TORCHRUN}."
     )
     local_rank = _whole(environ, "LOCAL_RANK")
     if (nodes > 1 and launch.rank < nodes < launch.world) or (local_rank is not None and local_rank > launch.rank):
         raise SetupError(
-            f"{said}: RANK looks like the number of this node. RANK is the number of the process among all "
-            f"{launch.world}, and the node has its own: --node-rank. {by_itself}"
+            f"{found}: RANK looks like the number of this node. RANK is the number of the process among all "
+            f"{launch.world}, and the node has its own: --node-rank. {remedy}"
         )
     raise SetupError(
-        f"{said}: this was set by hand, and starts one process per node instead of {launch.world} in all. The run "
-        f"would wait forever for the others. {by_itself}"
+        f"{found}: this was set by hand, and starts one process per node instead of {launch.world} in all. The run "
+        f"would wait forever for the others. {remedy}"
     )
 
 
@@ -205,14 +229,12 @@ def _check_numbers(launch: Launch) -> None:
 
 
 def _check_address(launch: Launch, environ: Mapping[str, str]) -> None:
-    missing = [n for n, v in (("MASTER_ADDR", launch.master_addr), ("MASTER_PORT", launch.master_port)) if v is None]
-    if missing:
+    if launch.master_addr is None or launch.master_port is None:
+        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in launch.variables()]
         raise SetupError(
             f"{' and '.join(missing)} not set: {launch.world} ranks do not know where to meet. Set MASTER_ADDR to the "
             f"address of node 0 and MASTER_PORT to a free port on every node, or use {_TORCHRUN}."
         )
-    assert launch.master_addr is not None
-    assert launch.master_port is not None
     resolve_host(launch.master_addr, f"MASTER_ADDR={launch.master_addr}")
     # torchrun's agent already listens there, for its ranks; otherwise rank 0 is about to.
     if launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -228,5 +250,78 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def _first(environ: Mapping[str, str], *names: str) -> str | None:
-    return next((environ[name] for name in names if environ.get(name)), None)
+def ranks_for(
+    *,
+    device: str,
+    devices: int | str | Sequence[int],
+    nodes: int,
+    num_gpus: int,
+    timeout_s: float,
+    node_rank: int | None = None,
+    master: str | None = None,
+    backend: str = "auto",
+) -> Ranks:
+    """The ranks to start on this node: `devices` is a count, GPU ids or "auto" (every GPU; one process on a CPU)."""
+    node_rank = check_nodes(nodes=nodes, node_rank=node_rank, master=master)
+    on_cpu = device == "cpu" or (device == "auto" and num_gpus == 0)
+    ids = None if isinstance(devices, (int, str)) else tuple(devices)
+    if isinstance(devices, int) and devices < 1:
+        raise SetupError(f"topology.devices = {devices}: at least one rank is needed. Use --devices 1.")
+    if ids is not None and on_cpu:
+        raise SetupError(
+            f"topology.devices = {list(ids)} names GPUs, but this run is on the CPU"
+            f"{'' if device == 'cpu' else ': torch sees no GPU here'}. Give the number of processes: --devices "
+            f"{len(ids)}."
+        )
+    automatic = 1 if on_cpu else num_gpus
+    per_node = len(ids) if ids is not None else devices if isinstance(devices, int) else automatic
+    check_devices(per_node, num_gpus=num_gpus, wanted_device=device, backend=backend)
+    if ids and max(ids) >= num_gpus:
+        raise SetupError(
+            f"topology.devices = {list(ids)}: there is no GPU {max(ids)} here; the GPUs are numbered 0 to "
+            f"{num_gpus - 1}. Choose from these."
+        )
+    return Ranks(per_node, nodes, node_rank, master, device_ids=ids, timeout_s=timeout_s)
+
+
+def check_devices(per_node: int, *, num_gpus: int, wanted_device: str, backend: str = "auto") -> None:
+    """Raises SetupError when a node has too few GPUs for its ranks; ranks share one only over gloo."""
+    if wanted_device == "cuda" and num_gpus == 0:
+        raise SetupError(
+            "topology.device = cuda, but torch sees no GPU here. Use topology.device=cpu, or check the driver, "
+            "CUDA_VISIBLE_DEVICES and that this torch is a CUDA build."
+        )
+    if wanted_device != "cpu" and num_gpus and per_node > num_gpus and backend != "gloo":
+        raise SetupError(
+            f"{per_node} ranks on this node, but torch sees {counted(num_gpus, 'GPU')} here, and NCCL needs one GPU "
+            f"per rank. Use --devices {num_gpus}, more nodes, or topology.device=cpu."
+        )
+
+
+def check_nodes(*, nodes: int, node_rank: int | None, master: str | None) -> int:
+    """Which node this is, for ranks that fullshard starts itself. Raises SetupError when nodes could not find each
+    other."""
+    if node_rank is not None and not 0 <= node_rank < nodes:
+        raise SetupError(
+            f"--node-rank {node_rank} does not exist: {counted(nodes, 'node')} {'is' if nodes == 1 else 'are'} "
+            f"numbered 0{f' to {nodes - 1}' if nodes > 1 else ''}. Check --nodes and --node-rank."
+        )
+    if nodes == 1:
+        return 0
+    if master is None:
+        raise SetupError(
+            f"--nodes {nodes} needs a place where the nodes meet. On every node run the same command with --nodes "
+            f"{nodes} --node-rank 0 (then 1, ...) --master HOST:PORT, where HOST is the address of node 0, such as "
+            "10.0.0.1:29500."
+        )
+    host, port = split_address(master)
+    resolve_host(host, f"--master {master}")
+    if node_rank is None and not is_local(host):
+        others = "1" if nodes == 2 else f"1 to {nodes - 1}, another on each node"
+        raise SetupError(
+            f"--nodes {nodes} --master {master}: --node-rank is missing, and {host} is not an address of this machine, "
+            f"so this is not node 0. Give --node-rank {others}."
+        )
+    if not node_rank:
+        probe_port(port, f"--master {master}")
+    return node_rank or 0

@@ -1,20 +1,43 @@
-"""Gradients on sharded parameters: their norm over all ranks, clipping, and which of them are missing or not finite.
+"""Gradients on sharded parameters: when ranks reduce them, their norm, clipping, and which are missing or not finite.
 
 Must not know losses, models or the loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fullshard.dist import reduce
+from fullshard.dist.values import local
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+STAYS_GATHERED = "stays_gathered"
+"""Set on a sharded model whose parameters stay gathered from forward to backward."""
+_LAST_SYNC = "last_sync"
+"""Set on a sharded model: the last settings of its units, since setting hundreds of modules takes milliseconds."""
+
+
+def one_by_one(module: nn.Module, batches: Sequence[Any], *, reduce_once: bool = False) -> Iterator[Any]:
+    """Micro-batches of one step. Gradients are reduced into their slices after each, so accumulation costs no full-size
+    gradient; replicas are added up once, after the last. `reduce_once` also reduces slices once: for many small ones.
+    Parameters that stay gathered from forward to backward stay so for the whole step."""
+    root = cast(FSDPModule, module)
+    stay = getattr(module, STAYS_GATHERED, False)
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        sync = last, last or not reduce_once, last or not stay
+        if getattr(module, _LAST_SYNC, None) != sync:
+            setattr(module, _LAST_SYNC, sync)
+            root.set_is_last_backward(sync[0])
+            root.set_requires_all_reduce(sync[0])
+            root.set_requires_gradient_sync(sync[1])
+            root.set_reshard_after_backward(sync[2])
+        yield batch
 
 
 @torch.no_grad()
@@ -50,23 +73,13 @@ def clip_global_norm(optimizer: torch.optim.Optimizer, *, ceiling: float | None,
 def not_finite(model: nn.Module) -> list[str]:
     """Names of the parameters whose gradient is not finite on some rank, in the order of the model."""
     mine = {name for name, p in model.named_parameters() if p.grad is not None and bool(inspect(p.grad)[1])}
-    found = {name for names in reduce.gather_objects(mine) for name in names}
+    found = set[str]().union(*reduce.gather_objects(mine))
     return [name for name, _ in model.named_parameters() if name in found]
 
 
 def inspect(gradient: torch.Tensor | None) -> torch.Tensor:
-    """Whether a gradient is missing, not finite, not zero; of this rank's part."""
+    """Whether this rank's slice of a gradient is missing, not finite, not zero."""
     if gradient is None:
         return torch.tensor([True, False, False])
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    broken, moving = ~local.isfinite().all(), local.any()
+    broken, moving = ~local(gradient).isfinite().all(), local(gradient).any()
     return torch.stack([torch.zeros_like(broken), broken, moving]).cpu()
-
-
-def checksums(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of each parameter's bits as integers: changes when a bit does, and needs no copy of the weights."""
-    sums = []
-    for parameter in parameters:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        sums.append(local.detach().view(_WORDS[local.element_size()]).sum(dtype=torch.int64))
-    return torch.stack(sums).cpu()

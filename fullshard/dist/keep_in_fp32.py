@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 EXACT_INPUTS = ("timestep", "timesteps", "t", "sigma", "sigmas")
 """Arguments of a forward that are never cast: bf16 has only 507 values for the integers 0 to 999."""
@@ -24,11 +25,11 @@ def exact_modules(module: nn.Module) -> tuple[list[str], list[str]]:
     listed = _listed(module)
     found: list[str] = []
     for name, part in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if name and not inside and _can_be_unit(part) and (_is_router(module, name, part) or _all(name, part, listed)):
+        if not name or within(name, found) or not _can_be_unit(part):
+            continue
+        if _is_router(module, name, part) or {key for key, _ in part.named_parameters(prefix=name)} <= listed:
             found.append(name)
-    alone = [name for name in listed if not any(name.startswith(f"{unit}.") for unit in found)]
-    return found, sorted(alone)
+    return found, sorted(name for name in listed if not within(name, found))
 
 
 def timed_modules(module: nn.Module, blocks: Collection[str]) -> list[str]:
@@ -71,8 +72,11 @@ def cast_inputs(unit: nn.Module, compute: torch.dtype) -> None:
     """Casts the floating-point inputs of a unit as FSDP would, except the exact ones."""
     names = list(inspect.signature(unit.forward).parameters)
 
+    def to_compute(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(compute) if tensor.is_floating_point() else tensor
+
     def cast(name: str, value: Any) -> Any:
-        return value if name in EXACT_INPUTS else _cast_floating(value, compute)
+        return value if name in EXACT_INPUTS else tree_map_only(torch.Tensor, to_compute, value)
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         placed = names[: len(args)] + [""] * (len(args) - len(names))
@@ -84,31 +88,16 @@ def cast_inputs(unit: nn.Module, compute: torch.dtype) -> None:
     unit.register_forward_pre_hook(before, with_kwargs=True)
 
 
-def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    def one(leaf: Any) -> Any:
-        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-
-    return torch.utils._pytree.tree_map(one, value)
-
-
 def _listed(module: nn.Module) -> set[str]:
     """Parameters in the keep-in-fp32 lists of the model, or of a model inside it."""
     found: set[str] = set()
     for prefix, part in module.named_modules():
-        names: Sequence[str] = [
-            name
-            for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-            for name in getattr(part, attribute, None) or ()
-        ]
-        for name in names:
+        lists = (getattr(part, f"_keep_in_fp32_modules{kind}", None) or () for kind in ("", "_strict"))
+        for name in (name for names in lists for name in names):
             pattern = re.compile(rf"(^|\.){re.escape(name)}($|\.)")
             own = (key for key, _ in part.named_parameters(prefix=prefix))
             found.update(key for key in own if pattern.search(key.removeprefix(f"{prefix}.")))
     return found
-
-
-def _all(name: str, part: nn.Module, listed: set[str]) -> bool:
-    return bool(listed) and {key for key, _ in part.named_parameters(prefix=name)} <= listed
 
 
 def _is_router(module: nn.Module, name: str, part: nn.Module) -> bool:

@@ -9,25 +9,19 @@ from __future__ import annotations
 import re
 
 _PEAKS = {
-    "B200": 2250e12,
-    "GB200": 2500e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A40": 150e12,
-    "A30": 165e12,
-    "A10": 125e12,
-    "A10G": 70e12,
-    "4090": 165e12,
-    "3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
+    2500e12: "GB200",
+    2250e12: "B200",
+    989e12: "H200 GH200 H100 H800",
+    362e12: "L40S",
+    312e12: "A100 A800",
+    181e12: "L40",
+    165e12: "A30 4090",
+    150e12: "A40",
+    125e12: "A10 V100",
+    121e12: "L4",
+    71e12: "3090",
+    70e12: "A10G",
+    65e12: "T4",
 }
 _VARIANTS = {("H100", "PCIE"): 756e12, ("H100", "NVL"): 835e12}
 _SLOWER = {"LAPTOP", "MIG", "MAX", "D"}
@@ -42,5 +36,5 @@ def peak_flops(device_name: str) -> float | None:
     for (name, variant), peak in _VARIANTS.items():
         if {name, variant} <= parts:
             return peak
-    found = [peak for name, peak in _PEAKS.items() if name in parts]
+    found = [peak for peak, names in _PEAKS.items() if parts & set(names.split())]
     return found[0] if len(found) == 1 else None

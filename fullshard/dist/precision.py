@@ -1,4 +1,4 @@
-"""Precision: one word in the recipe, four facts in the run (storage, compute, reduce, scaler).
+"""Precision: one word in the recipe means storage dtype, compute dtype, reduce dtype and loss scaling.
 
 Must not know models or FSDP. Imports torch only to resolve a word for a device.
 """
@@ -51,7 +51,7 @@ class ResolvedPrecision:
 
     word: str
     storage: torch.dtype
-    """Of what is trained; what is frozen may be kept in the dtype it was stored in."""
+    """Of trained parameters; frozen ones may keep the dtype of their file."""
     compute: torch.dtype
     reason: str
     scaler: bool
@@ -78,7 +78,7 @@ class ResolvedPrecision:
 
 
 def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
-    """What a word means on this device."""
+    """What the word means on this device."""
     import torch
 
     if device.type != "cuda":
@@ -99,22 +99,20 @@ def resolve_for(word: str, *, capability: tuple[int, int] | None, name: str = "t
             f"precision = {word}: {name} has compute capability {'.'.join(map(str, capability or ()))}, and bf16 needs "
             "8.0. Use precision: fp16 or auto."
         )
+    chosen, reason = word, AS_ASKED
     if word == "auto":
         chosen = "bf16" if has_bf16 else "fp16"
         reason = "auto: this device computes in bf16" if has_bf16 else "auto: bf16 needs compute capability 8.0"
-    else:
-        chosen, reason = word, AS_ASKED
-    pure = chosen == "bf16-pure"
-    compute = torch.bfloat16 if pure else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen, torch.float32)
-    storage = torch.bfloat16 if pure else torch.float32
+    compute = {"fp16": torch.float16, "fp32": torch.float32}.get(chosen, torch.bfloat16)
+    storage = compute if chosen == "bf16-pure" else torch.float32
     return ResolvedPrecision(chosen, storage, compute, reason, scaler=chosen == "fp16")
 
 
 def avoid_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Has oneDNN do without AMX on a virtual machine, unless ONEDNN_MAX_CPU_ISA says what to use.
+    """Stops oneDNN from using AMX on a virtual machine, unless ONEDNN_MAX_CPU_ISA says what to use.
 
     Some hypervisors announce AMX but hide its tiles (CPUID leaf 0x1D is empty). oneDNN does not look there, and the
-    first bf16 product ends the process with SIGILL (github.com/uxlfoundation/oneDNN/issues/5689). To be called before
+    first bf16 product ends the process with SIGILL (github.com/uxlfoundation/oneDNN/issues/5689). Call this before
     that product: oneDNN decides once which instructions it uses."""
     flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     if flags and {"amx_bf16", "hypervisor"} <= set(flags[1].split()):

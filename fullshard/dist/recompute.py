@@ -6,7 +6,7 @@ Non-reentrant, and without wrapper modules, so parameter names do not change. Mu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,25 +17,21 @@ KEPT = ("_scaled_dot_product", "flex_attention", "_varlen_attn", "packed_attenti
 """Attention is the most expensive thing to recompute: `selective` keeps its result."""
 
 
-def apply(blocks: Sequence[nn.Module], mode: str) -> None:
-    """`full` keeps only each block's inputs; `selective` also keeps attention and every second matrix product."""
+def apply(block: nn.Module, mode: str) -> None:
+    """`full` keeps only the block's inputs; `selective` also keeps attention and every second matrix product."""
     if mode == "none":
         return
-    settings: dict[str, Any] = {"use_reentrant": False}
+    forward, settings = block.forward, dict[str, Any](use_reentrant=False)
     if mode == "selective":
         settings["context_fn"] = lambda: create_selective_checkpoint_contexts(_selective_policy())
-    for block in blocks:
-        block.forward = _recomputed(block.forward, settings)  # type: ignore[method-assign]
 
-
-def _recomputed(forward: Callable[..., Any], settings: dict[str, Any]) -> Callable[..., Any]:
     # A real function: torch.compile silently captures nothing of a functools.partial. With the block's own signature:
     # exact inputs are found by name.
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **settings, **kwargs)
 
-    return recomputed
+    block.forward = recomputed  # type: ignore[method-assign]
 
 
 def _selective_policy() -> Any:

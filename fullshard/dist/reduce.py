@@ -1,7 +1,7 @@
 """The collectives: every sum and agreement over ranks, in one file.
 
-Every rank calls these in the same order; a decision (stop, save, best) is always one reduced number.
-Must not know what is being reduced.
+Every rank calls these in the same order; a decision (stop, save, best) is always one reduced number. Must not know what
+is reduced.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_over_shards(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The sum over the ranks that hold one copy of the model between them, in place."""
+    """The sum over the ranks that together hold one copy of the model, in place."""
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=mesh.get_group("dp_shard"))
     return tensor
 
 
-@functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+_copy_stream = functools.cache(torch.cuda.Stream)
 
 
 class HostCopy:
-    """Numbers on their way to the host while the device computes on; reading them later waits only for the copy."""
+    """Numbers that are copied to the host while the device computes on; reading them waits only for the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._event = tensor, None
         if tensor.is_cuda:
-            # A stream of its own: in the compute stream everything after it would wait for the copies of a save.
-            stream = _beside(tensor.device)
+            # Not in the compute stream, where everything after it would wait for the copies of a save.
+            stream = _copy_stream(tensor.device)
             stream.wait_stream(torch.cuda.current_stream(tensor.device))
             with torch.cuda.stream(stream):
                 self._host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -97,7 +95,7 @@ def gather_rows(share: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def gather_uneven(share: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, in rank order, however many each has."""
+    """The rows of all ranks, in rank order; each may bring another number."""
     sizes = gather_objects(len(share))
     padded = share.new_zeros((max(sizes), *share.shape[1:]))
     padded[: len(share)] = share
@@ -120,33 +118,22 @@ def gather_objects(value: Any, *, group: Any = None) -> list[Any]:
 
 
 def gather_to_main(value: Any, *, group: Any = None) -> list[Any]:
-    """Every rank's value, in rank order, on rank 0; nothing elsewhere."""
+    """Every rank's value, in rank order, on rank 0; an empty list elsewhere."""
     values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(value, values, dst=0, group=group)
     return values or []
 
 
 def scatter_from_main(values: list[Any], *, group: Any = None) -> Any:
-    """Sends each rank its own of rank 0's values."""
+    """This rank's value of a list that rank 0 has."""
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, values if dist.get_rank() == 0 else None, src=0, group=group)
     return mine[0]
 
 
 def host_group(timeout_s: float) -> Any:
-    """A second group of all ranks, over gloo: for a second thread, whose collectives must not mix with training's."""
+    """A group of all ranks over gloo for a second thread, whose collectives must not mix with those of training."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-
-def send(tensor: torch.Tensor, *, group: Any = None) -> None:
-    """Sends a host tensor to rank 0, which must be receiving."""
-    dist.send(tensor, dst=0, group=group)
-
-
-def receive(tensor: torch.Tensor, *, source: int, group: Any = None) -> torch.Tensor:
-    """Receives into a host tensor what a rank sends."""
-    dist.recv(tensor, src=source, group=group)
-    return tensor
 
 
 def gather_tensor(whole: torch.Tensor, share: torch.Tensor, *, group: Any = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,43 +24,30 @@ except ImportError:  # another torch
 
 logger = logging.getLogger(__name__)
 
-_NAMES = (
-    (FSDPParamGroup, ("wait_for_unshard",)),
-    (FSDPParam, ("all_gather_inputs",)),
-)
+_NAMES = ((FSDPParamGroup, "wait_for_unshard"), (FSDPParam, "all_gather_inputs"))
 
 
 def save_passes(units: Sequence[Any]) -> None:
-    """Applies both to the units of a model on one rank."""
-    cast_together(units)
-    reduce_in_place(units)
-
-
-def cast_together(units: Iterable[Any]) -> None:
-    """Casts the parameters of each unit in one call, from the second time on."""
-    if any(not hasattr(owner, name) for owner, names in _NAMES for name in names):
+    """For the units of a model on one rank: reduces in place, and casts each unit's parameters in one call, from the
+    second time on."""
+    known = all(hasattr(owner, name) for owner, name in _NAMES)
+    if not known:
         logger.info("this torch has other private names in FSDP; parameters are cast one by one")
-        return
     for unit in units:
-        state = unit._get_fsdp_state()
-        group = state._fsdp_param_group
+        unit.set_custom_reduce_scatter(_InPlace())
+        group = unit._get_fsdp_state()._fsdp_param_group if known else None
         if group is not None:
             group.wait_for_unshard = types.MethodType(_wait_for_unshard, group)
             for parameter in group.fsdp_params:
                 parameter.__class__ = _Cast
 
 
-def reduce_in_place(units: Iterable[Any]) -> None:
-    """The output of a reduction over one rank aliases its input, so FSDP's copy is free."""
-    for unit in units:
-        unit.set_custom_reduce_scatter(_InPlace())
-
-
 class _InPlace:
-    """Replaces FSDP's reduce-scatter, which allocates first its input, then its output."""
+    """Replaces FSDP's reduce-scatter, which allocates first its input, then its output: over one rank the output may
+    alias the input, so that FSDP's copy is free."""
 
     def __init__(self) -> None:
-        # A weak reference: if a backward pass broke off between the two, the next one must start afresh.
+        # A weak reference: if a backward pass fails between the two, the next one must start afresh.
         self._place: Callable[[], torch.Tensor | None] = lambda: None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -78,14 +65,14 @@ class _InPlace:
 
 
 class _Cast(FSDPParam):  # type: ignore[misc, valid-type]
-    """A parameter that may already be where it computes."""
+    """A parameter that may have been cast already."""
 
-    is_there = False
+    is_cast = False
 
     @property
     def all_gather_inputs(self) -> list[torch.Tensor]:
         # FSDP copies these to the outputs, and a tensor onto itself costs nothing.
-        return self.all_gather_outputs if self.is_there else super().all_gather_inputs
+        return self.all_gather_outputs if self.is_cast else super().all_gather_inputs
 
 
 def _wait_for_unshard(group: Any) -> None:
@@ -93,20 +80,17 @@ def _wait_for_unshard(group: Any) -> None:
     ready = bool(group._all_gather_result) and all(_can_be_cast(parameter) for parameter in parameters)
     if ready:
         _cast(parameters)
-    _say(parameters, is_there=ready)
+    for parameter in parameters:
+        parameter.is_cast = ready
     try:
         FSDPParamGroup.wait_for_unshard(group)
     finally:
-        _say(parameters, is_there=False)
-
-
-def _say(parameters: Iterable[Any], *, is_there: bool) -> None:
-    for parameter in parameters:
-        parameter.is_there = is_there
+        for parameter in parameters:
+            parameter.is_cast = False
 
 
 def _can_be_cast(parameter: Any) -> bool:
-    """Its memory exists, which it does not the first time, and it is a plain tensor."""
+    """It is a plain tensor, and its memory exists: the first time it does not."""
     plain = not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")
     return plain and len(parameter.all_gather_outputs) == 1 and parameter.sharded_state == ShardedState.SHARDED
 

@@ -1,4 +1,4 @@
-"""Gives a sharded module its values: each rank reads or makes only what it keeps, one unit at a time.
+"""The values of a sharded module: each rank reads or draws only its own slices, one unit at a time.
 
 No rank ever holds the whole model. Fresh values are drawn per unit from (seed, unit name), so they do not depend on the
 number of ranks. Must not know file formats, model classes or losses.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -16,20 +18,23 @@ from torch.distributed.tensor import DTensor
 from fullshard.contracts.model import Family, Weights
 from fullshard.dist import reduce
 from fullshard.dist.agreement import differences, some
-from fullshard.dist.gradients import checksums
 from fullshard.errors import CheckpointError, SetupError
+
+_COMPARED = 2**22
+"""Longest row, in elements, that ranks compare: the experts of a large mixture have rows of gigabytes."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def materialise(
     module: nn.Module, ties: list[list[str]], *, parameters_on: torch.device, buffers_on: torch.device
 ) -> None:
-    """Allocates this rank's slices, filled with NaN so that a value never set shows; moves buffers without casting."""
+    """Allocates this rank's slices, filled with NaN to show values never set; moves buffers without casting."""
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
             return tensor.to(buffers_on)
         real = torch.empty_like(tensor, device=parameters_on)
-        (real.to_local() if isinstance(real, DTensor) else real).fill_(float("nan"))
+        local(real).fill_(float("nan"))
         return real
 
     module._apply(allocate)
@@ -45,40 +50,46 @@ def tie(module: nn.Module, ties: list[list[str]]) -> None:
             module.get_submodule(owner)._parameters[key] = parameter
 
 
-def rows_of(parameter: DTensor) -> tuple[int, int]:
-    """The rows of the whole tensor that this rank keeps: FSDP cuts dim 0 into equal chunks, the last ones shorter."""
-    mesh = parameter.device_mesh
-    shards, index = mesh["dp_shard"].size(), mesh.get_local_rank("dp_shard")
-    chunk = -(-parameter.shape[0] // shards)
-    return min(index * chunk, parameter.shape[0]), min((index + 1) * chunk, parameter.shape[0])
-
-
-def slices(parameter: DTensor) -> list[tuple[int, int]]:
-    """Who keeps how many rows of one whole copy of the tensor, in order: (rank, rows), beginning with rank 0."""
-    mesh = parameter.device_mesh
-    shards = mesh["dp_shard"].size()
-    chunk = -(-parameter.shape[0] // shards)
-    ranks = mesh.mesh.reshape(-1, shards)[0].tolist()
-    bounds = [min(index * chunk, parameter.shape[0]) for index in range(shards + 1)]
-    return [(rank, bounds[index + 1] - bounds[index]) for index, rank in enumerate(ranks)]
-
-
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's slice."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _bounds(tensor: DTensor) -> list[int]:
+    """The rows at which slices begin and end: FSDP cuts dim 0 into equal chunks, the last ones shorter."""
+    rows, shards = tensor.shape[0], tensor.device_mesh["dp_shard"].size()
+    return [min(index * -(-rows // shards), rows) for index in range(shards + 1)]
+
+
+def rows_of(tensor: DTensor) -> tuple[int, int]:
+    """The rows of the whole tensor that this rank keeps."""
+    index, bounds = tensor.device_mesh.get_local_rank("dp_shard"), _bounds(tensor)
+    return bounds[index], bounds[index + 1]
+
+
+def slices(tensor: DTensor) -> list[tuple[int, int]]:
+    """The ranks that hold one whole copy of the tensor, each with its number of rows, in order from rank 0."""
+    bounds = _bounds(tensor)
+    ranks = tensor.device_mesh.mesh.reshape(-1, len(bounds) - 1)[0].tolist()
+    return [(rank, stop - start) for rank, (start, stop) in zip(ranks, pairwise(bounds), strict=True)]
+
+
 @torch.no_grad()
-def whole(parameter: DTensor) -> torch.Tensor:
+def whole(tensor: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Not DTensor's `full_tensor`: over gloo its collective crashes on a GPU."""
-    mesh = parameter.device_mesh
-    shards, rows = mesh["dp_shard"].size(), parameter.to_local()
-    chunk = -(-parameter.shape[0] // shards)
-    mine = rows.new_zeros((chunk, *parameter.shape[1:]))
+    rows, bounds = tensor.to_local(), _bounds(tensor)
+    shape = tensor.shape[1:]
+    mine = rows.new_zeros((bounds[1], *shape))
     mine[: rows.shape[0]] = rows
-    gathered = rows.new_empty((chunk * shards, *parameter.shape[1:]))
-    reduce.gather_tensor(gathered, mine, group=mesh.get_group("dp_shard"))
-    return gathered[: parameter.shape[0]]
+    gathered = rows.new_empty((bounds[1] * (len(bounds) - 1), *shape))
+    reduce.gather_tensor(gathered, mine, group=tensor.device_mesh.get_group("dp_shard"))
+    return gathered[: tensor.shape[0]]
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of each tensor's bits as integers, of this rank's slice: changes when a bit does, and needs no copy."""
+    mine = [local(tensor).detach() for tensor in tensors]
+    return torch.stack([each.view(_INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in mine]).cpu()
 
 
 @torch.no_grad()
@@ -93,66 +104,53 @@ def fill(
     draw_on: torch.device,
     seed: int,
 ) -> None:
-    """Values for every parameter: stored ones where `weights` has them, fresh ones elsewhere."""
+    """Sets every parameter: to the stored value if `weights` has one, else to a fresh one."""
     stored = weights.names() if weights else set()
-    parameters = dict(module.named_parameters())
+    parameters = {name: _sharded(p) for name, p in module.named_parameters()}
     if weights:
         _agree_on_stored(weights, {name: p.shape for name, p in parameters.items() if name in stored})
+        for name, parameter in parameters.items():
+            if name in stored:
+                parameter.to_local().copy_(weights.read(name, *rows_of(parameter)))
+        for name, buffer in module.named_buffers():
+            if name in stored:
+                buffer.copy_(weights.read(name, 0, buffer.shape[0] if buffer.dim() else 1))
     for unit, members in units.items():
-        fresh = [name for name in members if name not in stored]
-        for name in members:
-            if weights and name in stored:
-                start, stop = rows_of(_sharded(parameters[name]))
-                _sharded(parameters[name]).to_local().copy_(weights.read(name, start, stop))
+        fresh = {name: parameters[name] for name in members if name not in stored}
         if fresh:
-            _fill_fresh(parameters, template, unit, fresh, family=family, draw_on=draw_on, seed=seed)
-    for name, buffer in module.named_buffers():
-        if weights and name in stored:
-            buffer.copy_(weights.read(name, 0, buffer.shape[0] if buffer.dim() else 1))
+            _fill_fresh(fresh, template, unit, family=family, draw_on=draw_on, seed=seed)
     tie(module, ties)
 
 
 def _fill_fresh(
-    parameters: dict[str, nn.Parameter],
-    template: nn.Module,
-    unit: str,
-    fresh: list[str],
-    *,
-    family: Family,
-    draw_on: torch.device,
-    seed: int,
+    fresh: dict[str, DTensor], template: nn.Module, unit: str, *, family: Family, draw_on: torch.device, seed: int
 ) -> None:
     """Makes the unit real in the template, initialises it there, keeps this rank's rows, and lets it go again.
 
-    Drawn on the device that computes, also when parameters live on the host: the values must not depend on that."""
+    Values are drawn on the device that computes, also for parameters that live on the host: they must not depend on
+    that."""
     owners = [(name, template.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in fresh]
     meta = {name: owner._parameters[key] for name, owner, key in owners}
     for name, owner, key in owners:
-        empty = torch.full(parameters[name].shape, float("nan"), device=draw_on, dtype=torch.float32)
+        empty = torch.full(fresh[name].shape, float("nan"), device=draw_on, dtype=torch.float32)
         owner._parameters[key] = nn.Parameter(empty, requires_grad=False)
     with torch.random.fork_rng(devices=[draw_on] if draw_on.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(f"{seed}/{unit}".encode()))
         family.initialise(template.get_submodule(unit), root=template)
     for name, owner, key in owners:
-        start, stop = rows_of(_sharded(parameters[name]))
-        _sharded(parameters[name]).to_local().copy_(owner.get_parameter(key)[start:stop])
+        fresh[name].to_local().copy_(owner.get_parameter(key)[slice(*rows_of(fresh[name]))])
         owner._parameters[key] = meta[name]
 
 
-_LOOKED_AT = 2**22
-"""Elements of a row up to which it is compared: the experts of a large mixture have rows of gigabytes."""
-
-
 def _agree_on_stored(weights: Weights, shapes: dict[str, torch.Size]) -> None:
-    """Every rank reads its own slices, maybe from a copy of its own: some rows of each tensor must be the same for all.
-    Without this, ranks would fill one model from two."""
+    """Every rank reads its own slices, maybe from its own copy of the files: compares some rows of each tensor, so that
+    ranks cannot fill one model from two."""
     if reduce.place()[0] == 1:
         return
     facts: dict[str, str | None] = {}
     for name, shape in sorted(shapes.items()):
-        length = shape[0] if shape else 1
-        row = shape[1:].numel()
-        if row > _LOOKED_AT:
+        length, row = shape[0] if shape else 1, shape[1:].numel()
+        if row > _COMPARED:
             continue
         chosen = [(0, length)] if length * row <= 2**16 else [(i, i + 1) for i in (0, length // 2, length - 1)]
         content = hashlib.blake2b(digest_size=6)
@@ -168,16 +166,14 @@ def _agree_on_stored(weights: Weights, shapes: dict[str, torch.Size]) -> None:
 
 
 def agree(module: nn.Module) -> None:
-    """Copies of the model that several ranks hold, and buffers, which every rank holds, are equal in every bit."""
+    """Raises SetupError unless replicas of a parameter, and every rank's copy of a buffer, are equal in every bit."""
     if reduce.place()[0] == 1:
         return
-    facts: dict[str, str | None] = {
-        name: str(sum_) for name, sum_ in fingerprints(dict(module.named_parameters())).items()
-    }
+    sums = fingerprints(dict(module.named_parameters()))
     buffers = {name: torch.view_as_real(b) if b.is_complex() else b for name, b in module.named_buffers() if b.numel()}
     if buffers:
-        facts |= dict(zip(buffers, map(str, checksums(list(buffers.values())).tolist()), strict=True))
-    if found := differences(facts):
+        sums |= zip(buffers, checksums(list(buffers.values())).tolist(), strict=True)
+    if found := differences({name: str(each) for name, each in sums.items()}):
         raise SetupError(
             f"The ranks start from different values, by the sum of their bits: {some(found)}. Check that every node "
             "has the same model folder, the same kind of GPU and the same versions."
@@ -202,21 +198,16 @@ def _sharded(parameter: nn.Parameter) -> DTensor:
 
 @torch.no_grad()
 def prove(module: nn.Module, trainable: set[str], storage: dict[str, torch.dtype]) -> None:
-    """Every value was set, every dtype is the planned one, and what was trainable before still is, nothing else."""
-    mine = [n for n, p in module.named_parameters() if torch.isnan(_sharded(p).to_local()).any()]
-    # From every rank: a small parameter lies on one of them, and all must stop.
-    unset = sorted({name for names in reduce.gather_objects(mine) for name in names})
+    """Every value was set, every dtype is the planned one, and the same parameters are trainable as before."""
+    mine = [name for name, p in module.named_parameters() if torch.isnan(_sharded(p).to_local()).any()]
+    # A small parameter is on one rank only, and all ranks must stop.
+    unset = sorted(set[str]().union(*reduce.gather_objects(mine)))
     if unset:
         raise CheckpointError(
             f"{len(unset)} parameters have no value or NaN after loading, first {unset[0]}. "
             "The stored weights are damaged, or the model leaves these parameters uninitialised."
         )
-    prove_storage(module, storage)
-    now = {name for name, p in module.named_parameters() if p.requires_grad}
-    assert now == trainable, f"sharding changed what is trainable: {sorted(now ^ trainable)[:3]}"
-
-
-def prove_storage(module: nn.Module, storage: dict[str, torch.dtype]) -> None:
-    """Every parameter is kept in the dtype that the plan says."""
     for name, parameter in module.named_parameters():
         assert parameter.dtype == storage[name], f"{name} is kept in {parameter.dtype}, planned was {storage[name]}"
+    now = {name for name, p in module.named_parameters() if p.requires_grad}
+    assert now == trainable, f"sharding changed what is trainable: {sorted(now ^ trainable)[:3]}"

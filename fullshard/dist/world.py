@@ -14,39 +14,32 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fullshard.contracts.world import World
-from fullshard.dist import network_interface
+from fullshard.dist.env import check_devices
 from fullshard.dist.peak_flops import peak_flops
-from fullshard.errors import SetupError
+from fullshard.launch.addresses import address_towards, choose_interface
 from fullshard.launch.host_memory import peak_of_family
 from fullshard.launch.rendezvous import Meeting, facts
 
 
 def choose_device_type(wanted: str) -> str:
-    """`auto` is CUDA if there is a GPU; an explicit choice that is not available is an error."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SetupError(
-            "topology.device = cuda, but torch sees no GPU. Use topology.device: cpu, or check the driver."
-        )
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
+    """`auto` means CUDA if there is a GPU; an explicit choice that is not available is an error."""
+    num_gpus = torch.cuda.device_count()
+    check_devices(1, num_gpus=num_gpus, wanted_device=wanted)
+    return "cuda" if num_gpus and wanted != "cpu" else "cpu"
 
 
 def join(*, device: str, backend: str, timeout_s: float) -> World:
     """Joins the process group that RANK, WORLD_SIZE, ... describe; a single process needs no variables."""
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    kind = choose_device_type(device)
-    if kind == "cuda":
-        # LOCAL_RANK, never RANK: on the second node RANK is beyond the last GPU. The remainder serves ranks that share
-        # a GPU over gloo, and SLURM tasks that each see one GPU; too many ranks were refused before.
-        index = local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(index)
-        place = torch.device("cuda", index)
-    else:
-        place = torch.device("cpu")
+    place = torch.device(choose_device_type(device))
+    if place.type == "cuda":
+        # LOCAL_RANK, never RANK: on the second node RANK is beyond the last GPU. The remainder is for ranks that share
+        # a GPU over gloo, and for SLURM tasks that each see one GPU; `env.check` has refused too many ranks.
+        place = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(place)
     if backend == "auto":
-        backend = "nccl" if kind == "cuda" else "gloo"
+        backend = "nccl" if place.type == "cuda" else "gloo"
     # A gloo group beside NCCL carries host tensors: offloaded gradients are clipped there.
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     if not dist.is_initialized():
@@ -60,12 +53,14 @@ def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float
         dist.init_process_group(backends, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    start = "-".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
     meeting = Meeting(
         "rank",
         rank,
         size,
         f"{host}:{port}",
         timeout_s,
+        prefix=f"fullshard-{start}",
         advice="Check that every node runs the same command and that no rank has stopped.",
         first_line_s=15.0,
         silent=local_rank != 0,
@@ -73,14 +68,12 @@ def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float
     # torchrun's agent holds the store for its ranks; otherwise rank 0 does.
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = meeting.connect(host, port, serve=rank == 0 and not by_agent)
-    start = "-".join(os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RUN_ID", "RESTART_COUNT"))
-    ours = dist.PrefixStore(f"fullshard-{start}", store)
-    found = meeting.gather(ours, facts(options={}, address=network_interface.address_towards(host)))
-    network_interface.choose(host, [each["address"] for each in found])
+    found = meeting.gather(store, facts(options={}, address=address_towards(host)))
+    choose_interface(host, [each["address"] for each in found])
     # Gloo waits five times its timeout for a connection; all ranks are here, so the rest of the time is enough.
-    dist.init_process_group(backends, store=ours, rank=rank, world_size=size, timeout=meeting.left / 5)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=meeting.left / 5)
     _set_pg_timeout(timeout)
-    ours.set_timeout(timeout)
+    store.set_timeout(timeout)
 
 
 def leave() -> None:

@@ -1,20 +1,26 @@
 """Which modules become FSDP units, decided by structure alone.
 
-Must not know any model class, torch.distributed or how units are sharded.
+A unit's parameters are gathered while it runs. A part of a block that is called at another time would see sharded
+parameters, so it becomes its own unit; one forward pass on meta tensors finds such parts. Must not know any model
+class, torch.distributed or how units are sharded.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from fullshard.config.part import did_you_mean
-from fullshard.dist.external_calls import reached_from_outside
 from fullshard.dist.keep_in_fp32 import exact_modules, timed_modules, within
 from fullshard.errors import RecipeError
+
+logger = logging.getLogger(__name__)
 
 SEPARATE_PARAMS = 1_000_000
 """An untied embedding of at least this size is its own unit, so that it is not gathered for the whole forward pass."""
@@ -60,7 +66,7 @@ def find_blocks(
     class names from the module tree. `rehearse` runs a forward pass, to see what is called from outside its block.
     """
     exact, inexact = exact_modules(module)
-    exact, _ = _without_shared(module, exact)
+    exact = _without_shared(module, exact)
     if whole:
         return WrapPlan([], exact=exact, inexact=inexact, reason="one unit for the whole model, as asked for")
     if classes is not None:
@@ -70,16 +76,17 @@ def find_blocks(
     elif hints and all("." in hint for hint in hints):
         blocks, reason = list(hints), "named by the model family"
     else:
-        blocks, reason = _by_structure(module, set(_hints(module) if hints is None else hints))
-    blocks, dropped = _without_shared(module, blocks)
-    if dropped:
+        own = (name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ())
+        blocks, reason = _by_structure(module, set(own if hints is None else hints))
+    found, blocks = blocks, _without_shared(module, blocks)
+    if dropped := [name for name in found if name not in blocks]:
         reason += (
             f"; {len(dropped)} left in the root unit because they share parameters with it: {', '.join(dropped[:3])}"
         )
     blocks = [name for name in blocks if not within(name, exact)]
-    reached, _ = _without_shared(module, reached_from_outside(module, blocks, rehearse) if rehearse else [])
+    reached = _without_shared(module, reached_from_outside(module, blocks, rehearse) if rehearse else [])
     reached = [name for name in reached if not within(name, exact)]
-    timed, _ = _without_shared(module, timed_modules(module, [*blocks, *exact]))
+    timed = _without_shared(module, timed_modules(module, [*blocks, *exact]))
     separate = [name for name in _separate(module, [*blocks, *exact]) if not within(name, timed)]
     return WrapPlan(blocks, separate, reached, timed, exact, inexact, reason)
 
@@ -96,16 +103,49 @@ def unit_parameters(module: nn.Module, plan: WrapPlan) -> dict[str, list[str]]:
     """The parameter names of each unit, the root's under ""; a tied parameter appears once."""
     units: dict[str, list[str]] = {name: [] for name in (*plan.units, "")}
     for name, _ in module.named_parameters():
-        owners = [unit for unit in units if unit and name.startswith(unit + ".")]
-        # Units may nest when they are named by class or size: the innermost one owns the parameter.
-        units[max(owners, key=len, default="")].append(name)
+        units[_owner(name, plan.units)].append(name)
     return units
 
 
-def _hints(module: nn.Module) -> set[str]:
-    found: set[str] = set()
-    for part in module.modules():
-        found.update(getattr(part, "_no_split_modules", None) or ())
+def _owner(name: str, units: Collection[str]) -> str:
+    """The unit of a parameter: the innermost one, since units may nest when they are named by class or size."""
+    return max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+
+
+def reached_from_outside(
+    module: nn.Module, blocks: Collection[str], rehearse: Callable[[nn.Module], None]
+) -> list[str]:
+    """Names of the outermost parts within blocks that are called while their block is not running.
+
+    `rehearse` runs one forward pass of a copy on the meta device. If it cannot, nothing is found, and the first real
+    forward pass will fail."""
+    watched = copy.deepcopy(module).to("meta")
+    owners = {name: block for name, _ in watched.named_modules() for block in blocks if name.startswith(f"{block}.")}
+    running: list[str] = []
+    found: list[str] = []
+
+    def enter(name: str) -> Callable[..., None]:
+        def before(part: nn.Module, *_: Any) -> None:
+            outside = name in owners and owners[name] not in running and _has_parameters(part)
+            if outside and not within(name, found):
+                found.append(name)
+            running.append(name)
+
+        return before
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    for name, part in watched.named_modules():
+        part.register_forward_pre_hook(enter(name))
+        part.register_forward_hook(leave, always_call=True)
+    try:
+        rehearse(watched)
+    except Exception as error:  # a model that reads values cannot run on meta
+        logger.info(
+            "parts called from outside their block could not be found, the forward pass on meta failed: %s", error
+        )
+        return []
     return found
 
 
@@ -135,7 +175,7 @@ def _stacks(module: nn.Module, container: type[nn.Module], hints: set[str]) -> d
             continue
         children = [(key, child) for key, child in part.named_children() if _has_parameters(child)]
         classes = Counter(type(child).__name__ for _, child in children if _is_composite(child))
-        if set(classes) & hints or classes.most_common(1)[:1] and classes.most_common(1)[0][1] > 1:
+        if set(classes) & hints or max(classes.values(), default=0) > 1:
             prefix = f"{name}." if name else ""
             stacks[name] = [f"{prefix}{key}" for key, child in children if _is_composite(child)]
     return stacks
@@ -177,18 +217,16 @@ def _by_size(module: nn.Module, min_params: int) -> list[str]:
     return sorted((name for name in wrapped if name in order), key=order.__getitem__)
 
 
-def _without_shared(module: nn.Module, blocks: list[str]) -> tuple[list[str], list[str]]:
+def _without_shared(module: nn.Module, blocks: list[str]) -> list[str]:
     """Drops blocks that hold one end of a tie: FSDP needs a shared parameter in one unit."""
     groups = tied_groups(module)
-    kept, dropped = list(blocks), set[str]()
     while True:
-        owners = [{max((b for b in kept if n.startswith(b + ".")), key=len, default="") for n in g} for g in groups]
+        owners = [{_owner(name, blocks) for name in group} for group in groups]
         split = {owner for found in owners if len(found) > 1 for owner in found if owner}
         if not split:
-            return kept, [b for b in blocks if b in dropped]
+            return blocks
         # Without a block, its parameters go to the enclosing one, which may hold only one end as well.
-        dropped |= split
-        kept = [b for b in kept if b not in split]
+        blocks = [block for block in blocks if block not in split]
 
 
 def _separate(module: nn.Module, blocks: list[str]) -> list[str]:

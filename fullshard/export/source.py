@@ -23,8 +23,8 @@ from fullshard.checkpoint.reader import CheckpointTensors, weights_of
 from fullshard.checkpoint.tensor_files import TensorEntry
 from fullshard.config.part import decode, part_class
 from fullshard.contracts.model import Family, Weights
-from fullshard.dist.gradients import checksums
 from fullshard.dist.scalars import is_scalar
+from fullshard.dist.values import checksums
 from fullshard.errors import CheckpointError, FullshardError
 
 LARGE = 32 * 2**20

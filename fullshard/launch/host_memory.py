@@ -1,51 +1,62 @@
-"""Host memory: total, available, and used by processes. Only reads; must not know what it is for."""
+"""Host memory: total, available, used by processes; and a watch that tells whether the kernel killed a rank for it.
+
+The kernel kills silently and frees the memory at once: only earlier readings show the reason. A launcher watches in a
+thread; a single rank starts a small process that outlives it. Must not import torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import os
 import re
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from fullshard.formatting.readable import size
 
 _UNLIMITED = 2**60
-"""Control groups of the first version write a number beyond this for "no limit"."""
+"""Control groups of version 1 write a number beyond this for "no limit"."""
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file", "memory.events")
+"""Where a control group keeps its limit, its usage, its page cache and its count of kills."""
+_EVERY_S, _SEEN_S = 0.2, 10.0
+_FULL, _FULLER = 0.75, 0.9
+"""From this share of memory in use a moment before, a kill was most likely for lack of it: the rest may have gone in a
+blink. The greater share applies if the kernel counts its kills and did not count this one: others kill for lack of
+memory too."""
+_ADVICE = (
+    "Use fewer data.workers, checkpoint.asynchronous: false (saving in the background keeps a copy of the state in "
+    "host memory), no sharding.cpu_offload, fewer ranks per node, or ask for more memory for the job."
+)
 
 
 def memory_left(root: Path = Path("/")) -> int:
-    """Bytes of host memory still available: what the machine has free, or what a control group leaves of it."""
-    free = _meminfo(root, "MemAvailable")
-    if free is None:
-        psutil: Any = importlib.import_module("psutil")
-        return int(psutil.virtual_memory().available)
-    return min([free, *(left for left, _ in _groups(root))])
+    """Bytes of host memory still available: on the machine, or in the control groups of this process."""
+    return min([_of_machine(root, "MemAvailable"), *(left for left, _ in _of_groups(root))])
 
 
 def memory_total(root: Path = Path("/")) -> int:
     """Bytes of host memory that this process and its neighbours may use together."""
-    total = _meminfo(root, "MemTotal")
-    if total is None:
-        psutil: Any = importlib.import_module("psutil")
-        return int(psutil.virtual_memory().total)
-    return min([total, *(limit for _, limit in _groups(root))])
+    return min([_of_machine(root, "MemTotal"), *(limit for _, limit in _of_groups(root))])
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed for lack of memory, here and in the control groups of this process; None
-    where they are not counted."""
-    counted = [root / "proc/vmstat"]
-    for folder, names in _group_folders(root):
-        counted.append(folder / names.kills)
-    found = [_number(path, r"^oom_kill (\d+)") for path in counted]
-    numbers = [number for number in found if number is not None]
-    return sum(numbers) if numbers else None
+    """How many processes the kernel has killed for lack of memory, on the machine and in the control groups of this
+    process; None if it does not count them."""
+    counters = [root / "proc/vmstat", *(folder / names[3] for folder, names in _group_folders(root))]
+    found = [kills for path in counters if (kills := _number(path, r"^oom_kill (\d+)")) is not None]
+    return sum(found) if found else None
 
 
 def peak_of_family(root: Path = Path("/")) -> int | None:
-    """The most bytes that this process has held, and what its children hold beside it: pages that a forked child shares
-    with its parent count once. None where the system does not say."""
+    """The most bytes that this process has held, and what its children hold besides: pages that a forked child shares
+    with its parent count once. None if the system does not say."""
     own = _number(root / "proc/self/status", r"^VmHWM:\s+(\d+) kB")
     return None if own is None else own * 1024 + sum(map(_private, _descendants(root)))
 
@@ -61,17 +72,21 @@ def _descendants(root: Path) -> Iterator[Path]:
 
 
 def _private(process: Path) -> int:
-    """Bytes that a process shares with no other."""
-    try:
+    """Bytes that a process shares with no other; 0 if it has ended or belongs to another user."""
+    with contextlib.suppress(OSError):
         text = (process / "smaps_rollup").read_text()
-    except OSError:  # it has ended, or belongs to another user
-        return 0
-    return 1024 * sum(int(size) for size in re.findall(r"^Private_\w+:\s+(\d+) kB", text, re.MULTILINE))
+        return 1024 * sum(int(kib) for kib in re.findall(r"^Private_\w+:\s+(\d+) kB", text, re.MULTILINE))
+    return 0
 
 
-def _meminfo(root: Path, name: str) -> int | None:
+def _of_machine(root: Path, name: str) -> int:
     found = _number(root / "proc/meminfo", rf"^{name}:\s+(\d+) kB")
-    return None if found is None else found * 1024
+    if found is not None:
+        return found * 1024
+    import psutil  # type: ignore[import-untyped]
+
+    memory = psutil.virtual_memory()
+    return int(memory.total if name == "MemTotal" else memory.available)
 
 
 def _number(path: Path, pattern: str) -> int | None:
@@ -82,22 +97,8 @@ def _number(path: Path, pattern: str) -> int | None:
     return int(found[1]) if found else None
 
 
-@dataclass(frozen=True)
-class _Names:
-    """The files of a memory control group."""
-
-    limit: str
-    usage: str
-    cache: str
-    kills: str
-
-
-_FIRST = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "memory.oom_control")
-_SECOND = _Names("memory.max", "memory.current", "inactive_file", "memory.events")
-
-
-def _group_folders(root: Path) -> Iterator[tuple[Path, _Names]]:
-    """The memory control groups around this process, of either version."""
+def _group_folders(root: Path) -> Iterator[tuple[Path, tuple[str, str, str, str]]]:
+    """The memory control groups around this process, of either version, with the names of their files."""
     table = root / "proc/self/cgroup"
     for line in table.read_text().splitlines() if table.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -107,18 +108,112 @@ def _group_folders(root: Path) -> Iterator[tuple[Path, _Names]]:
         # Inside a container the path may be the host's, and the group itself is at the top.
         group = top / path.lstrip("/")
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(top))):
-            yield folder, _FIRST if controllers else _SECOND
+            yield folder, _VERSION_1 if controllers else _VERSION_2
 
 
-def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """What each memory control group has left, and its limit; page cache counts as free, because the kernel drops
-    it."""
-    for folder, names in _group_folders(root):
-        try:
-            limit = int((folder / names.limit).read_text())
-            usage = int((folder / names.usage).read_text())
-            cache = _number(folder / "memory.stat", rf"^{names.cache} (\d+)") or 0
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-        if limit < _UNLIMITED:
-            yield max(limit - usage + cache, 0), limit
+def _of_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """What each control group has left, and its limit. Page cache counts as free, because the kernel drops it."""
+    for folder, (limit_file, usage_file, cache_key, _) in _group_folders(root):
+        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+            limit, usage = (int((folder / name).read_text()) for name in (limit_file, usage_file))
+            cache = _number(folder / "memory.stat", rf"^{cache_key} (\d+)") or 0
+            if limit < _UNLIMITED:
+                yield max(limit - usage + cache, 0), limit
+
+
+class MemoryWatch:
+    """Recent readings of host memory."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root, self._kills = root, oom_kills(root)
+        self._seen: deque[tuple[float, int, int]] = deque()
+        self.look()
+
+    def look(self) -> None:
+        """Notes how much memory is in use."""
+        with contextlib.suppress(OSError, ValueError):
+            now, total = time.monotonic(), memory_total(self._root)
+            self._seen.append((now, total - memory_left(self._root), total))
+            while self._seen[0][0] < now - _SEEN_S:
+                self._seen.popleft()
+
+    def why_killed(self) -> str:
+        """The reason for SIGKILL, to follow "was ended by SIGKILL: "."""
+        if reason := self.out_of_memory():
+            return f"{reason}: {self._in_use()}. {_ADVICE}"
+        if self._counted() is None:
+            return f"killed by the system, often for lack of memory ({self._in_use()}), or by a scheduler"
+        return f"killed from outside, by a person or a scheduler, and not for lack of memory ({self._in_use()})"
+
+    def out_of_memory(self) -> str | None:
+        """How certain it is that the kernel killed a process for lack of memory; None if that is unlikely."""
+        if counted := self._counted():
+            return "killed by the kernel, out of host memory"
+        full = _FULL if counted is None else _FULLER
+        share = max((used / total for _, used, total in self._seen), default=0.0)
+        return "killed by the kernel, most likely out of host memory" if share >= full else None
+
+    def _counted(self) -> int | None:
+        """The kernel's kills for lack of memory since this watch began; None if it does not count them."""
+        kills = oom_kills(self._root)
+        return None if kills is None or self._kills is None else kills - self._kills
+
+    def _in_use(self) -> str:
+        if not self._seen:
+            return "its use is not known here"
+        _, used, total = max(self._seen, key=lambda seen: seen[1])
+        return f"{size(used)} of {size(total)} were in use a moment before"
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[MemoryWatch]:
+    """A watch in a thread of this process, which starts the ranks and outlives them."""
+    watch, ended = MemoryWatch(), threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(_EVERY_S):
+            watch.look()
+
+    thread = threading.Thread(target=follow, name="host-memory", daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def reported_if_killed(rank: int) -> Iterator[None]:
+    """Starts a small process that says how this one was killed; for a rank that our launcher did not start."""
+    command = [sys.executable, "-m", __name__, str(os.getpid()), str(rank)]
+    try:
+        # In its own session: signals to this process group are not meant for it.
+        witness = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    except OSError:  # the run continues without it
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            witness.communicate(b"bye")
+
+
+def watch_parent(process: int, rank: int) -> str | None:
+    """Waits for the end of the process that started this one; the message if memory was the reason. Other ends are
+    reported by the shell or the process itself."""
+    watch = MemoryWatch()
+    while os.getppid() == process:
+        if select.select([sys.stdin], [], [], _EVERY_S)[0]:
+            if os.read(sys.stdin.fileno(), 3):
+                return None
+            break  # the pipe is closed
+        watch.look()
+    killed = f"Rank {rank} (process {process}) was ended by SIGKILL: {watch.why_killed()}"
+    return killed if watch.out_of_memory() else None
+
+
+if __name__ == "__main__":
+    if message := watch_parent(int(sys.argv[1]), int(sys.argv[2])):
+        sys.stderr.write(f"{message}\n")

@@ -1,7 +1,8 @@
-"""Starts the ranks of this machine with torchrun's elastic agent, waits, and says which rank failed and how.
+"""Starts the ranks of this machine with torchrun's elastic agent, waits, and reports which rank failed and how.
 
 A single node uses a port that the system picks, so two runs never clash; several nodes meet at HOST:PORT. Signals are
-passed on to the ranks, so that they can save and end by themselves. Must not know recipes; torch only once ranks start.
+passed on to the ranks, so that they can save and end by themselves. Must not know recipes; imports torch only to start
+ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
@@ -25,16 +26,17 @@ from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupErr
 from fullshard.explain import crash
 from fullshard.explain.error_file import TOLD_BY_LAUNCHER, Words, handed_over
 from fullshard.launch import signals
-from fullshard.launch.memory_watch import MemoryWatch, watched
-from fullshard.launch.rendezvous import Facts, Meeting, facts, is_local
+from fullshard.launch.addresses import is_local, split_address
+from fullshard.launch.host_memory import MemoryWatch, watched
+from fullshard.launch.rendezvous import Facts, Meeting, facts
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 class Local(Launcher):
-    """Processes on this machine, one per GPU (or as many as asked for on a CPU)."""
+    """Processes on this machine: one per GPU, or the requested number on a CPU."""
 
     def start(self, command: Sequence[str], ranks: Ranks) -> int:
         from torch.distributed import DistError
@@ -55,7 +57,7 @@ class Local(Launcher):
             except ChildFailedError as error:
                 return _ended(error.failures, received, memory)
             except DistError as error:
-                _say(
+                _print(
                     f"Lost the other nodes, which met this one at {ranks.master} (torch says: "
                     f"{str(error).splitlines()[0]}). One of them has ended, or the network was cut: see their output."
                 )
@@ -65,9 +67,8 @@ class Local(Launcher):
 
 def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that the ranks need besides the agent's."""
-    # The agent only handles the signal named here; all others stay with `_signals_passed_on`.
-    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid())}
-    changed[TOLD_BY_LAUNCHER] = "1"
+    # The agent only handles the signal named here; `_signals_passed_on` handles all others.
+    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid()), TOLD_BY_LAUNCHER: "1"}
     if "OMP_NUM_THREADS" not in environ:
         changed["OMP_NUM_THREADS"] = str(max(1, num_cores() // ranks.per_node))
     if ranks.device_ids is not None:
@@ -81,43 +82,39 @@ def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
-def _meet(ranks: Ranks) -> TCPStore:
+def _meet(ranks: Ranks) -> Store:
     """Waits for the other nodes and returns the store where they met."""
-    from torch.distributed import PrefixStore
-
     if ranks.master is None:
         raise SetupError(f"{ranks.nodes} nodes need a place to meet. Give --master HOST:PORT on every node.")
-    host, _, port = ranks.master.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_address(ranks.master)
     meeting = Meeting(
         "node",
         ranks.node_rank,
         ranks.nodes,
         ranks.master,
         ranks.timeout_s,
+        prefix="fullshard-nodes",
         advice=f"Run the same command on every node, with --node-rank 0 to {ranks.nodes - 1} and the address of node 0 "
         "as --master, and let firewalls pass the port.",
         claim="--node-rank",
     )
     mine = facts(options={"--nodes": ranks.nodes, "--devices": ranks.per_node})
     serve = ranks.node_rank == 0
-    store = meeting.connect(host, int(port), serve=serve)
+    store = meeting.connect(host, port, serve=serve)
     if serve and not is_local(host):
-        _check_elsewhere(meeting, host, int(port), mine)
-    meeting.gather(PrefixStore("fullshard-nodes", store), mine)
+        _check_elsewhere(meeting, host, port, mine)
+    meeting.gather(store, mine)
     return store
 
 
 def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> None:
     """Node 0 without the master's address: behind a forwarded port, or a second node 0."""
-    from torch.distributed import PrefixStore
-
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
-        store = PrefixStore("fullshard-nodes", meeting.connect(host, port, serve=False))
+        store = meeting.connect(host, port, serve=False)
         if store.check(["member-0"]):
             raise meeting.refuse_double(store, mine)
         return
-    _say(f"{host} is not an address of this machine, but the other nodes look for node 0 there. Check --master.")
+    _print(f"{host} is not an address of this machine, but the other nodes look for node 0 there. Check --master.")
 
 
 def num_cores() -> int:
@@ -144,54 +141,52 @@ def _config(ranks: Ranks, folder: str) -> Any:
             "run_id": uuid.uuid4().hex,
             "local_addr": "127.0.0.1",  # the host's own name may not resolve in a container
         }
-    settings: dict[str, Any] = {
-        "min_nodes": ranks.nodes,
-        "max_nodes": ranks.nodes,
-        "nproc_per_node": ranks.per_node,
-        "max_restarts": 0,
-        "monitor_interval": 0.1,
-        "signals_to_handle": "SIGQUIT",
-        "logs_specs": DefaultLogsSpecs(log_dir=folder),
+    return LaunchConfig(
+        min_nodes=ranks.nodes,
+        max_nodes=ranks.nodes,
+        nproc_per_node=ranks.per_node,
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle="SIGQUIT",
+        logs_specs=DefaultLogsSpecs(log_dir=folder),
         **meeting,
-    }
-    known = {field.name for field in fields(LaunchConfig)}
-    return LaunchConfig(**{name: value for name, value in settings.items() if name in known})
+    )
 
 
 def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
-    """The exit code of a run in which ranks failed; says which one was first, unless that rank did."""
+    """The exit code of a run in which ranks failed; reports the first one, unless that rank did."""
     said = {number: handed_over(each.error_file_data) for number, each in failures.items()}
     victims = {number for number, words in said.items() if crash.is_victim(words.text)}
     rank, failure = _first(failures, victims)
     code, message = failure.exitcode, said[rank].message
     if code == EXIT_PREEMPTED:
         if message:
-            _say(message)
+            _print(message)
         return code
     if code in (EXIT_USER, EXIT_NUMERICAL):
         if rank != 0 and message and message != said.get(0, Words()).message:
-            _say(f"Error: rank {rank}: {message}")
+            _print(f"Error: rank {rank}: {message}")
         return code
     ended_by_it = received.at_once or rank in victims or -code in (received.first, signal.SIGTERM)
     if received.first is not None and ended_by_it:
         return _stopped(received.first, at_once=received.at_once)
-    if code > 0:  # one that was killed says nothing, and is the cause
+    if code > 0:  # a killed rank leaves no message, and is the cause
         rank = crash.culprit(said, otherwise=rank)
     traced, killed = bool(said[rank].text), memory.why_killed()
     how = _how(failures[rank].exitcode, traced=traced, victim=rank in victims, killed=killed)
     line = f"Rank {rank} (process {failures[rank].pid}) {how}."
-    _say(f"{line} The other ranks were stopped." if len(failures) > 1 else line)
-    if words := crash.closing(said, rank=rank, line=line):
-        _say(words)
+    _print(f"{line} The other ranks were stopped." if len(failures) > 1 else line)
+    if explanation := crash.closing(said, rank=rank, line=line):
+        _print(explanation)
     return 1
 
 
 def _stopped(number: int, *, at_once: bool) -> int:
     """A signal ended the ranks before they could react: they were not listening yet, or were killed at once."""
     if not signals.in_command() or number not in signals.STOP_SIGNALS:
-        _say(f"Stopped by {signals.name_of(number)}.")
+        _print(f"Stopped by {signals.name_of(number)}.")
         return 128 + number
-    _say(f"{signals.AT_ONCE}." if at_once else signals.unsaved(number))
+    _print(f"{signals.AT_ONCE}." if at_once else signals.unsaved(number))
     return EXIT_PREEMPTED
 
 
@@ -234,42 +229,38 @@ def _how(code: int, *, traced: bool = False, victim: bool = False, killed: str =
     return f"was ended by {name}{meaning.get(name, '')}"
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 @contextlib.contextmanager
 def _environment(changed: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changed}
+    before = {name: os.environ[name] for name in changed if name in os.environ}
     os.environ.update(changed)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in changed.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the agent's own log lines and warnings off the console: `_ended` says what matters."""
+    """Keeps the agent's log lines and warnings off the console: `_ended` reports what matters."""
     import torch.distributed.launcher.api  # noqa: F401  makes the loggers
 
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher")
     loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith(prefixes)]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
+    enabled = [logger for logger in loggers if not logger.disabled]
+    for logger in enabled:
         logger.disabled = True
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+        for logger in enabled:
+            logger.disabled = False
 
 
 @dataclass

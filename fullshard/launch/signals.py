@@ -1,14 +1,13 @@
 """Stop signals, handled from the first line of the command.
 
-While a run starts there is nothing to save: a signal ends the process with a message and exit code 75. The loop reads
-it at the end of a step. A launcher passes it on to its ranks. A second signal ends the process at once. Except for
-Ctrl-C, one request may arrive twice: schedulers signal every process of a job, and the launcher passes its own on. So a
-second signal counts only after a moment.
+Before the first step there is nothing to save: a signal ends the process with a message and exit code 75. The loop
+reads it at the end of a step. A launcher passes it on to its ranks. A second signal ends the process at once. Except
+for Ctrl-C, one request may arrive twice: schedulers signal every process of a job, and the launcher passes its own on.
+So a second signal counts only after a moment.
 
 A thread handles signals beside the main thread, which may be in native code for minutes (a rendezvous, a compilation, a
-collective): Python runs handlers only between two of its own instructions.
-
-A process that was started for another one can end with it. Must not import torch, and must not know what is saved.
+collective): Python runs handlers only between two of its own instructions. Must not import torch, and must not know
+what is saved.
 """
 
 from __future__ import annotations
@@ -36,12 +35,9 @@ ECHO_S = 2.0
 AT_ONCE = "Stopped at once by a second signal: steps after the last checkpoint are lost"
 _PR_SET_PDEATHSIG = 1
 
-Act = Callable[[int], None]
-"""What is done about a signal, given its number."""
-
 
 def end_with(starter: int) -> None:
-    """Asks for SIGTERM when the process that started this one ends, even by SIGKILL; Linux only, nothing elsewhere.
+    """Has the system send SIGTERM when the process that started this one ends, even by SIGKILL; only on Linux.
 
     Before `listen`, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to return, and
     its traceback is useless beside the launcher's message."""
@@ -56,9 +52,11 @@ def end_with(starter: int) -> None:
 
 
 @contextlib.contextmanager
-def heard_by(act: Act, numbers: tuple[signal.Signals, ...] = STOP_SIGNALS, *, in_thread: bool = True) -> Iterator[None]:
-    """Signals go to `act`, in a thread of their own or in the main thread, whichever comes first; in the main thread
-    alone for an act that may raise. Called in another thread, nothing changes: whoever runs us handles signals."""
+def heard_by(
+    act: Callable[[int], None], numbers: tuple[signal.Signals, ...] = STOP_SIGNALS, *, in_thread: bool = True
+) -> Iterator[None]:
+    """Signals go to `act`, in a separate thread or in the main thread, whichever comes first; only in the main thread
+    if `act` may raise. Does nothing outside the main thread: whoever runs us handles signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -81,14 +79,14 @@ def listen() -> None:
 
 
 def in_library() -> contextlib.AbstractContextManager[None]:
-    """The same inside a user's program: it keeps the signals that it handles itself, and Ctrl-C."""
+    """The same inside a user's program, which keeps the signals that it handles itself, and Ctrl-C."""
     main = threading.current_thread() is threading.main_thread()
     free = [n for n in STOP_SIGNALS if main and n != signal.SIGINT and signal.getsignal(n) is signal.SIG_DFL]
     return heard_by(nothing_to_save, tuple(free)) if free else contextlib.nullcontext()
 
 
 def in_command() -> bool:
-    """Whether the whole process is ours, and exit code 75 means what it means for `fullshard train`."""
+    """Whether this process is `fullshard train`, whose exit code 75 has a meaning."""
     return _ear.command
 
 
@@ -118,7 +116,7 @@ def leave(line: str) -> NoReturn:
             child.terminate()
     for folder in _ear.folders:
         shutil.rmtree(folder, ignore_errors=True)
-    # What was printed before goes out, unless whoever reads it has stopped to.
+    # Flush what was printed before, unless its reader has stopped reading.
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)
     flush.start()
     flush.join(timeout=2)
@@ -137,9 +135,8 @@ def temporary_folder() -> Iterator[Path]:
 
 
 class StopSignals:
-    """While it is entered, the first signal is a request and a second one ends the process.
-
-    In the command's process it stays active afterwards: what follows the loop may finish."""
+    """Inside, the first signal is a request and a second one ends the process. In the command's process it stays active
+    afterwards: what follows the loop may finish."""
 
     def __init__(self) -> None:
         self.heard: str | None = None
@@ -176,10 +173,9 @@ class _Ear:
     """Hears each signal in two places, a thread and the main thread's handler, and acts on it once."""
 
     def __init__(self) -> None:
-        self.act: Act | None = None
+        self.act: Callable[[int], None] | None = None
         self.in_thread = True
         self.command = False
-        """Whether the whole process is ours, from its first line to its last."""
         self.folders: list[str] = []
         self._pipe: tuple[int, int] | None = None
         self._fork = threading.local()
@@ -236,7 +232,7 @@ def _set(handlers: Mapping[signal.Signals, object]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)  # type: ignore[arg-type]
         if handler == _ear.on_signal:
-            signal.siginterrupt(number, False)  # native code is not to see its calls fail
+            signal.siginterrupt(number, False)  # system calls of native code must not fail
 
 
 _ear = _Ear()

@@ -1,9 +1,9 @@
-"""What the engine proves before step 1, of every objective that reads tokens, a user's own included.
+"""What the engine proves before step 1 about every objective that reads tokens, also a user's own.
 
-Labels count at the positions where they stand; no position with a loss sees a later token; documents in a packed row
-stay apart; padding changes nothing. Short rows made of a real sample are changed in places, and the predictions, or the
-objective's own loss, must move there and only there. Every rank runs the same forward passes on the same rows, and all
-get the same verdict. Must not know model classes, recipes or ranks.
+Each label counts at its own position; no position with a loss sees a later token; documents in a packed row do not see
+each other; padding changes nothing. The proofs change single tokens of short rows, cut from a real sample, and look
+where the predictions, or the objective's loss, change. Every rank runs the same forward passes on the same rows, and
+all get the same verdict. Must not know model classes, recipes or ranks.
 """
 
 from __future__ import annotations
@@ -23,25 +23,24 @@ from fullshard.data.pack import row_of
 from fullshard.dist import reduce
 from fullshard.dist.shard import reshard
 from fullshard.dist.upload import to_device
-from fullshard.errors import SetupError
-from fullshard.proofs.finite import not_finite
-from fullshard.proofs.nonzero_weights import awake
+from fullshard.errors import NumericalError, SetupError
+from fullshard.proofs.nonzero_weights import nonzero_weights
 
 WIDTH = 32
-"""Tokens of a row, where data.sequence_length allows."""
+"""Tokens of a row, if data.sequence_length allows."""
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""How far rounding may move a prediction by itself, relative to its norm: a mixture of experts computes a token beside
-other ones when a token changes."""
+"""How far rounding alone may move a prediction, relative to its norm: in a mixture of experts, a changed token changes
+which tokens are computed together."""
 SHARE = 0.2
-"""Where all tokens together move a prediction little, as with fresh weights, rounding may make up this share of it. A
-model that looks ahead is moved by later tokens about as much as by earlier ones."""
+"""If all tokens together move a prediction only a little, as with fresh weights, rounding may be this share of that
+movement. In a model that looks ahead, later tokens move a prediction about as much as earlier ones."""
 LABELS = 4
-"""Labels that count in a row that the loss is asked for: a sum of few terms shows a small change of one."""
+"""Labels that count in a row: a sum of few terms shows a small change of one."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the proofs run: a model with its objective, and how features become a batch."""
+    """What the proofs run: a model with its objective, and the collator."""
 
     objective: Objective
     model: nn.Module
@@ -49,7 +48,7 @@ class Probe:
     compute: torch.dtype
     device: torch.device
     collate: Callable[..., Batch]
-    """Features of some rows, and a length to pad them to or None."""
+    """Takes the features of some rows, and a length to pad them to or None."""
 
     def batch(self, *rows: Features, length: int | None = None) -> Batch:
         return to_device(self.collate(rows, length=length), self.device)
@@ -66,21 +65,32 @@ class Probe:
         found = self.objective.predictions(self.model, self.batch(*rows, length=length))
         assert found is not None
         if not all(reduce.gather_objects(bool(found.isfinite().all()))):
-            raise not_finite(self.compute)
+            raise _not_finite(self.compute)
         return found.detach().float()
 
 
-def prove(probe: Probe, find: Callable[[], Features], *, packed: bool, longest: int) -> list[str]:
-    """Raises SetupError on every rank where something does not hold; returns a line for each thing proven.
+def _not_finite(compute: torch.dtype) -> NumericalError:
+    """The error for logits that are NaN or Inf, with what the dtype has to do with it."""
+    dtype = str(compute).removeprefix("torch.")
+    low = f"Values beyond {torch.finfo(compute).max:.3g} do not fit into it. " if compute.itemsize < 4 else ""
+    other = "fp32" if compute == torch.bfloat16 else "bf16 or fp32"
+    advice = f"Use precision: {other}; if that gives the same, the weights are broken" if low else "Use other weights"
+    return NumericalError(
+        f"Before the first step the logits of the model are not finite (computed in {dtype}). {low}{advice}."
+    )
 
-    `find` gives one training sample, the same on every rank; rows of at most `longest` tokens are made of it."""
+
+def prove(probe: Probe, find: Callable[[], Features], *, packed: bool, longest: int) -> list[str]:
+    """Raises SetupError on every rank if something does not hold; returns a line for each thing proven.
+
+    `find` returns one training sample, the same on every rank; rows of at most `longest` tokens are cut from it."""
     objective = probe.objective
     if not reads(objective, "input_ids") or "input_ids" not in (sample := find()):
         return []
     rows = Rows(sample, width=max(4, min(WIDTH, longest)))
     labelled = rows.labelled and reads(objective, "labels")
     lines: list[str] = []
-    with _asking(probe):
+    with _without_training(probe):
         if not _has_predictions(objective):
             if (why := _unprovable(probe, rows)) is not None:
                 return _unproven(objective, why, packed=packed)
@@ -89,13 +99,13 @@ def prove(probe: Probe, find: Callable[[], Features], *, packed: bool, longest: 
         lines += causal
         if packed:
             lines.append(_isolation(probe, rows, labelled=labelled, scale=scale))
-        # Without labels only the objective knows which positions are its terms.
+        # Without labels only the objective knows which positions have a loss.
         lines += [_padding(probe, rows, scale=scale)] if labelled else []
     return lines
 
 
 def _unprovable(probe: Probe, rows: Rows) -> str | None:
-    """Why nothing can be learned from changes of this loss; None where it can."""
+    """Why changes of this loss would prove nothing; None if they do."""
     one, other = probe.loss(rows.plain), probe.loss(rows.plain)
     if not all(reduce.gather_objects(bool(one.isfinite().all()))):
         return "its loss is not finite"
@@ -104,38 +114,38 @@ def _unprovable(probe: Probe, rows: Rows) -> str | None:
 
 
 def _unproven(objective: Objective, why: str, *, packed: bool) -> list[str]:
-    if packed and "finite" not in why:  # a loss that is not finite stops the run at its first step
+    if packed and "finite" not in why:  # a loss that is not finite stops the run at its first step anyway
         raise SetupError(
             f"data.pack: nothing shows that objective.kind = {objective.kind()} keeps the documents of a packed row "
-            f"apart, for {why} on the same row. Let it draw all random numbers from torch's default generator, or set "
-            "data.pack: false."
+            f"apart, because {why} on the same row. Let it draw all random numbers from torch's default generator, or "
+            "set data.pack: false."
         )
     return [f"nothing of objective.kind = {objective.kind()}: {why}"]
 
 
 def reads(objective: Objective, key: str) -> bool:
-    """Whether the objective reads this key of a batch; one that names none is taken to read all."""
+    """Whether the objective reads this key of a batch; without `needs` it may read all."""
     return not objective.needs or key in objective.needs
 
 
 class Rows:
-    """Rows of a sample's own tokens, in short: every feature with an entry for each token is cut alike."""
+    """Short rows cut from a sample: every feature with an entry for each token is cut at the same places."""
 
     def __init__(self, sample: Features, *, width: int) -> None:
         ids, labels = sample["input_ids"], sample.get("labels", np.empty(0))
-        # A shorter sample is repeated, which sets its beginning behind its end: only where there is next to nothing.
+        # A shorter sample is repeated, so that its beginning follows its end: only if it has fewer than 8 tokens.
         self.width = min(width, max(len(ids), 8))
         self._sample, self._size, self._latest = sample, len(ids), max(len(ids) - self.width, 0)
         self.labelled = len(labels) == len(ids)
         learned = np.flatnonzero(labels != IGNORE) if self.labelled else np.arange(len(ids))
         self.first = int(learned[0]) if len(learned) else 0
-        # Some of what comes before the first label, where a model may see both ways; then what is learned.
+        # Starts some tokens before the first label: a prefix model may look both ways there.
         self.plain = self._cut(min(max(self.first - self.width // 4, 0), self._latest), self.width)
         carry = self.carrying(self.plain)
         self.cut = int(carry[len(carry) // 2])
 
     def _cut(self, start: int, width: int) -> Features:
-        """So many tokens from `start` on, as one document."""
+        """`width` tokens from `start` on, as one document."""
         places = (start + np.arange(width)) % self._size
         row = {name: array[places] if len(array) == self._size else array for name, array in self._sample.items()}
         row["position_ids"] = np.arange(width, dtype=np.int32)
@@ -145,32 +155,32 @@ class Rows:
         return row
 
     def carrying(self, row: Features) -> np.ndarray:
-        """Positions with a loss that have a token after them."""
+        """Positions with a loss and a token after them."""
         found = np.flatnonzero(row["labels"][:-1] != IGNORE) if self.labelled else np.arange(self.width - 1)
         return found if len(found) else np.arange(len(row["input_ids"]) - 1)
 
     def changed(self, row: Features, places: slice) -> Features:
-        """Other tokens in some places, labels as they are."""
+        """The row with other tokens in some places and the same labels."""
         ids = row["input_ids"].copy()
         ids[places] = self.other(ids[places])
         return {**row, "input_ids": ids}
 
     def other(self, ids: np.ndarray) -> np.ndarray:
-        """For each token another one of the sample."""
+        """For each token a different one from the sample."""
         known = np.unique(self._sample["input_ids"])
         if len(known) == 1:
             return np.where(ids == 0, 1, 0).astype(ids.dtype)
         return known[(np.searchsorted(known, ids) + 1) % len(known)].astype(ids.dtype)
 
     def counting(self, row: Features, places: np.ndarray) -> Features:
-        """Only the labels in some places count."""
+        """The row with labels in these places only."""
         labels = np.full_like(row["labels"], IGNORE)
-        # Where the sample teaches nothing, any token is as good a label.
+        # Where the sample has no label, any token will do.
         labels[places] = np.where(row["labels"][places] == IGNORE, row["input_ids"][places], row["labels"][places])
         return {**row, "labels": labels}
 
     def at_first_label(self) -> Features:
-        """A row that begins with a position whose label counts, and no other."""
+        """A row in which only the label of its first position counts."""
         return self.counting(self._cut(self.first, max(2, min(self.width, self._size - self.first))), np.array([0]))
 
     def short(self) -> Features:
@@ -184,16 +194,16 @@ class Rows:
 
 
 def _causality(probe: Probe, rows: Rows) -> tuple[list[str], float]:
-    """No position with a loss sees a later token. Also says how much earlier tokens move a prediction."""
+    """No position with a loss sees a later token. Also returns how far earlier tokens move a prediction."""
     later, earlier = _reach(probe, rows)
     if earlier == 0.0:
-        # Fresh weights of zero may hide for now what each token will do to others.
-        with awake(probe.model):
+        # Weights that start at zero may hide that tokens will see each other.
+        with nonzero_weights(probe.model):
             later, earlier = _reach(probe, rows)
     if probe.objective.bidirectional:
         return [], earlier
     if later > (allowed := _allowed(probe, earlier)):
-        own = "" if _has_predictions(probe.objective) else _OWN
+        own = "" if _has_predictions(probe.objective) else _IF_MASKED
         raise SetupError(
             f"model: a position that carries a loss sees later tokens. Other tokens after it move its prediction by "
             f"{later:.1e} (allowed: {allowed:.0e}; earlier tokens move it by {earlier:.1e}), so it would learn to copy "
@@ -205,14 +215,14 @@ def _causality(probe: Probe, rows: Rows) -> tuple[list[str], float]:
     return [f"positions do not see later tokens ({later:.1e}; earlier ones move them by {earlier:.1e})"], earlier
 
 
-_OWN = (
+_IF_MASKED = (
     " If the labels of your objective are not the next tokens, as with masked ones, write `bidirectional: "
     "ClassVar[bool] = True` in its class."
 )
 
 
 def _reach(probe: Probe, rows: Rows) -> tuple[float, float]:
-    """How far other tokens after the cut move predictions up to it, and other tokens before it the one at the cut."""
+    """How far changed tokens after the cut move predictions up to it, and those before it the one at the cut."""
     row, cut = rows.plain, rows.cut
     carry = rows.carrying(row)
     seen = carry[carry <= cut]
@@ -236,7 +246,7 @@ def _isolation(probe: Probe, rows: Rows, *, labelled: bool, scale: float) -> str
         moved = _moved(plain[half:], changed[half:])
     elif labelled:
         counted = rows.counting(second, rows.carrying(second)[:LABELS])
-        # Also the labels of the first: they are no concern of the second.
+        # The first document has no labels: its own loss must not count here.
         silent, quiet = (rows.counting(each, np.empty(0, dtype=int)) for each in (first, other))
         moved = _moved(probe.loss(row_of([silent, counted])), probe.loss(row_of([quiet, counted])))
     else:
@@ -246,7 +256,7 @@ def _isolation(probe: Probe, rows: Rows, *, labelled: bool, scale: float) -> str
             ""
             if _has_predictions(probe.objective)
             else (
-                " Your objective may call the model without position_ids, by which documents are told apart: pass "
+                " Your objective may call the model without position_ids, which separate the documents: pass "
                 "`position_ids=batch['position_ids']`, or call `model.hidden_states_and_head` as "
                 "fullshard/families/language/objectives/causal_lm.py does."
             )
@@ -259,7 +269,7 @@ def _isolation(probe: Probe, rows: Rows, *, labelled: bool, scale: float) -> str
 
 
 def _entangled(probe: Probe, first: Features, second: Features, rows: Rows) -> float:
-    """How far the sum over two documents is from one sum for each: f(a, b) - f(A, b) - f(a, B) + f(A, B) is zero."""
+    """How far the loss is from a sum over documents, for which f(a, b) - f(A, b) - f(a, B) + f(A, B) is zero."""
     others = [rows.changed(document, slice(None)) for document in (first, second)]
     both, one = probe.loss(row_of([first, second])), probe.loss(row_of([others[0], second]))
     two, none = probe.loss(row_of([first, others[1]])), probe.loss(row_of(others))
@@ -267,7 +277,7 @@ def _entangled(probe: Probe, first: Features, second: Features, rows: Rows) -> f
 
 
 def _padding(probe: Probe, rows: Rows, *, scale: float) -> str:
-    """A row gives the same with and without padding after it."""
+    """A row has the same loss with and without padding after it."""
     row, half = rows.short(), rows.width // 2
     if _has_predictions(probe.objective):
         moved = _moved(probe.predictions(row)[0], probe.predictions(row, length=rows.width)[0, :half])
@@ -275,7 +285,7 @@ def _padding(probe: Probe, rows: Rows, *, scale: float) -> str:
         row = rows.counting(row, rows.carrying(row)[-LABELS:])
         moved = _moved(probe.loss(row), probe.loss(row, length=rows.width))
     rounding = ROUNDING[probe.compute]
-    # A row of another length is computed by other kernels, which round in another order.
+    # A row of another length may use other kernels, which round in another order.
     if moved > (allowed := min(10 * rounding, max(rounding, SHARE * scale))):
         whose = (
             "the model depends on the length of the row. Use another model."
@@ -288,8 +298,8 @@ def _padding(probe: Probe, rows: Rows, *, scale: float) -> str:
 
 
 def _labels_in_place(probe: Probe, rows: Rows) -> str:
-    """Nothing counts without a label, and the label of a row's first position counts there: whoever shifts labels once
-    more leaves it out."""
+    """A row without labels has no loss, and the label of its first position counts there: an objective that shifts the
+    labels again leaves that one out."""
     row = rows.at_first_label()
     labels = row["labels"].copy()
     labels[0] = rows.other(labels[:1])[0]
@@ -299,13 +309,13 @@ def _labels_in_place(probe: Probe, rows: Rows) -> str:
     if not all(reduce.gather_objects(abs(none) <= 1e-6 * max(1.0, abs(one)))):
         raise SetupError(
             f"objective.kind = {kind}: the loss of a row without any label (all are -100) is {none:g}, and must be 0. "
-            "Such rows fill up a step, and padding has no labels: take positions with the label -100 out of the sum."
+            "Such rows fill up a step, and padding has no labels: leave positions with the label -100 out of the sum."
         )
     if not all(reduce.gather_objects(math.isfinite(one) and math.isfinite(other) and one != other)):
         raise SetupError(
             f"objective.kind = {kind} does not use the label of a row's first position: with that label alone its loss "
             f"is {one:g}, and {other:g} with another one. Labels are shifted already: labels[:, i] is the target of "
-            "position i. Compare logits[:, i] with labels[:, i], and do not shift once more."
+            "position i. Compare logits[:, i] with labels[:, i], and do not shift again."
         )
     return "each label counts at its own position, and nothing else does"
 
@@ -315,14 +325,14 @@ def _allowed(probe: Probe, scale: float) -> float:
 
 
 def _moved(one: torch.Tensor, other: torch.Tensor) -> float:
-    """How far two predictions are apart, relative to their norm, at the position where most; on the rank where most."""
+    """The largest distance between two predictions, relative to their norm, over all positions and ranks."""
     size = one.norm(dim=-1).clamp(min=1e-30)
     moved = float(((one - other).norm(dim=-1) / size).max())
     return float(max(reduce.gather_objects(math.inf if math.isnan(moved) else moved)))
 
 
 def _has_predictions(objective: Objective) -> bool:
-    """Whether its predictions are those that its loss is computed from: a class may override the loss alone."""
+    """Whether the loss is computed from its predictions: a class may override the loss alone."""
     loss, predictions = (_owner(type(objective), name) for name in ("loss", "predictions"))
     return predictions is not Objective and issubclass(predictions, loss)
 
@@ -332,8 +342,8 @@ def _owner(kind: type, name: str) -> type:
 
 
 @contextmanager
-def _asking(probe: Probe) -> Iterator[None]:
-    """The model as it is asked: without gradients, dropout, or compiling for shapes that never come again."""
+def _without_training(probe: Probe) -> Iterator[None]:
+    """Without gradients, dropout, or compiling for shapes that never come again."""
     probe.model.eval()
     with (
         torch.no_grad(),

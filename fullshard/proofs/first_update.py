@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fullshard.dist import reduce
-from fullshard.dist.gradients import checksums, inspect
+from fullshard.dist.gradients import inspect
+from fullshard.dist.values import checksums
 from fullshard.errors import NumericalError, SetupError
 from fullshard.formatting.plural import counted
 
@@ -28,19 +29,19 @@ class FirstUpdate:
         """A checksum of each parameter before the update."""
 
     def remember(self) -> None:
-        """Before an update: remembers the weights. With a learning rate of 0 there is nothing to prove."""
+        """Call before an update: remembers the weights. With a learning rate of 0 there is nothing to prove."""
         if not self._proven and any(self._rates()):
             self._before = checksums([p for _, p in self._trained])
 
     @torch.no_grad()
     def prove(self) -> None:
-        """After an update that the loss scaler did not skip, while the gradients are still there."""
+        """Call after an update that the loss scaler did not skip, while the gradients are still there."""
         if self._proven or self._before is None:
             return
         self._proven = True
         found = torch.stack([inspect(p.grad) for _, p in self._trained]).cpu()
         changed = (checksums([p for _, p in self._trained]) != self._before)[:, None]
-        # A small parameter is on one rank only, so what is true of one slice is true of the parameter.
+        # A small parameter is on one rank only: what is true of one slice is true of the parameter.
         everywhere = torch.stack(reduce.gather_objects(torch.cat([found, changed], dim=1))).any(dim=0)
         self._judge(*(self._named(flags) for flags in everywhere.unbind(dim=1)))
 
@@ -66,11 +67,11 @@ class FirstUpdate:
         if not moving:
             raise NumericalError(
                 f"At the first update the gradient of every one {of} is zero: nothing would be learned. Check that the "
-                "labels are not all masked, and that what is trained (model.lora, model.freeze) has a part in the loss."
+                "labels are not all masked, and that the loss depends on what is trained (model.lora, model.freeze)."
             )
         if not moved:
             raise NumericalError(
-                f"The first update changed not one {of}: with a learning rate of {max(self._rates()):g} every change "
+                f"The first update changed none {of}: with a learning rate of {max(self._rates()):g} every change "
                 "is smaller than the last digit of the weights. Raise optimizer.lr, shorten schedule.warmup, or leave "
                 "precision: bf16-pure."
             )

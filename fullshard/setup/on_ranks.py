@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fullshard.contracts.launcher import Ranks
 from fullshard.dist import env
-from fullshard.dist.ranks import ranks_for
+from fullshard.dist.env import ranks_for
 from fullshard.recipe import Topology
 
 if TYPE_CHECKING:

@@ -375,13 +375,14 @@ def recast(settings: dict[str, Any], change: str) -> str:
     """What the proof says after somebody has cast."""
     module, _, _ = spread(settings, torch.bfloat16)
     planned = {name: p.dtype for name, p in module.named_parameters()}
-    values.prove_storage(module, planned)
+    trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    values.prove(module, trainable, planned)
     if change == "all":
         module.to(torch.bfloat16)
     else:
         module.get_submodule(change).half()
     try:
-        values.prove_storage(module, planned)
+        values.prove(module, trainable, planned)
     except AssertionError as error:
         return str(error)
     return "none"

@@ -284,7 +284,7 @@ VERDICTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "nothing changed": (
         {"precision": "bf16-pure", "optimizer": {"lr": 1e-9}},
         "NumericalError",
-        ["changed not one of 36 trained parameters: with a learning rate of 1e-09", "leave precision: bf16-pure"],
+        ["changed none of 36 trained parameters: with a learning rate of 1e-09", "leave precision: bf16-pure"],
     ),
     "not used": (
         {"model": {"kind": DENOISERS, "name": "idle"}, "objective": {"kind": DENOISE}},

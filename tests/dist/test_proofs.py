@@ -119,7 +119,7 @@ def norm_after_waking() -> tuple[bool, float]:
     from torch.distributed.fsdp import fully_shard
 
     from fullshard.dist.values import local
-    from fullshard.proofs.nonzero_weights import awake
+    from fullshard.proofs.nonzero_weights import nonzero_weights
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -127,7 +127,7 @@ def norm_after_waking() -> tuple[bool, float]:
     kept = fully_shard(module[0])
     fully_shard(module)
     before = [local(p.detach()).clone() for p in kept.parameters()]  # type: ignore[attr-defined]
-    with awake(module):
+    with nonzero_weights(module):
         had = bool(local(module[1].weight.detach()).any())
     assert all(torch.equal(local(p.detach()), old) for p, old in zip(kept.parameters(), before, strict=True))  # type: ignore[attr-defined]
     return had, float(local(module[1].weight.detach()).norm())

@@ -81,5 +81,5 @@ def test_another_torch_is_left_alone(ranks: RankPool) -> None:
 
 def without_names() -> tuple[list[float], list[int]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_rank, "_NAMES", ((single_rank.FSDPParamGroup, ("a_name_that_torch_does_not_have",)),))
+        patch.setattr(single_rank, "_NAMES", ((single_rank.FSDPParamGroup, "a_name_that_torch_does_not_have"),))
         return losses(MODELS["full"], torch.bfloat16, together=True)

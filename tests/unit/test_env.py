@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.dist.env import Launch, check, detect, export
-from fullshard.dist.ranks import ranks_for
-from fullshard.dist.slurm import expand_hosts, tasks_per_node
+from fullshard.dist.env import Launch, check, detect, expand_hosts, export, ranks_for, tasks_per_node
 from fullshard.errors import SetupError
 
 TORCHRUN = {

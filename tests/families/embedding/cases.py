@@ -16,7 +16,7 @@ from fullshard.contracts.model import Family
 from fullshard.contracts.objective import Objective
 from fullshard.data.order import rank_slices
 from fullshard.dist import values
-from fullshard.dist.gradient_sync import one_by_one
+from fullshard.dist.gradients import one_by_one
 from fullshard.dist.mesh import choose_layout, make_mesh
 from fullshard.dist.shard import ShardPlan, shard
 from fullshard.dist.world import join

@@ -96,7 +96,7 @@ def batches(found: list[list[dict[str, Any]]], rank: int, world: int) -> list[di
 def steps(folder: Path, caches: list[Any], *, lora: bool) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """One sharded step with each cache."""
     from fullshard.dist import reduce
-    from fullshard.dist.gradient_sync import one_by_one
+    from fullshard.dist.gradients import one_by_one
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     mine, found, sharded = batches(features(folder), rank, world), [], None

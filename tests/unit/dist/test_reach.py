@@ -10,8 +10,7 @@ from torch import nn
 
 from fullshard.config.part import decode
 from fullshard.contracts.model import Family
-from fullshard.dist.external_calls import reached_from_outside
-from fullshard.dist.wrap import find_blocks
+from fullshard.dist.wrap import find_blocks, reached_from_outside
 
 
 class Block(nn.Module):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.launch import host_memory
-from fullshard.launch.memory_watch import MemoryWatch, bear_witness
+from fullshard.launch.host_memory import MemoryWatch, watch_parent
 
 GIB = 2**20
 """In kB, as /proc/meminfo counts."""
@@ -97,8 +97,8 @@ def test_a_forked_child_counts_with_what_is_its_own() -> None:
 
 WITNESSED = """
 import os, signal, sys
-from fullshard.launch import memory_watch as memory
-with memory.told_by_a_witness(0):
+from fullshard.launch.host_memory import reported_if_killed
+with reported_if_killed(0):
     print("ready", flush=True)
     if sys.argv[1] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -118,7 +118,7 @@ def test_the_witness_tells_of_a_process_that_the_kernel_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = machine(tmp_path, free=5, kills=None)
-    monkeypatch.setattr("fullshard.launch.memory_watch.MemoryWatch.__init__.__defaults__", (root,))
-    said = bear_witness(os.getppid() + 1_000_000, rank=0)  # which is not the parent any more
+    monkeypatch.setattr("fullshard.launch.host_memory.MemoryWatch.__init__.__defaults__", (root,))
+    said = watch_parent(os.getppid() + 1_000_000, rank=0)  # which is not the parent any more
     assert said is not None
     assert "was ended by SIGKILL: killed by the kernel, most likely out of host memory: 120.0 GiB of 125.0 GiB" in said

@@ -253,7 +253,7 @@ class Contrastive(Objective):
         """The same forward passes again, from last to first, each followed by its backward pass."""
         import torch
 
-        from fullshard.dist.gradient_sync import one_by_one
+        from fullshard.dist.gradients import one_by_one
         from fullshard.families.embedding.batching.chunks import there
 
         assert gradient is not None

@@ -82,7 +82,8 @@ def recomputed(mode: str) -> None:
     fuse(model)
     expected, by_name = _run(model)
     again = copy.deepcopy(model)
-    recompute.apply(list(again.transformer_blocks), mode)
+    for block in again.transformer_blocks:
+        recompute.apply(block, mode)
     packed_attention._forward = _Counted(attend, calls)
     try:
         found, ours = _run(again)
