@@ -28,7 +28,7 @@ from fullshard.control.resume import candidates, choose
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.explain import crash
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER
+from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
 from fullshard.formatting.plural import counted
 from fullshard.launch import signals
 from fullshard.launch.host_memory import reported_if_killed
@@ -77,7 +77,7 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = 
 
 def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     """Runs this process's rank of the recipe; returns the exit code."""
-    alone = TOLD_BY_LAUNCHER not in os.environ  # no launcher of ours says how this process was killed
+    alone = REPORTED_BY_LAUNCHER not in os.environ  # no launcher of ours says how this process was killed
     with reported_if_killed(int(os.environ.get("RANK", 0))) if alone else contextlib.nullcontext():
         result = execute(reading, resume=resume, anyway=anyway)
     return EXIT_PREEMPTED if result.stopped == "signal" else EXIT_DONE

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fullshard.contracts.world import World
 from fullshard.dist import reduce
-from fullshard.dist.world import World
 from fullshard.formatting.readable import size
 from fullshard.launch.host_memory import memory_left
 

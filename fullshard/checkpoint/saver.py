@@ -26,11 +26,11 @@ from fullshard.checkpoint.tensors import Tensors, all_tensors, squares
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
 from fullshard.contracts.model import Family
 from fullshard.contracts.progress import Progress
+from fullshard.contracts.world import World
 from fullshard.dist import reduce, values
 from fullshard.dist.all_or_fail import together
 from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
-from fullshard.dist.world import World
 from fullshard.errors import CheckpointError
 from fullshard.formatting.readable import size
 from fullshard.log.console import Console

@@ -62,9 +62,9 @@ class Commands(TyperGroup):
             return super().main(*args, **more)
         except Exception as error:
             if isinstance(error, FullshardError) and not crash.lost_a_rank(error):
-                tell(error)
+                print_error(error)
                 sys.exit(error.exit_code)
-            if not crash.is_told_elsewhere(error):
+            if not crash.is_reported_elsewhere(error):
                 raise
             typer.echo(f"Rank {os.environ.get('RANK', '0')} lost another rank.", err=True)
             sys.exit(1)
@@ -76,7 +76,7 @@ def _command(function: Callable[..., Any]) -> Any:
     return get_command(single)
 
 
-def tell(error: FullshardError) -> None:
+def print_error(error: FullshardError) -> None:
     """Prints a user's mistake, once: ranks beyond 0 hand theirs to the launcher, which prints it if it was first."""
     rank, handed = os.environ.get("RANK", "0"), hand_over(str(error))
     if rank == "0" or not handed:

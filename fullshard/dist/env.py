@@ -130,11 +130,9 @@ def _slurm_tasks(environ: Mapping[str, str]) -> int:
     """Tasks of this job step; 1 in a batch script or a shell of salloc: one process in a larger allocation."""
     if "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
         return 1
-    tasks = _whole(environ, "SLURM_STEP_NUM_TASKS")
-    if tasks is not None:
-        return tasks
     # Without the step's variables only a task beyond the first proves that srun started several.
-    return (_whole(environ, "SLURM_NTASKS") or 1) if _whole(environ, "SLURM_PROCID") else 1
+    several = _whole(environ, "SLURM_NTASKS") if _whole(environ, "SLURM_PROCID") else None
+    return _whole(environ, "SLURM_STEP_NUM_TASKS") or several or 1
 
 
 def _slurm_launch(environ: Mapping[str, str]) -> Launch:
@@ -193,8 +191,7 @@ def _check_by_hand(launch: Launch, environ: Mapping[str, str], nodes: int) -> No
         f"Unset RANK, WORLD_SIZE and LOCAL_RANK and run on every node: fullshard train RECIPE --devices GPUS_PER_NODE "
         f"--nodes {max(nodes, 2)} --node-rank THIS_NODE --master HOST:PORT; or use {_TORCHRUN}."
     )
-    local_rank = _whole(environ, "LOCAL_RANK")
-    if (nodes > 1 and launch.rank < nodes < launch.world) or (local_rank is not None and local_rank > launch.rank):
+    if (nodes > 1 and launch.rank < nodes < launch.world) or launch.local_rank > launch.rank:
         raise SetupError(
             f"{found}: RANK looks like the number of this node. RANK is the number of the process among all "
             f"{launch.world}, and the node has its own: --node-rank. {remedy}"

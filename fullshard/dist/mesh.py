@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from fullshard.dist.world import World
+from fullshard.contracts.world import World
 
 
 @dataclass(frozen=True)

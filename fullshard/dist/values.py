@@ -165,21 +165,6 @@ def _agree_on_stored(weights: Weights, shapes: dict[str, torch.Size]) -> None:
         )
 
 
-def agree(module: nn.Module) -> None:
-    """Raises SetupError unless replicas of a parameter, and every rank's copy of a buffer, are equal in every bit."""
-    if reduce.place()[0] == 1:
-        return
-    sums = fingerprints(dict(module.named_parameters()))
-    buffers = {name: torch.view_as_real(b) if b.is_complex() else b for name, b in module.named_buffers() if b.numel()}
-    if buffers:
-        sums |= zip(buffers, checksums(list(buffers.values())).tolist(), strict=True)
-    if found := differences({name: str(each) for name, each in sums.items()}):
-        raise SetupError(
-            f"The ranks start from different values, by the sum of their bits: {some(found)}. Check that every node "
-            "has the same model folder, the same kind of GPU and the same versions."
-        )
-
-
 @torch.no_grad()
 def fingerprints(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
     """A checksum of each whole parameter, the same for any number of ranks: the sum of its bits as integers."""

@@ -98,6 +98,3 @@ def peaks(device: torch.device) -> dict[str, int]:
     """Peak bytes on the device, and on the host by this rank and its children. On a CPU that is the same memory."""
     host = peak_of_family() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"memory": peak_memory(device) if device.type == "cuda" else host, "host_memory": host}
-
-
-__all__ = ["World", "choose_device_type", "join", "leave", "peak_memory", "peak_of", "peaks"]

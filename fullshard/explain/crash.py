@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import FullshardError, NumericalError
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER, Words, hand_over
+from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, Words, hand_over
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
 
@@ -46,7 +46,7 @@ def report(error: BaseException, *, folder: Path, rank: int, world: int, step: i
         if not lost and not _is_crash(error):
             return
         crash = write(error, folder=folder, rank=rank, world=world, step=step)
-        if TOLD_BY_LAUNCHER in os.environ and (lost or not isinstance(error, FullshardError)):
+        if REPORTED_BY_LAUNCHER in os.environ and (lost or not isinstance(error, FullshardError)):
             trace = "".join(traceback.format_exception(error))
             hand_over(f"{type(error).__name__}: {error}", traceback=trace, crash=str(crash) if crash else None)
         else:
@@ -242,11 +242,11 @@ def culprit(said: Mapping[int, Words], *, otherwise: int) -> int:
     return otherwise if otherwise in guilty or not guilty else guilty[0]
 
 
-def is_told_elsewhere(error: BaseException) -> bool:
+def is_reported_elsewhere(error: BaseException) -> bool:
     """Whether an error only follows from the end of another rank, which the launcher reports."""
     with contextlib.suppress(Exception):
-        told = TOLD_BY_LAUNCHER in os.environ
-        return told and (lost_a_rank(error) or is_victim("".join(traceback.format_exception(error))))
+        reported = REPORTED_BY_LAUNCHER in os.environ
+        return reported and (lost_a_rank(error) or is_victim("".join(traceback.format_exception(error))))
     return False
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TOLD_BY_LAUNCHER = "FULLSHARD_TOLD_BY_LAUNCHER"
+REPORTED_BY_LAUNCHER = "FULLSHARD_REPORTED_BY_LAUNCHER"
 """Set by a launcher that prints the last words of the run itself, so that not every rank does."""
 _FILE = "TORCHELASTIC_ERROR_FILE"
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
 from fullshard.explain import crash
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER, Words, handed_over
+from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, Words, handed_over
 from fullshard.launch import signals
 from fullshard.launch.addresses import is_local, split_address
 from fullshard.launch.host_memory import MemoryWatch, watched
@@ -68,7 +68,7 @@ class Local(Launcher):
 def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that the ranks need besides the agent's."""
     # The agent only handles the signal named here; `_signals_passed_on` handles all others.
-    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid()), TOLD_BY_LAUNCHER: "1"}
+    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid()), REPORTED_BY_LAUNCHER: "1"}
     if "OMP_NUM_THREADS" not in environ:
         changed["OMP_NUM_THREADS"] = str(max(1, num_cores() // ranks.per_node))
     if ranks.device_ids is not None:
@@ -215,10 +215,7 @@ def _how(code: int, *, traced: bool = False, victim: bool = False, killed: str =
         return "lost the connection to another rank, and no rank of this node ended before it"
     if code >= 0:
         return f"ended with exit code {code}{'; its traceback is above' if traced else ''}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     meaning = {
         "SIGKILL": f": {killed.rstrip('.')}",
         "SIGSEGV": ": it crashed in native code",

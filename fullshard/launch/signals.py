@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fullshard.errors import EXIT_PREEMPTED
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER, hand_over
+from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, hand_over
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_S = 2.0
@@ -107,7 +107,7 @@ def leave(line: str) -> NoReturn:
     """Ends this process, and those that it started, at once and with the exit code of a preempted run."""
     handed = hand_over(line)
     rank = os.environ.get("RANK", "0")
-    if TOLD_BY_LAUNCHER not in os.environ and (rank == "0" or not handed):
+    if REPORTED_BY_LAUNCHER not in os.environ and (rank == "0" or not handed):
         _write(line if rank == "0" else f"rank {rank}: {line}")
     with contextlib.suppress(Exception):
         import psutil  # type: ignore[import-untyped]

@@ -352,6 +352,3 @@ def _without_training(probe: Probe) -> Iterator[None]:
     ):
         yield
     reshard(probe.model)
-
-
-__all__ = ["Probe", "prove", "reads"]

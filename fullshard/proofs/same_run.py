@@ -1,7 +1,7 @@
 """Proves that all ranks belong to the same run: they have the same recipe, versions, code, data and model.
 
-`train` and `check` compare right after the ranks have connected, in the same order on each. Must not know how findings
-are shown.
+`train` and `check` compare right after the ranks have connected, and once the model has its values. Must not know how
+findings are shown.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard.config.part import flat
 from fullshard.data.prepare import Prepared
 from fullshard.data.store import processor_fingerprint
+from fullshard.dist import reduce
 from fullshard.dist.agreement import Facts, differences, some
+from fullshard.dist.values import checksums, fingerprints
 from fullshard.errors import SetupError
 
 PACKAGES = (
@@ -125,6 +128,22 @@ def require(compared: list[Subject]) -> None:
         raise SetupError("\n".join(problems))
 
 
+def require_equal_values(module: nn.Module) -> None:
+    """Raises SetupError unless replicas of a parameter, and every rank's copy of a buffer, are equal in every bit. A
+    collective."""
+    if reduce.place()[0] == 1:
+        return
+    sums = fingerprints(dict(module.named_parameters()))
+    buffers = {name: torch.view_as_real(b) if b.is_complex() else b for name, b in module.named_buffers() if b.numel()}
+    if buffers:
+        sums |= zip(buffers, checksums(list(buffers.values())).tolist(), strict=True)
+    if found := differences({name: str(each) for name, each in sums.items()}):
+        raise SetupError(
+            f"The ranks start from different values, by the sum of their bits: {some(found)}. Check that every node "
+            "has the same model folder, the same kind of GPU and the same versions."
+        )
+
+
 def versions() -> dict[str, str | None]:
     """Of Python and of each library; None if it is not installed, which stops only a run that needs it."""
     found: dict[str, str | None] = {"Python": ".".join(platform.python_version_tuple()[:2])}
@@ -207,6 +226,3 @@ def _model(module: nn.Module, config: Mapping[str, Any]) -> dict[str, str | None
     values = {key: value for key, value in flat(config).items() if not key.rpartition(".")[2].startswith("_")}
     values.pop("transformers_version", None)
     return found | {f"config.{key}": str(value) for key, value in values.items()}
-
-
-__all__ = ["Subject", "compare", "require", "subjects", "versions"]

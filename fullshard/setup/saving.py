@@ -14,10 +14,11 @@ from fullshard.config.part import plain
 from fullshard.contracts.world import World
 from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
-from fullshard.dist import reduce, values
+from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.log.console import Console
 from fullshard.log.report import Report
+from fullshard.proofs.same_run import require_equal_values
 from fullshard.recipe import Recipe
 from fullshard.setup.background_saves import go_background, saves_to_come
 from fullshard.setup.inputs import RunInputs
@@ -43,7 +44,7 @@ def make_saves(
     saver = _saver(recipe, inputs, world, model, learner, report.console)
     if checkpoint is not None:
         saver.restore(checkpoint)
-    values.agree(model.module)
+    require_equal_values(model.module)
     go_background(saver, settings.asynchronous)
     due = Due(settings.every_steps, settings.every_epochs, settings.every_minutes)
     return Saves(saver, due, saves_to_come(recipe, inputs, saver, due), settings.at_end, report)

@@ -185,8 +185,8 @@ def differing_values() -> list[str]:
     from torch.distributed.fsdp import fully_shard
 
     from fullshard.dist.mesh import choose_layout, make_mesh
-    from fullshard.dist.values import agree
     from fullshard.dist.world import join
+    from fullshard.proofs.same_run import require_equal_values
 
     world = join(device="cpu", backend="gloo", timeout_s=60)
     said = []
@@ -201,7 +201,7 @@ def differing_values() -> list[str]:
             module.inner.table[1] = 7
         fully_shard(module, mesh=make_mesh(choose_layout("none", world, state_bytes=0), world))
         with pytest.raises(SetupError) as refused:
-            agree(module)
+            require_equal_values(module)
         said.append(str(refused.value))
     return said
 

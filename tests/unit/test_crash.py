@@ -19,7 +19,7 @@ from fullshard.explain import crash
 from fullshard.explain.error_file import handed_over
 from fullshard.launch.local import _how
 
-LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.TOLD_BY_LAUNCHER)
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.REPORTED_BY_LAUNCHER)
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def launched(run: Path, tmp_path: Path, monkeypatch: Any, errors: dict[int, Base
     """What torchrun's agent reads of ranks that report an error."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    monkeypatch.setenv(crash.TOLD_BY_LAUNCHER, "1")
+    monkeypatch.setenv(crash.REPORTED_BY_LAUNCHER, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     said = {}
     for rank, error in errors.items():

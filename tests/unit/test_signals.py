@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from fullshard.explain.error_file import TOLD_BY_LAUNCHER
+from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
 from fullshard.launch import signals
 
 
@@ -186,7 +186,7 @@ def test_ranks_say_it_once(variables: dict[str, str], line: str, tmp_path: Path)
     assert process.communicate(timeout=60)[1].startswith(line)
 
 
-@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "FULLSHARD_TOLD_BY_LAUNCHER": "1"}])
+@pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "FULLSHARD_REPORTED_BY_LAUNCHER": "1"}])
 def test_a_launcher_is_told_instead(variables: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     process = started(NATIVE.format(then=""), **variables, TORCHELASTIC_ERROR_FILE=str(file))
@@ -197,7 +197,7 @@ def test_a_launcher_is_told_instead(variables: dict[str, str], tmp_path: Path) -
 
 def started(code: str, **variables: str) -> subprocess.Popen[str]:
     """A process that has said `ready`."""
-    left_out = ("RANK", "TORCHELASTIC_ERROR_FILE", "PYTHONUNBUFFERED", TOLD_BY_LAUNCHER)
+    left_out = ("RANK", "TORCHELASTIC_ERROR_FILE", "PYTHONUNBUFFERED", REPORTED_BY_LAUNCHER)
     kept = {k: v for k, v in os.environ.items() if k not in left_out}
     process = subprocess.Popen(
         [sys.executable, "-c", code],

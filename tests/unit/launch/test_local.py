@@ -108,16 +108,16 @@ def test_a_rank_that_saves_when_it_is_told_to_end_does_not_hide_the_one_that_cra
 def test_the_message_of_a_rank_that_may_not_print_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import os, signal\nos.environ['RANK'] == '0' and signal.pause()\n"
-        "from fullshard.commands.group import tell\nfrom fullshard.errors import DataError\n"
-        "tell(DataError('a.jsonl:7: no text'))\nraise SystemExit(2)"
+        "from fullshard.commands.group import print_error\nfrom fullshard.errors import DataError\n"
+        "print_error(DataError('a.jsonl:7: no text'))\nraise SystemExit(2)"
     )
     assert Local().start([sys.executable, "-c", code], Ranks(2, timeout_s=30)) == 2
     assert capfd.readouterr().err == "Error: rank 1: a.jsonl:7: no text\n"
 
 
 def test_a_message_that_all_ranks_have_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
-    imports = "from fullshard.commands.group import tell\nfrom fullshard.errors import DataError\n"
-    code = f"{imports}tell(DataError('x'))\nexit(2)"
+    imports = "from fullshard.commands.group import print_error\nfrom fullshard.errors import DataError\n"
+    code = f"{imports}print_error(DataError('x'))\nexit(2)"
     assert Local().start([sys.executable, "-c", code], Ranks(2, timeout_s=30)) == 2
     assert capfd.readouterr().err.splitlines() in (["Error: x"], ["Error: rank 1: x"])
 
