@@ -1,6 +1,6 @@
 """The recipe: every setting of a run, in sections, frozen.
 
-A recipe states only what differs from the defaults. `None` means "resolve it"; build.py does and writes it down.
+A recipe states only what differs from the defaults. `None` means auto: build.py chooses a value and records it.
 Must not know YAML, torch, ranks or any concrete part.
 """
 
@@ -36,9 +36,9 @@ class Data(Section):
     train: Source
     """A path, a list of paths, or a source with its settings."""
     validation: Source | None = None
-    """The same for validation; without it `holdout` of the training records is kept apart."""
+    """The same for validation; null: `holdout` of the training records."""
     encode: Encoder | None = None
-    """How a record becomes tokens; null: chosen from the keys of the first record."""
+    """How records become samples; null: chosen by the keys of the first record."""
     sequence_length: int = Field(1024, ge=2)
     """The longest sample, in tokens."""
     pack: bool = True
@@ -46,15 +46,15 @@ class Data(Section):
     shuffle: bool = True
     """A new global order every epoch; false keeps the order of the source."""
     holdout: float = Field(0.05, ge=0, lt=1)
-    """Share of the training records kept for validation when no validation source is given; 0 for none."""
+    """Share of the training records held out for validation if no validation source is given; 0 for none."""
     workers: int | None = Field(None, ge=0)
     """Loader processes per rank; null: 2 with a GPU, 0 on a CPU."""
     cache: Path | None = None
-    """Where tokenised data is kept; null: the user's cache folder."""
+    """Where encoded data is cached; null: the user's cache folder."""
 
 
 class Batch(Section):
-    """How many rows make a step: global = per_device x accumulate x ranks. Without packing a row is a sample."""
+    """How many rows a step has: global = per_device x accumulate x ranks. Without packing a row is a sample."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("accumulate", "global"),)
 
@@ -63,7 +63,7 @@ class Batch(Section):
     accumulate: int | None = Field(None, ge=1)
     """Micro-batches per step; null: 1, or what `global` asks for."""
     global_size: int | None = Field(None, ge=1, alias="global")
-    """Rows per step over all ranks; the same for any number of ranks."""
+    """Rows per step over all ranks, whatever their number."""
 
 
 class Duration(Section):
@@ -103,7 +103,7 @@ class Wrap(Section):
 
 
 class Sharding(Section):
-    """How the model is spread over the ranks."""
+    """How the model is sharded over the ranks."""
 
     no_effect: ClassVar[Mapping[str, NoEffect]] = NO_EFFECT["sharding"]
 
@@ -115,13 +115,13 @@ class Sharding(Section):
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     forward_prefetch: bool = False
-    """Ask for the next block's parameters before this one has run."""
+    """Gather the next block's parameters before this one has run."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute in the backward pass: all but attention and every second matrix product, or each block as a whole."""
     compile: bool | None = None
-    """Compile each block; null: on CUDA yes, on a CPU no."""
+    """Compile each block; null: on CUDA only."""
     sync_batchnorm: bool = False
-    """Share batch-norm statistics over ranks."""
+    """Compute batch-norm statistics over all ranks."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -132,7 +132,7 @@ class Topology(Section):
     """Which devices, on how many nodes."""
 
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """auto: CUDA where there is a GPU."""
+    """auto: CUDA if there is a GPU."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl for GPUs, gloo for a CPU. Over gloo several ranks may share one GPU."""
     devices: int | Literal["auto"] | list[int] = "auto"
@@ -168,14 +168,14 @@ class Topology(Section):
 
 
 class Evaluate(Section):
-    """When the model is validated, and how."""
+    """When and how the model is validated."""
 
     every_steps: int | None = Field(None, ge=1)
     """Steps between two validations."""
     every_epochs: int | None = Field(1, ge=1)
     """Epochs between two validations, each at the end of one."""
     at_start: bool = False
-    """Validate before the first step, too."""
+    """Also validate before the first step."""
     per_device: int | None = Field(None, ge=1)
     """Samples in one validation batch of one rank; null: as in training."""
     parts: list[Evaluation] = Field(
@@ -183,7 +183,7 @@ class Evaluate(Section):
     )
     """The evaluations to run."""
     patience: int | None = Field(None, ge=1)
-    """Stop after this many validations without a better `checkpoint.best`."""
+    """Stop after this many validations in a row without a new best (`checkpoint.best`)."""
 
 
 class Log(Section):
@@ -192,11 +192,11 @@ class Log(Section):
     every_steps: int = Field(10, ge=1)
     """Steps between two logged lines."""
     sinks: list[Sink] = Field(default_factory=lambda: [decode(Sink, {"kind": "tensorboard"}, where="log.sinks[0]")])
-    """Where the numbers go, beside metrics.jsonl."""
+    """Where the numbers go besides metrics.jsonl."""
     sample_ids: bool = False
     """Write the ids of the rows of every step to metrics.jsonl."""
     debug: bool = False
-    """Say more in log.txt."""
+    """Write debug messages to log.txt."""
 
 
 class Recipe(Section):
@@ -207,35 +207,35 @@ class Recipe(Section):
     output: Path = Path("runs")
     """The folder that holds run folders; a URL (s3://bucket/runs) is short for checkpoint.store."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Decides the data order, fresh weights and dropout."""
+    """Seed of the data order, new weights and dropout."""
     model: Family
     """The model."""
     objective: Objective = Field(default_factory=lambda: decode(Objective, {}, where="objective"))
-    """What is minimised."""
+    """The loss to minimise."""
     data: Data
     """What the run learns from."""
     batch: Batch = Field(default_factory=Batch)
-    """Samples per step."""
+    """Rows per step."""
     duration: Duration = Field(default_factory=lambda: Duration(epochs=1))
     """How long the run is."""
     optimizer: Optimizer = Field(default_factory=lambda: decode(Optimizer, {}, where="optimizer"))
-    """How gradients become updates."""
+    """The optimizer."""
     schedule: Schedule = Field(default_factory=lambda: decode(Schedule, {}, where="schedule"))
-    """How the learning rate moves."""
+    """The learning rate over the run."""
     ema: Ema | None = None
-    """Average the weights: true, a decay, or settings."""
+    """Keep an exponential moving average of the weights: true, a decay, or settings."""
     precision: Precision = "auto"
-    """auto, bf16, fp16 or fp32, in any of the field's spellings."""
+    """auto, bf16, fp16 or fp32; other common spellings, such as bfloat16, work too."""
     sharding: Sharding = Field(default_factory=Sharding)
-    """How the model is spread over the ranks."""
+    """How the model is sharded over the ranks."""
     topology: Topology = Field(default_factory=Topology)
     """Which devices."""
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    """When the run is saved."""
+    """When and how the run is saved."""
     evaluate: Evaluate = Field(default_factory=Evaluate)
-    """When the model is validated."""
+    """When and how the model is validated."""
     log: Log = Field(default_factory=Log)
-    """What is written down."""
+    """What is logged during the run."""
 
     @model_validator(mode="before")
     @classmethod
@@ -249,6 +249,6 @@ class Recipe(Section):
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints and the exported model are: the run folder, or its remote counterpart."""
+        """The folder of checkpoints and the exported model: the run folder, or its remote counterpart."""
         store = self.checkpoint.store
         return folder.place(f"{store.rstrip('/')}/{self.name}") if store else self.folder

@@ -91,7 +91,7 @@ class Settings:
     def _settle_kind(
         self, cls: type[Section], below: dict[str, Any], above: Mapping[str, Any], where: str, origin: str
     ) -> type[Section]:
-        """The class in force. Where a layer changes the kind, keys that the new kind does not have are dropped, with a
+        """The class that applies. If a layer changes the kind, keys that the new kind does not have are dropped, with a
         note."""
         settled = class_of(cls, {**below, **above})
         if not issubclass(cls, Part) or settled is cls:

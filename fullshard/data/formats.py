@@ -134,7 +134,7 @@ def _json(path: Path) -> Records:
             raise DataError(f"{path}, record {number}: found {sort_of(record)}, but each record must be an object.")
     return Listed(
         content,
-        place=lambda index: f"{path}, record {index + 1}",
+        where=lambda index: f"{path}, record {index + 1}",
         fingerprint=lambda: combine("json", digest(path)),
     )
 
@@ -236,7 +236,7 @@ def _table(path: Path, *, delimiter: str) -> Records:
     lines = [line for line, _ in rows]
     return Listed(
         [dict(zip(header, row, strict=True)) for _, row in rows],
-        place=lambda index: f"{path}:{lines[index]}",
+        where=lambda index: f"{path}:{lines[index]}",
         fingerprint=lambda: combine("table", delimiter, digest(path)),
     )
 

@@ -15,7 +15,7 @@ from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import size
 
 LIMIT = 2000
-"""The most files that are listed; a data set with more is not."""
+"""Data sets with more files than this are not listed."""
 _SHOWN = 3
 
 Inventory = dict[str, dict[str, Any]]
@@ -47,7 +47,7 @@ def _parts(records: Records) -> list[Records]:
 
 
 def changes(before: Inventory, now: Inventory) -> list[str]:
-    """What was added, removed and changed between two inventories; renaming is no change."""
+    """What was added, removed and changed between two inventories. A renamed file counts as unchanged."""
     contents = {entry["content"] for entry in before.values()}, {entry["content"] for entry in now.values()}
     added = [name for name, entry in now.items() if name not in before and entry["content"] not in contents[0]]
     removed = [name for name, entry in before.items() if name not in now and entry["content"] not in contents[1]]

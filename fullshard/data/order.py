@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 FILLER = -1
-"""The index of a place in a micro-batch without a sample."""
+"""The index of a place in a micro-batch that has no sample."""
 
 HOLDOUT, MIXTURE, FIXED = 2**63, 2**63 + 1, 2**63 + 2
 """Random streams besides those of the epochs, which are numbered from 0."""

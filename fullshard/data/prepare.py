@@ -183,9 +183,11 @@ def _account(name: str, records: Records, store: Store) -> list[str]:
     lines = [*getattr(records, "notes", [])]
     lines.append(f"{name}: {counted(counts.records, 'record')} gave {counted(counts.samples, 'sample')}")
     if counts.truncated:
-        lines.append(f"{name}: {_were(counts.truncated)} cut at the sequence length")
+        lines.append(
+            f"{name}: {counted(counts.truncated, 'sample')} {were(counts.truncated)} cut at the sequence length"
+        )
     if counts.dropped:
-        lines.append(f"{name}: {_were(counts.dropped)} dropped; {reasons(counts)}")
+        lines.append(f"{name}: {counted(counts.dropped, 'sample')} {were(counts.dropped)} dropped; {reasons(counts)}")
     lines += [f"{name}: {line}" for line in remarks(counts.noted)]
     return lines
 
@@ -193,10 +195,6 @@ def _account(name: str, records: Records, store: Store) -> list[str]:
 def remarks(counts: Mapping[str, int]) -> list[str]:
     """`12 records have ...`, for each remark of an encoder."""
     return [f"{counted(number, 'record')} {'has' if number == 1 else 'have'} {what}" for what, number in counts.items()]
-
-
-def _were(number: int) -> str:
-    return f"{counted(number, 'sample')} {were(number)}"
 
 
 def reasons(counts: Counts) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,23 +119,19 @@ def _unfilled(value: Any) -> Any:
     return value
 
 
+@dataclass(frozen=True)
 class Listed:
     """Records in memory."""
 
-    def __init__(self, rows: Sequence[Record], *, place: Callable[[int], str], fingerprint: Callable[[], str]) -> None:
-        self._rows, self._place, self._fingerprint = rows, place, fingerprint
+    rows: Sequence[Record]
+    where: Callable[[int], str]
+    fingerprint: Callable[[], str]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Record:
-        return self._rows[index]
-
-    def where(self, index: int) -> str:
-        return self._place(index)
-
-    def fingerprint(self) -> str:
-        return self._fingerprint()
+        return self.rows[index]
 
 
 class Joined:

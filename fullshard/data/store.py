@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -38,7 +38,7 @@ _EVERY_S = 2.0
 
 @dataclass
 class Counts:
-    """What became of the records."""
+    """What encoding did with the records."""
 
     records: int = 0
     samples: int = 0
@@ -49,9 +49,9 @@ class Counts:
     fixes: dict[str, str] = field(default_factory=dict)
     """What to do about each reason."""
     lost: dict[str, int] = field(default_factory=dict)
-    """Records whose samples lack something, by what it is."""
+    """Records whose samples lack something, by what is missing."""
     noted: dict[str, int] = field(default_factory=dict)
-    """Records about which something is worth knowing, by what it is."""
+    """Remarks of the encoder, with the number of records each applies to."""
 
     @property
     def dropped(self) -> int:
@@ -83,7 +83,7 @@ class Store:
         self._starts = {name: np.load(folder / f"{name}.starts.npy", mmap_mode="r") for name in self.names}
         length_feature = next((name for name in (meta["length_feature"], *self.names) if name in self._starts), None)
         self.lengths: np.ndarray = self.sizes(length_feature) if length_feature else np.zeros(0, dtype=np.int64)
-        """Tokens of each sample; without tokens, entries of the first feature."""
+        """Tokens of each sample, or entries of the first feature if it has no tokens."""
 
     def __getstate__(self) -> Path:
         # Pickling a memory map would copy the data to every loader process.
@@ -215,10 +215,10 @@ def _build(folder: Path, records: Records, encoder: OpenEncoder, *, say: Callabl
                 say(f"Encoding: {done:,} of {counted(len(records), 'record')} ({share:.0%}), about {left:.0f} s left.")
         if shared := encoder.shared_features():
             np.savez(temporary / _SHARED, **shared)  # type: ignore[arg-type, unused-ignore]
-        writer.close(length_feature=encoder.settings.length_feature)
+        writer.finish(length_feature=encoder.settings.length_feature)
         os.rename(temporary, folder)
     finally:
-        writer.abandon()
+        writer.close()
         shutil.rmtree(temporary, ignore_errors=True)
 
 
@@ -234,72 +234,57 @@ def _encode(records: Records, indices: range, encoder: OpenEncoder) -> list[Enco
         raise
 
 
-class _Column:
-    """One growing .npy file; numpy pads its header so that the final number of rows fits."""
-
-    def __init__(self, folder: Path, name: str, like: np.ndarray) -> None:
-        self.dtype, self.tail = like.dtype, like.shape[1:]
-        self.starts = array("q", [0])
-        self._path = folder / f"{name}.npy"
-        self._starts_path = folder / f"{name}.starts.npy"
-        self.file = open(self._path, "wb")  # noqa: SIM115  (closed by the writer)
-        self._header()
-
-    def _header(self) -> None:
-        shape = (self.starts[-1], *self.tail)
-        description = np.lib.format.dtype_to_descr(self.dtype)
-        np.lib.format.write_array_header_1_0(self.file, {"descr": description, "fortran_order": False, "shape": shape})
-
-    def add(self, values: np.ndarray) -> None:
-        self.file.write(np.ascontiguousarray(values).tobytes())
-        self.starts.append(self.starts[-1] + len(values))
-
-    def close(self) -> None:
-        self.file.seek(0)
-        self._header()
-        self.file.close()
-        np.save(self._starts_path, np.frombuffer(self.starts, dtype=np.int64))
-
-
 class _Writer:
-    """Appends samples to the columns of a new store and counts them."""
+    """Appends samples to a new store, one .npy file for each feature, and counts them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._columns: dict[str, _Column] = {}
+        self._shapes: dict[str, tuple[Any, tuple[int, ...]]] = {}
+        self._starts: dict[str, array[int]] = {}
+        self._files: dict[str, BinaryIO] = {}
         self._records = array("q")
         self._counts = Counts()
 
     def add(self, record: int, encoded: Encoded, *, where: Callable[[int], str]) -> None:
         self._counts.add(encoded)
         for features in encoded.samples:
-            if not self._columns:
-                self._columns = {name: _Column(self._folder, name, values) for name, values in features.items()}
-            self._check(features, where(record))
-            for name, column in self._columns.items():
-                column.add(features[name])
+            if not self._shapes:
+                self._shapes = {name: (values.dtype, values.shape[1:]) for name, values in features.items()}
+                for name in features:
+                    self._starts[name] = array("q", [0])
+                    self._files[name] = open(self._folder / f"{name}.npy", "wb")  # noqa: SIM115  (closed below)
+                    self._write_header(name)
+            found = {name: (values.dtype, values.shape[1:]) for name, values in features.items() if values.ndim}
+            if found != self._shapes:
+                raise DataError(
+                    f"{where(record)}: the encoder gave the features {found}, but {self._shapes} for the first sample. "
+                    "All samples need the same features, dtypes and inner shapes, each an array of at least one "
+                    "dimension."
+                )
+            for name, values in features.items():
+                self._files[name].write(np.ascontiguousarray(values).tobytes())
+                self._starts[name].append(self._starts[name][-1] + len(values))
             self._records.append(record)
 
-    def _check(self, features: Features, where: str) -> None:
-        found = {name: (values.dtype, values.shape[1:]) for name, values in features.items() if values.ndim}
-        wanted = {name: (column.dtype, column.tail) for name, column in self._columns.items()}
-        if found != wanted:
-            raise DataError(
-                f"{where}: the encoder gave the features {found}, but {wanted} for the first sample. All samples need "
-                "the same features, dtypes and inner shapes, each an array of at least one dimension."
-            )
+    def _write_header(self, name: str) -> None:
+        """Written twice: numpy pads a header, so that the final number of rows fits."""
+        dtype, inner = self._shapes[name]
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+        self._files[name].seek(0)
+        np.lib.format.write_array_header_1_0(self._files[name], {**header, "shape": (self._starts[name][-1], *inner)})
 
-    def close(self, *, length_feature: str) -> None:
-        for column in self._columns.values():
-            column.close()
+    def finish(self, *, length_feature: str) -> None:
+        for name, starts in self._starts.items():
+            self._write_header(name)
+            np.save(self._folder / f"{name}.starts.npy", np.frombuffer(starts, dtype=np.int64))
+        self.close()
         np.save(self._folder / "records.npy", np.frombuffer(self._records, dtype=np.int64))
-        meta = {"counts": asdict(self._counts), "names": list(self._columns), "length_feature": length_feature}
+        meta = {"counts": asdict(self._counts), "names": list(self._shapes), "length_feature": length_feature}
         (self._folder / "store.json").write_text(json.dumps(meta))
 
-    def abandon(self) -> None:
-        """Closes the files after an error."""
-        for column in self._columns.values():
-            column.file.close()
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
 
 
 __all__ = ["Counts", "Store", "encoded", "processor_fingerprint", "store_key"]

@@ -18,7 +18,7 @@ _STRATEGIES = {
 }
 _ON = {"true": "true"}
 _KEYS: dict[str, tuple[str, dict[str, str] | None]] = {
-    # The variable, our key, and our value for each of accelerate's; None: the same value. Others are not asked for.
+    # The variable, our key, and our value for each of accelerate's; None: the same value. Other values need no note.
     "ACCELERATE_MIXED_PRECISION": ("precision", {"bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}),
     "ACCELERATE_USE_CPU": ("topology.device", {"True": "cpu", "true": "cpu"}),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("batch.accumulate", None),
@@ -37,7 +37,7 @@ _KEYS: dict[str, tuple[str, dict[str, str] | None]] = {
     "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("sharding.cpu_offload", {"cpu": "true", "nvme": "true"}),
 }
 _WITHOUT_KEY: dict[str, tuple[tuple[str, ...], str]] = {
-    # The variable, the values that ask for nothing, and what happens instead.
+    # The variable, the values that need no note, and what happens instead.
     "FSDP_VERSION": (("2",), "fullshard always uses FSDP2"),
     "FSDP_BACKWARD_PREFETCH": (
         ("BACKWARD_PRE", "NO_PREFETCH"),
@@ -104,7 +104,7 @@ def _too_few(world: int) -> Iterator[str]:
 
 
 def _asked_for() -> tuple[int | None, str]:
-    """How many processes accelerate was asked for, by its command line or else by its configuration file."""
+    """The number of processes that accelerate was asked for, and where: its command line or its configuration file."""
     words = _command()
     if words is None:
         return None, ""
@@ -113,7 +113,7 @@ def _asked_for() -> tuple[int | None, str]:
         return int(found[1]), f"--num_processes {found[1]}"
     named = re.search(r"\0--config[_-]file[=\0]([^\0]+)", text)
     if named is None and "--cpu" in words:
-        return None, ""  # then accelerate does not read its own file
+        return None, ""  # accelerate does not read its default file then
     path = Path(named[1]) if named else _default_file()
     try:
         found = re.search(r"(?m)^\s*\"?num_processes\"?:\s*(\d+)", path.read_text(encoding="utf-8"))

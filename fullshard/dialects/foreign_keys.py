@@ -15,8 +15,8 @@ from typing import Any
 from fullshard.formatting.yaml_text import shown
 
 KEYS: dict[str, str] = {
-    # Left: our key, which takes their value; `key=word`, written when their switch is on; `key=...$...`, with their
-    # value in place of the $. Right: their spellings. Of two that match, the one with the longer path wins.
+    # Left: our key, which takes their value; `key=word`, if their switch is on; or `key=...$...`, with their value in
+    # place of the $. Right: their spellings. The longest path that matches wins.
     "optimizer.lr": "learning_rate lr max_lr peak_lr",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.betas=[$, 0.95]": "adam_beta1 beta1",
@@ -124,7 +124,7 @@ KEYS: dict[str, str] = {
 }
 
 VALUES: dict[str, dict[str, str]] = {
-    # Our key: our value, and what others write for it, in lower case.
+    # Our key: our value, and the spellings of others in lower case.
     "sharding.strategy": {
         "full": (
             "full_shard, full_shard auto_wrap, full_shard offload, fsdp, fsdp2, fsdp_full_shard, zero3, zero_3, "
@@ -197,14 +197,14 @@ class NoEffect:
     note: str
     """What happens instead; {value} is the value given."""
     as_always: tuple[str | bool, ...] = ()
-    """Values that ask for what happens anyway: nothing to say."""
+    """Values that ask for what FSDP2 does anyway; they need no note."""
 
     def note_for(self, value: str | bool) -> str | None:
         return None if value in self.as_always else self.note.format(value=shown(value))
 
 
 NO_EFFECT: dict[str, dict[str, NoEffect]] = {
-    # By section. FSDP1 had these switches; FSDP2 decides by itself.
+    # By section. These were switches of FSDP1.
     "sharding": {
         "use_orig_params": NoEffect(
             (True, False),
@@ -240,7 +240,7 @@ def of_key(path: str, value: Any) -> str | None:
         return None
     key, is_fixed, form = found.partition("=")
     if is_fixed and "$" not in form and _off(value):
-        return f"Here it is {key}, and switched off it can be left out."
+        return f"Here it is {key}, and if it is off, leave it out."
     written = form if is_fixed else "$"
     if "$" in written:
         if value is None or isinstance(value, Mapping):

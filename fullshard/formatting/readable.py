@@ -52,14 +52,14 @@ def size(num_bytes: float) -> str:
 
 
 def rate(seconds_per_step: float | None) -> str:
-    """`4.04it/s`, or `15.32s/it` below one a second; `?it/s` while nothing is measured."""
+    """`4.04it/s`, or `15.32s/it` if slower than one per second; `?it/s` before the first measurement."""
     if not seconds_per_step:
         return "?it/s"
     return f"{seconds_per_step:.2f}s/it" if seconds_per_step > 1 else f"{1 / seconds_per_step:.2f}it/s"
 
 
 def loss(value: float) -> str:
-    """Four decimals, or two digits and an exponent where four decimals would show nothing."""
+    """Four decimals, or scientific notation if the value is too small for them."""
     return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
 
 

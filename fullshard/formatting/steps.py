@@ -1,4 +1,4 @@
-"""Which steps of an epoch are meant, and how to say it. Must not know where the text goes."""
+"""A range of steps within an epoch, and its text. Must not know where the text goes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Steps:
-    """Which steps of an epoch are meant: after `begin`, up to `end`, of `of`."""
+    """The steps after `begin` up to `end`, of `of` steps in the epoch."""
 
     begin: int
     end: int
@@ -18,7 +18,7 @@ class Steps:
         return self.begin == 0 and self.end == self.of
 
     def text(self) -> str:
-        """`10 of its 241 steps`, or `steps 11 to 20 of 241` where the first ones were done before."""
+        """`10 of its 241 steps`, or `steps 11 to 20 of 241` if the run did the first ones before."""
         if self.begin == 0:
             return f"{self.end:,} of its {self.of:,} steps"
         return f"steps {self.begin + 1:,} to {self.end:,} of {self.of:,}"

@@ -1,7 +1,7 @@
 """YAML without its surprises, read and written.
 
-`1e-4` is a number, a date is text, `12:30` is text, a key given twice is an error, and every error names file, line and
-column in words. Must not know what any key means.
+`1e-4` is a number, dates and `12:30` are text, a key given twice is an error, and every error names file, line and
+column. Must not know what any key means.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def parse_value(text: str, *, where: str) -> Any:
             if re.search(r"[\[{,:]\s*\*", text):
                 quoted = re.sub(r"([\[{,:]\s*)(\*[^\s,\]}]*)", r'\1"\2"', text)
                 raise RecipeError(
-                    f"{where} = {text}: a `*` at the start of a word means something else in YAML. Put the word in "
+                    f"{where} = {text}: YAML reads a `*` at the start of a word as an alias. Put the word in "
                     f"quotes, and the whole in quotes for the shell: {where}='{quoted}'."
                 ) from None
             raise RecipeError(

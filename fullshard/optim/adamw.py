@@ -1,4 +1,4 @@
-"""AdamW, fused where torch can."""
+"""AdamW, fused."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled weight decay; states in the dtype that parameters are kept in, fp32 unless asked for."""
+    """Adam with decoupled weight decay; states have the dtype of the parameters, by default fp32."""
 
-    largest_lr: ClassVar[float] = 0.1  # it moves every weight by about the rate at each step; most are below 0.1
+    largest_lr: ClassVar[float] = 0.1  # a step changes each weight by about lr, and most weights are below 0.1
 
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay of the first and second moment."""
+    """Decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         import torch

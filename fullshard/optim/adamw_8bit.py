@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdamW8bit(AdamW):
-    """Adam with decoupled weight decay; states in blocks of 8-bit numbers. The first step compiles for a while."""
+    """Adam with decoupled weight decay and blockwise 8-bit states. The first step takes longer: it compiles."""
 
     packages: ClassVar[Mapping[str, str]] = {"torchao": "fullshard[optim]"}
     compiles: ClassVar[bool] = True
@@ -37,8 +37,8 @@ class AdamW8bit(AdamW):
 
 
 def _optimizer_class() -> Any:
-    """torchao's, without torch's autograd cache in its step: the cache key is the shape of the whole parameter, so a
-    rank with fewer rows would get the compiled update of another rank, and fail."""
+    """torchao's optimizer, with torch's autograd cache switched off in `step`: the cache key is the shape of the whole
+    parameter, so a rank with fewer rows would get another rank's compiled update, and fail."""
     from torch._functorch import config as functorch_config
 
     try:

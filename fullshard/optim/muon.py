@@ -23,25 +23,25 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Muon(Optimizer):
-    """Momentum made orthogonal by a few Newton-Schulz iterations, in bf16, on whole matrices."""
+    """Momentum, orthogonalised by a few Newton-Schulz iterations in bf16 on whole matrices."""
 
     matrix_lr: float | None = Field(None, gt=0)
-    """The rate of matrices, which the schedule multiplies as well; null: that of the rest."""
+    """The learning rate of matrices, which the schedule also multiplies; null: optimizer.lr."""
     adjust: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """How the rate of a matrix follows from its shape: to steps as large as AdamW's, so that a rate found for AdamW can
-    stay; or original, which wants rates near 0.02."""
+    """How the shape of a matrix scales its learning rate. match_rms_adamw: updates as large as AdamW's, so that a rate
+    tuned for AdamW still fits; original: needs rates near 0.02."""
     matrices: list[str] | None = Field(None, min_length=1)
-    """Patterns over parameter names that Muon takes; null: matrices inside numbered blocks, embeddings left out."""
+    """Patterns of the names of parameters that Muon trains; null: matrices in numbered blocks, except embeddings."""
     momentum: Decay = 0.95
-    """Decay of the mean gradient."""
+    """Decay rate of the momentum."""
     nesterov: bool = True
-    """Look one step ahead."""
+    """Use Nesterov momentum."""
     iterations: int = Field(5, ge=1, lt=100)
     """Newton-Schulz iterations."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """AdamW's decay of the first and second moment, for the rest."""
+    """AdamW's decay rates of the first and second moment, for all other parameters."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         from fullshard.optim.muon_update import Momentum, SlicedMuon
@@ -61,14 +61,14 @@ class Muon(Optimizer):
         )
 
     def taken(self, trainable: list[tuple[str, int]]) -> set[str]:
-        """The names that Muon takes, from all names and their dims. By name, so it is the same for any sharding."""
+        """The names of the parameters that Muon trains, given all names and their number of dimensions."""
         matrices = [name for name, dims in trainable if dims == 2]
         if self.matrices is None:
             found = {name for name in matrices if _in_block(name) and "embed" not in name}
             if not found:
                 raise RecipeError(
-                    f"optimizer.kind = muon: none of the {len(matrices)} trained matrices lies in a numbered block, "
-                    f"which is where Muon is of use. Name some in optimizer.matrices ({', '.join(matrices[:3])}), or "
+                    f"optimizer.kind = muon: none of the {len(matrices)} trained matrices is in a numbered block. "
+                    f"Name some in optimizer.matrices ({', '.join(matrices[:3])}), or "
                     "use optimizer.kind: adamw."
                 )
             return found
@@ -79,7 +79,7 @@ class Muon(Optimizer):
                 raise RecipeError(
                     f"optimizer.matrices[{index}] = {pattern!r} matches none of the {len(matrices)} trained matrices"
                     f"{did_you_mean(pattern.strip('*'), matrices)}. Names look like: {', '.join(matrices[:3])}; * "
-                    "stands for anything."
+                    "matches anything."
                 )
             found.update(matching)
         return found

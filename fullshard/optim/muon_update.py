@@ -1,7 +1,7 @@
-"""Muon on sliced parameters: matrices move by an orthogonal step, which needs them whole; everything else by AdamW.
+"""Muon on sharded parameters: matrices get an orthogonalised update, which needs the whole matrix; the rest use AdamW.
 
-Each rank keeps momentum for its own slices alone. What is made orthogonal is gathered matrix by matrix, on all ranks in
-the same order, and let go again. The arithmetic is torch's own. Must not know recipes, names of parameters or losses.
+Each rank keeps momentum for its own slices only. Matrices are gathered one by one, in the same order on all ranks, and
+freed after their update. The arithmetic is torch's. Must not know recipes, parameter names or losses.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ BUFFER = "momentum_buffer"
 
 @dataclass(frozen=True)
 class Momentum:
-    """How the step of a matrix follows from its gradients."""
+    """How the update of a matrix follows from its gradients."""
 
     momentum: float
     nesterov: bool
     iterations: int
     adjust: str
-    """How the rate follows from the shape, by torch's name."""
+    """How the shape scales the learning rate, by torch's name."""
 
 
 class SlicedMuon(torch.optim.Optimizer):
-    """The first groups hold matrices; the others are AdamW's. One state for all, by parameter."""
+    """The first groups hold matrices, the others are for AdamW; they share one state."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class SlicedMuon(torch.optim.Optimizer):
         self._settings, self._matrices = settings, len(matrices)
         self._adamw: torch.optim.AdamW | None = None
         if others:
-            # The groups are the same objects, so that both see one learning rate.
+            # The same group objects, so that both see the same learning rate.
             self._adamw = torch.optim.AdamW(
                 self.param_groups[self._matrices :], lr=lr, betas=betas, eps=eps, fused=True
             )
@@ -57,8 +57,8 @@ class SlicedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of everything that has a gradient."""
-        assert closure is None, "the loss was computed before"
+        """Updates every parameter that has a gradient."""
+        assert closure is None, "the loss is computed before the step"
         if self._adamw is not None:
             self._adamw.step()
         for group in self.param_groups[: self._matrices]:
@@ -81,7 +81,7 @@ class SlicedMuon(torch.optim.Optimizer):
         weight.add_(step, alpha=-_adjust_lr(rate, settings.adjust, parameter.shape))
 
     def _orthogonal(self, parameter: nn.Parameter, ahead: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the orthogonal matrix that is nearest to the whole of `ahead`."""
+        """This rank's rows of the orthogonal matrix nearest to the whole of `ahead`."""
         sliced, rows, device = ahead, slice(None), ahead.device
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -89,7 +89,7 @@ class SlicedMuon(torch.optim.Optimizer):
                 ahead, mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
             )
             rows = slice(*rows_of(parameter))
-            # Slices that live on the host are multiplied where there is a device for it.
+            # Offloaded slices are on the host; the product runs on the device.
             sliced = whole(as_one).to(mesh.device_type)
         coefficients = (DEFAULT_A, DEFAULT_B, DEFAULT_C)
         found = _zeropower_via_newtonschulz(sliced, coefficients, self._settings.iterations, EPS)

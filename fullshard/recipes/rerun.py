@@ -1,6 +1,6 @@
-"""Commands that a run prints to be pasted: itself with other settings, and the line that loads its model.
+"""Commands that a run prints for pasting: the run again with other settings, and the line that loads its model.
 
-Commands are quoted for a shell, lines of Python bring their imports. Must not run anything, nor know ranks.
+Commands are quoted for a shell; lines of Python include their imports. Must not run anything, nor know ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def command(reading: Reading, *changes: str, resume: str | None = None) -> str:
 
 
 def go_on(reading: Reading, *, out_of_patience: bool) -> str:
-    """The command that trains a finished run further: twice as long, or without patience."""
+    """The command that continues a finished run: twice as long, or without patience."""
     duration = reading.recipe.duration
     unit, amount = ("epochs", duration.epochs) if duration.epochs else ("steps", duration.steps)
     more = "evaluate.patience=null" if out_of_patience else f"duration.{unit}={2 * (amount or 1):g}"
@@ -56,17 +56,17 @@ def _use(reading: Reading, result: Result, *, adapted: bool) -> str:
     if files.is_remote(place):
         line = recipe.model.load_with("model", adapter=adapted)
         return f"Use the model:     copy {place} to this folder" + (f", then: {importing(line)}" if line else "")
-    # From any working directory, and in the words of Python.
+    # Absolute, so that the line works in any folder.
     model = str(Path(result.folder).resolve() / "model")
     if line := recipe.model.load_with(model, adapter=adapted):
         return f"Use the model:     {importing(line)}"
     if adapted:
         return f"Use the model:     fullshard export {shlex.quote(result.folder)} OUT --as merged"
-    return f"Use the model:     it is in {model}, as {recipe.model.kind()} has written it"
+    return f"Use the model:     it is in {model}, written by model.kind {recipe.model.kind()}"
 
 
 def importing(line: str) -> str:
-    """A line of Python with the imports that it needs; what it gives is called `model`, unless it has names itself."""
+    """A line of Python with the imports that it needs; its result is called `model`, unless the line assigns names."""
     bare = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "''", line)
     assigned = set(re.findall(r"(?:^|;\s*)(\w+) = ", bare))
     # safetensors.torch of safetensors.torch.load_file(, transformers of transformers.AutoModel.from_pretrained(

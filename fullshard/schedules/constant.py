@@ -1,4 +1,4 @@
-"""The learning rate stays as it is."""
+"""A constant learning rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learning rate falls on a straight line."""
+"""Linear decay of the learning rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fullshard.contracts.schedule import FLOOR_IS_TOP, Schedule
 
 
 class Linear(Schedule):
-    """From the base rate to `floor` of it at the end of the run."""
+    """From the base learning rate to `floor` times that at the end of the run."""
 
     floor: float = Field(0.0, ge=0, le=1)
     """The factor at the end."""

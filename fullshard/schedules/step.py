@@ -1,4 +1,4 @@
-"""The learning rate falls by a factor every so many steps."""
+"""The learning rate drops by a factor at regular intervals."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Step(Schedule):
     """Multiplies the rate by `gamma` every `step_size` optimizer steps."""
 
     step_size: int = Field(100, ge=1)
-    """Optimizer steps between two falls."""
+    """Optimizer steps between two drops."""
     gamma: float = Field(0.5, gt=0, le=1)
-    """The factor of each fall."""
+    """The factor of each drop."""
 
     def never_falls(self, total: int | None) -> tuple[str, str] | None:
         if total is None or self.step_size < total:

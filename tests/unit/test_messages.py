@@ -116,7 +116,7 @@ def test_a_slip_in_our_own_words_is_not_taken_for_a_foreign_one() -> None:
     assert "Did you mean --optimizer.KEY?" in error_of_words("--optimzer.lr", "1")
     assert "did you mean 'optimizer'" in error_of({"optimiser": {"lr": 1e-3}})
     assert "did you mean 'every_steps'" in error_of_words("evaluate.steps=100")
-    assert "left out" in error_of_words("fp16=false")
+    assert "if it is off, leave it out" in error_of_words("fp16=false")
 
 
 @pytest.mark.parametrize("ours", [*foreign_keys.KEYS, *(f"{key}=" for key in foreign_keys.VALUES)])

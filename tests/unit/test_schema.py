@@ -72,6 +72,6 @@ def test_what_does_not_decode_does_not_fit(validator: Any, changes: dict[str, An
 
 def test_descriptions_are_the_docstrings_of_the_fields() -> None:
     found = schema(Recipe)
-    assert found["properties"]["seed"]["description"] == "Decides the data order, fresh weights and dropout."
+    assert found["properties"]["seed"]["description"] == "Seed of the data order, new weights and dropout."
     adamw = next(kind for kind in found["$defs"]["Optimizer"]["anyOf"] if "lr" in kind["properties"])
     assert adamw["properties"]["lr"]["description"] == "The base learning rate; the schedule multiplies it."

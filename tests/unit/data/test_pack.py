@@ -35,7 +35,7 @@ def documents(num: int, *, longest: int) -> list[list[int]]:
 
 def store_of(docs: list[list[int]], folder: Path) -> Store:
     rows = [{"ids": doc} for doc in docs]
-    records = Listed(rows, place=lambda i: f"record {i}", fingerprint=lambda: json.dumps(docs))
+    records = Listed(rows, where=lambda i: f"record {i}", fingerprint=lambda: json.dumps(docs))
     return encoded(records, Numbers().open(None, length=10**9), cache=folder, say=lambda line: None)
 
 

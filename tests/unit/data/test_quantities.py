@@ -40,7 +40,7 @@ class RunningSpeech(Speech):
 
 def prepared(encoder: Encoder, folder: Path, *, pack: bool) -> Prepared:
     rows = [{"tokens": tokens} for tokens in TOKENS]
-    records = Listed(rows, place=lambda i: f"record {i}", fingerprint=lambda: "23 records")
+    records = Listed(rows, where=lambda i: f"record {i}", fingerprint=lambda: "23 records")
     return prepare(
         train=records,
         validation=None,

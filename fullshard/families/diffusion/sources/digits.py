@@ -32,7 +32,7 @@ class Digits(Source):
         rows = [{"image": images[number], "label": int(labels[number])} for number in chosen]
         return Listed(
             rows,
-            place=lambda index: f"scikit-learn's digits, number {chosen[index]}",
+            where=lambda index: f"scikit-learn's digits, number {chosen[index]}",
             fingerprint=lambda: combine("digits", self.part, images.tobytes().hex(), str(labels.tolist())),
         )
 

@@ -79,7 +79,7 @@ class ImageFolder(Source):
 def _listed(rows: list[Record]) -> Listed:
     return Listed(
         rows,
-        place=lambda index: str(rows[index]["path"]),
+        where=lambda index: str(rows[index]["path"]),
         fingerprint=lambda: combine("image_folder", *map(_stamp, rows)),
     )
 

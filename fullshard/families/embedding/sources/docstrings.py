@@ -55,7 +55,7 @@ class Docstrings(Source):
         rows = [{"query": e.description, "positive": e.signature, "module": e.module} for e in chosen]
         return Listed(
             rows,
-            place=lambda index: chosen[index].place,
+            where=lambda index: chosen[index].place,
             fingerprint=lambda: combine("docstrings", *(f"{e.description}\n{e.signature}" for e in chosen)),
         )
 

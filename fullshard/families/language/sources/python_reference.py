@@ -18,7 +18,7 @@ class PythonReference(Source):
         names = sorted(topics)
         return Listed(
             [{"text": topics[name], "topic": name} for name in names],
-            place=lambda index: f"pydoc_data.topics[{names[index]!r}]",
+            where=lambda index: f"pydoc_data.topics[{names[index]!r}]",
             fingerprint=lambda: combine("python_reference", *(f"{name}\n{topics[name]}" for name in names)),
         )
 

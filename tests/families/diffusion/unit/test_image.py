@@ -82,7 +82,7 @@ def run(train: Source, cache: Path, encoder: Images, **settings: Any) -> Prepare
 
 
 def store_of(rows: list[dict[str, Any]], cache: Path, encoder: Images) -> Store:
-    records = Listed(rows, place=lambda index: f"row {index}", fingerprint=lambda: repr(rows))
+    records = Listed(rows, where=lambda index: f"row {index}", fingerprint=lambda: repr(rows))
     return encoded(records, encoder.open(None, length=1), cache=cache, say=lambda line: None)
 
 
@@ -572,7 +572,7 @@ def test_the_fingerprint_of_files_outside_follows_them(tmp_path: Path) -> None:
     latents(tmp_path, 3)
 
     def now(rows: list[dict[str, Any]], **settings: Any) -> str:
-        return Images(**settings).open(None, length=1).external_fingerprint(Listed(rows, place=str, fingerprint=str))
+        return Images(**settings).open(None, length=1).external_fingerprint(Listed(rows, where=str, fingerprint=str))
 
     rows = [{"latent_vector_path": f"{at}.npy"} for at in range(3)]
     first = now(rows, root=tmp_path)
@@ -688,7 +688,7 @@ def test_a_change_of_code_that_is_imported_whole_is_another_store(
     from fullshard.data.store import store_key
     from fullshard.families.diffusion import captions
 
-    records = Listed([{"image": COLOUR}], place=str, fingerprint=lambda: "one")
+    records = Listed([{"image": COLOUR}], where=str, fingerprint=lambda: "one")
     before = store_key(records, Images().open(None, length=1))
     changed = tmp_path / "captions.py"
     changed.write_text(Path(captions.__file__).read_text() + "# other\n")
