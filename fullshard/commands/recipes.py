@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.errors import RecipeError
 
 recipes = typer.Typer(invoke_without_command=True, rich_markup_mode=None, help="List, show and copy what is built in.")
@@ -20,11 +20,11 @@ recipes = typer.Typer(invoke_without_command=True, rich_markup_mode=None, help="
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
     files = [(str(path), "") for path in sorted(Path().glob(f"{incomplete}*")) if path.suffix in (".yaml", ".yml")]
-    return [*_described(builtin.recipes(), incomplete), *files]
+    return [*_described(families.recipes(), incomplete), *files]
 
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
-    return _described(builtin.presets(), incomplete)
+    return _described(families.presets(), incomplete)
 
 
 def _described(known: dict[str, Path], incomplete: str) -> list[tuple[str, str]]:
@@ -40,7 +40,7 @@ def _recipes(ctx: typer.Context) -> None:
 @recipes.command("list")
 def list_recipes() -> None:
     """List the built-in recipes."""
-    _list(builtin.recipes())
+    _list(families.recipes())
     typer.echo("\nTrain one:    fullshard train NAME\nRead one:     fullshard recipes show NAME")
     typer.echo("Change one:   fullshard recipes copy NAME")
 
@@ -89,12 +89,12 @@ def recipe_schema() -> None:
 
 def presets() -> None:
     """List the built-in presets."""
-    _list(builtin.presets())
+    _list(families.presets())
     typer.echo("\nUse one:   fullshard train RECIPE --preset NAME")
 
 
 def _built_in(name: str) -> Path:
-    known = builtin.recipes()
+    known = families.recipes()
     if name not in known:
         from fullshard.config.part import did_you_mean
 

@@ -5,7 +5,7 @@
 
 A family's folder `objectives/` holds its objectives, `models/` its models, and so on: the folders that contracts name.
 Its `recipes/` are built in, and each file of its `commands/` is a command: a function called like the file.
-Must not import a family's parts.
+Must not import a family's parts, nor anything heavy: the command line completes the names of recipes.
 """
 
 from __future__ import annotations
@@ -71,3 +71,19 @@ def commands() -> dict[str, str]:
                 raise SetupError(f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} bring it.")
             found[module.name] = f"{package}.{module.name}"
     return found
+
+
+def recipes() -> dict[str, Path]:
+    """The recipes of every family, by name."""
+    found: dict[str, Path] = {}
+    for path in (path for folder in paths("recipes") for path in sorted(folder.glob("*.yaml"))):
+        if found.setdefault(path.stem, path) != path:
+            raise SetupError(
+                f"Two families bring a recipe called {path.stem!r}: {found[path.stem]} and {path}. Rename one."
+            )
+    return dict(sorted(found.items()))
+
+
+def presets() -> dict[str, Path]:
+    """The built-in presets by name."""
+    return {path.stem: path for path in sorted((Path(__file__).parents[1] / "presets").glob("*.yaml"))}

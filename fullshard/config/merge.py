@@ -27,6 +27,7 @@ _STEP = re.compile(r"([^.\[\]]+)|\[(\d+)\]")
 
 Path = tuple[str | int, ...]
 """A key path: names of keys, and indices of list elements."""
+Values = dict[str, Any]
 
 
 def parse_override(text: str) -> tuple[Path, Any]:
@@ -57,19 +58,22 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
+    _layer: str = "command line"
+    """The layer that is being merged."""
 
-    def lay(self, values: Mapping[str, Any], origin: str) -> None:
+    def lay(self, values: Mapping[str, Any], layer: str) -> None:
         """Puts a layer on top; its values win, key by key."""
-        self.values = self._merge(self.section, self.values, values, "", origin)
+        self._layer = layer
+        self.values = self._merge(self.section, self.values, values, "")
 
-    def set(self, path: Path, value: Any, origin: str) -> None:
+    def set(self, path: Path, value: Any, layer: str) -> None:
         """Puts one setting on top; a list element is changed in place."""
         first = next((place for place, step in enumerate(path) if isinstance(step, int)), None)
         if first is not None:
             path, value = path[:first], self._edit(path[:first], path[first:], value)
-        self.lay(_nested(path, value), origin)
+        self.lay(_nested(path, value), layer)
 
-    def _merge(self, cls: type[Section] | None, below: Any, above: Any, where: str, origin: str) -> Any:
+    def _merge(self, cls: type[Section] | None, below: Any, above: Any, where: str) -> Any:
         """`above` over `below`. A key that only one of them has is kept; lists and single values are replaced whole."""
         above = _long(cls, above)
         if not isinstance(above, Mapping):
@@ -77,20 +81,18 @@ class Settings:
         below, above = _long(cls, below), _underscored(cls, above, where)
         merged = dict(below) if isinstance(below, Mapping) else {}
         if cls is not None:
-            cls = self._settle_kind(cls, merged, above, where, origin)
-            self._drop_excluded(cls, merged, above, where, origin)
+            cls = self._settle_kind(cls, merged, above, where)
+            self._drop_excluded(cls, merged, above, where)
         for key, value in above.items():
             path, inner = join(where, str(key)), section_at(cls, str(key))
             if isinstance(_long(inner, value), Mapping) and (inner or isinstance(merged.get(key), Mapping)):
-                merged[key] = self._merge(inner, merged.get(key), value, path, origin)
+                merged[key] = self._merge(inner, merged.get(key), value, path)
             else:
-                self._note(cls, str(key), merged, value, path, origin)
+                self._note(_default(cls, str(key)), str(key), merged, value, path)
                 merged[key] = value
         return merged
 
-    def _settle_kind(
-        self, cls: type[Section], below: dict[str, Any], above: Mapping[str, Any], where: str, origin: str
-    ) -> type[Section]:
+    def _settle_kind(self, cls: type[Section], below: Values, above: Values, where: str) -> type[Section]:
         """The class that applies. If a layer changes the kind, keys that the new kind does not have are dropped, with a
         note."""
         settled = class_of(cls, {**below, **above})
@@ -101,39 +103,31 @@ class Settings:
             for key in [key for key in below if key != "kind" and key not in keys_of(settled)]:
                 lost = f"{shown(below.pop(key))} ({self._origin_of(join(where, key))})"
                 self.replaced.append(
-                    f"{where}.{key}: {lost} is dropped, {where}.kind = {new} ({origin}) has no such key"
+                    f"{where}.{key}: {lost} is dropped, {where}.kind = {new} ({self._layer}) has no such key"
                 )
         return settled
 
-    def _drop_excluded(
-        self, cls: type[Section], below: dict[str, Any], above: Mapping[str, Any], where: str, origin: str
-    ) -> None:
+    def _drop_excluded(self, cls: type[Section], below: Values, above: Values, where: str) -> None:
         """A higher layer that names one of several keys that exclude each other means that one."""
         for group in cls.exclusive:
-            chosen = [key for key in group if above.get(key) is not None]
+            chosen = next((f"{where}.{key}" for key in group if above.get(key) is not None), None)
             for key in group:
                 if chosen and key not in above and below.get(key) is not None:
-                    old = self._origin_of(f"{where}.{key}")
-                    if origin != "recipe" and old == origin:
-                        raise RecipeError(
-                            f"{origin}: {where}.{key} and {where}.{chosen[0]} exclude each other. Give one of them."
-                        )
-                    self.replaced.append(
-                        f"{where}.{key}: {shown(below.pop(key))} ({old}) gives way to {where}.{chosen[0]} ({origin})"
-                    )
+                    path, old = f"{where}.{key}", self._origin_of(f"{where}.{key}")
+                    if self._layer != "recipe" and old == self._layer:
+                        raise RecipeError(f"{old}: {path} and {chosen} exclude each other. Give one of them.")
+                    value = shown(below.pop(key))
+                    self.replaced.append(f"{path}: {value} ({old}) gives way to {chosen} ({self._layer})")
 
-    def _note(
-        self, cls: type[Section] | None, key: str, below: Mapping[str, Any], value: Any, path: str, origin: str
-    ) -> None:
+    def _note(self, default: Any, key: str, below: Values, value: Any, path: str) -> None:
         if key in below and below[key] != value:
             old = f"{shown(below[key])} ({self._origin_of(path)})"
-            self.replaced.append(f"{path}: {shown(value)} ({origin}) over {old}")
-        elif key not in below and origin != "recipe":
-            default = _default(cls, key)
+            self.replaced.append(f"{path}: {shown(value)} ({self._layer}) over {old}")
+        elif key not in below and self._layer != "recipe":
             over = "" if default is PydanticUndefined else f" over {shown(default)} (default)"
             if default is PydanticUndefined or default != value:
-                self.replaced.append(f"{path}: {shown(value)} ({origin}){over}")
-        self.origins[path] = origin
+                self.replaced.append(f"{path}: {shown(value)} ({self._layer}){over}")
+        self.origins[path] = self._layer
 
     def _origin_of(self, path: str) -> str:
         """The layer that a value comes from; for a section, that of its last key."""
@@ -163,7 +157,7 @@ class Settings:
             )
         changed = _nested(rest[1:], value)
         if len(rest) > 1:
-            changed = Settings(self.section)._merge(element, found[index], changed, show(path), "command line")
+            changed = Settings(self.section)._merge(element, found[index], changed, show(path))
         return [*found[:index], changed, *found[index + 1 :]]
 
 
@@ -183,10 +177,10 @@ def _long(cls: type[Section] | None, value: Any) -> Any:
     return expanded
 
 
-def _underscored(cls: type[Section] | None, value: Mapping[Any, Any], where: str) -> Mapping[Any, Any]:
+def _underscored(cls: type[Section] | None, value: Mapping[Any, Any], where: str) -> Values:
     """Hyphens of a section's keys as underscores; the keys of a plain mapping are the user's own."""
     if cls is None:
-        return value
+        return dict(value)
     keys = [shown(key).replace("-", "_") for key in value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:

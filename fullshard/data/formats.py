@@ -16,7 +16,7 @@ import numpy as np
 
 from fullshard.config.problems import sort_of
 from fullshard.contracts.data import Record, Records
-from fullshard.data.records import Listed, combine, digest, readable, without_filling
+from fullshard.data.records import Listed, combine, digest, locate, readable, without_filling
 from fullshard.errors import DataError
 
 SUFFIXES = (".csv", ".json", ".jsonl", ".parquet", ".tsv", ".txt")
@@ -263,24 +263,21 @@ class Parquet:
         except pa.ArrowInvalid as error:
             raise DataError(f"{path}: not a parquet file: {error}") from error
         self._path = path
-        groups = self._file.metadata
-        self._ends = np.cumsum([groups.row_group(g).num_rows for g in range(groups.num_row_groups)], dtype=np.int64)
+        groups = map(self._file.metadata.row_group, range(self._file.num_row_groups))
+        self._ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
         if len(self) == 0:
             raise DataError(f"{path}: the file has no rows. Put records into it or remove it from the list.")
         self._held: tuple[int, Any] = (-1, None)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._file.metadata.num_rows)
 
     def __getitem__(self, index: int) -> Record:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        group = int(np.searchsorted(self._ends, index, side="right"))
-        start = int(self._ends[group - 1]) if group else 0
+        group, local = locate(self._ends, index)
         with readable(self.where(index)):
             if self._held[0] != group:
                 self._held = (group, self._file.read_row_group(group))
-            return without_filling(self._held[1].slice(index - start, 1).to_pylist()[0])
+            return without_filling(self._held[1].slice(local, 1).to_pylist()[0])
 
     def where(self, index: int) -> str:
         return f"{self._path}, record {index + 1}"

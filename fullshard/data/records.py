@@ -134,6 +134,14 @@ class Listed:
         return self.rows[index]
 
 
+def locate(ends: np.ndarray, index: int) -> tuple[int, int]:
+    """The part of concatenated records that holds an index, and its index there; `ends` are the parts' ends."""
+    if not 0 <= index < (ends[-1] if len(ends) else 0):
+        raise IndexError(index)
+    part = int(np.searchsorted(ends, index, side="right"))
+    return part, index - (int(ends[part - 1]) if part else 0)
+
+
 class Joined:
     """Several open sources, concatenated."""
 
@@ -157,10 +165,8 @@ class Joined:
         return combine("joined", *(part.fingerprint() for part in self.parts))
 
     def _locate(self, index: int) -> tuple[Records, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        return self.parts[part], index - (int(self._ends[part - 1]) if part else 0)
+        part, local = locate(self._ends, index)
+        return self.parts[part], local
 
 
 class ArrowRecords:

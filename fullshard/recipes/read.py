@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.config.arguments import Typed
 from fullshard.config.merge import Settings, parse_override
 from fullshard.config.part import decode, did_you_mean, plain
@@ -137,7 +137,7 @@ def _open(source: str | Path | Mapping[str, Any]) -> tuple[str, Document]:
     if isinstance(source, Mapping):
         return "a mapping", Document(dict(source), {})
     path = Path(os.path.expanduser(source))
-    known = builtin.recipes()
+    known = families.recipes()
     # os.path.isfile returns False where Path raises: for a name that is too long.
     if os.path.isfile(path):
         return str(source), parse(_text(path), name=str(source))
@@ -182,7 +182,7 @@ def _looks_like_a_recipe(path: Path) -> bool:
 
 
 def _preset(name: str) -> dict[str, Any]:
-    known = builtin.presets()
+    known = families.presets()
     if name not in known:
         raise RecipeError(
             f"preset {name!r} is not known{did_you_mean(name, list(known))}. Known: {', '.join(known)}. "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.config.builtin import recipes
+from fullshard.config.families import recipes
 
 HEAVY = ("torch", "transformers", "datasets", "diffusers", "peft", "pyarrow", "pandas", "scipy", "PIL", "tokenizers")
 _REPORT = f"print('imported:', *[name for name in {HEAVY!r} if name in sys.modules])"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fullshard.check.command import _merged
-from fullshard.config import builtin
+from fullshard.config import families
 from tests.check import on_ranks
 from tests.check.healthy_recipe import Seed, everything, healthy_place, seed_in
 from tests.families.embedding import vision
@@ -213,7 +213,7 @@ BROUGHT = {
 """What a user brings to a built-in recipe; a new one needs an entry here."""
 
 
-@pytest.mark.parametrize("name", sorted(builtin.recipes()))
+@pytest.mark.parametrize("name", sorted(families.recipes()))
 def test_a_built_in_recipe_is_healthy(name: str, seed: Seed) -> None:
     if name == "embedding-8b":
         vision.vision_folder(seed.folder / "vision", kind="qwen3_vl")

@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 import fullshard
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.config.part import plain
 from fullshard.log.metrics import read as read_metrics
 from tests.shrunk_recipes import local_inputs, shrunk
 
-RECIPES, PRESETS = sorted(builtin.recipes()), sorted(builtin.presets())
+RECIPES, PRESETS = sorted(families.recipes()), sorted(families.presets())
 ADAPTED = ("embedding-8b", "sft-lora")
 
 
@@ -24,7 +24,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ranks(name: str) -> list[str]:
     """As many ranks as shipped, each a process of its own: what differs between processes stops a run."""
-    shipped = yaml.safe_load(builtin.recipes()[name].read_text()).get("topology", {})
+    shipped = yaml.safe_load(families.recipes()[name].read_text()).get("topology", {})
     return [] if "devices" in shipped else ["topology.devices=1"]
 
 
@@ -50,8 +50,8 @@ def test_a_recipe_trains_three_steps(name: str, local: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_preset_goes_under_a_recipe(name: str, preset: str) -> None:
-    below = yaml.safe_load(builtin.presets()[preset].read_text())
-    stated = yaml.safe_load(builtin.recipes()[name].read_text())
+    below = yaml.safe_load(families.presets()[preset].read_text())
+    stated = yaml.safe_load(families.recipes()[name].read_text())
     in_force = plain(fullshard.load(name, preset=preset))
     assert below
     for section, values in below.items():

@@ -17,7 +17,7 @@ from fullshard.cli import app, main
 from fullshard.commands.other_tools import ELSEWHERE
 from fullshard.commands.recipe_arguments import OPTIONS
 from fullshard.commands.recipes import sentence
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.config.arguments import to_overrides
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import NumericalError, RecipeError
@@ -217,7 +217,7 @@ def test_no_setting_is_taken_for_a_key() -> None:
 def test_recipes_alone_lists() -> None:
     lines = call("recipes").stdout
     assert lines == call("recipes", "list").stdout
-    for name, path in builtin.recipes().items():
+    for name, path in families.recipes().items():
         assert f"{name} " in lines
         assert sentence(path) in lines
 
@@ -229,7 +229,7 @@ def test_presets_lists_what_each_is_for() -> None:
 
 
 def test_show_and_copy() -> None:
-    text = builtin.recipes()["sft"].read_text()
+    text = families.recipes()["sft"].read_text()
     assert call("recipes", "show", "sft").stdout == text
     assert "fullshard train sft.yaml" in call("recipes", "copy", "sft").stdout
     assert Path("sft.yaml").read_text() == text

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fullshard.cli import app
 from fullshard.commands.recipes import sentence
-from fullshard.config import builtin, families, part
+from fullshard.config import families, part
 from fullshard.config.part import decode, kinds, part_class
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.schedule import Schedule
@@ -101,7 +101,7 @@ def test_a_package_brings_a_family(install: Install) -> None:
     assert "steps_of_stairs" not in kinds(Schedule)
     found = decode(Schedule, {"kind": "stairs", "height": 0.25}, where="schedule")
     assert (found.kind(), type(found).__module__) == ("stairs", "lab_family.schedules.stairs")
-    assert sentence(builtin.recipes()["lab"]) == "A recipe of another package."
+    assert sentence(families.recipes()["lab"]) == "A recipe of another package."
     assert load("lab").schedule.kind() == "stairs"
     assert "hello" in families.commands()
 

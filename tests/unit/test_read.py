@@ -10,7 +10,7 @@ import yaml
 
 import fullshard
 from fullshard.commands.recipes import sentence
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.config.part import plain
 from fullshard.config.section import without_effect
 from fullshard.dialects.foreign_keys import NO_EFFECT
@@ -172,7 +172,7 @@ def test_a_missing_file_names_what_is_near() -> None:
     written(RECIPE, "train.yaml")
     message = error_of("trian.yaml")
     assert message.startswith("trian.yaml is neither a file nor a built-in recipe. Did you mean train.yaml?")
-    assert ", ".join(builtin.recipes()) in message
+    assert ", ".join(families.recipes()) in message
 
 
 def test_only_recipes_are_suggested() -> None:
@@ -421,16 +421,16 @@ def test_a_recipe_handed_to_the_ranks_keeps_its_story(tmp_path: Path) -> None:
     assert read(tmp_path / "handed.yaml") == reading
 
 
-@pytest.mark.parametrize("name", sorted(builtin.presets()))
+@pytest.mark.parametrize("name", sorted(families.presets()))
 def test_every_preset_decodes_and_says_what_it_is_for(name: str) -> None:
     assert load(MINIMAL, preset=name).topology.nodes >= 1
-    assert len(sentence(builtin.presets()[name])) > 40
+    assert len(sentence(families.presets()[name])) > 40
 
 
-@pytest.mark.parametrize("name", sorted(builtin.recipes()))
+@pytest.mark.parametrize("name", sorted(families.recipes()))
 def test_every_built_in_recipe_decodes_and_says_what_it_is_for(name: str) -> None:
     assert read(name).source == f"built-in recipe {name}"
-    assert len(sentence(builtin.recipes()[name])) > 40
+    assert len(sentence(families.recipes()[name])) > 40
 
 
 # Keys that are accepted without effect

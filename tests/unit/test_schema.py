@@ -5,7 +5,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.config.part import plain
 from fullshard.config.schema import schema
 from fullshard.formatting.yaml_text import parse
@@ -22,9 +22,9 @@ def validator() -> Any:
     return VALIDATOR(found)
 
 
-@pytest.mark.parametrize("name", sorted(builtin.recipes()))
+@pytest.mark.parametrize("name", sorted(families.recipes()))
 def test_built_in_recipes_fit_short_and_in_full(validator: Any, name: str) -> None:
-    validator.validate(parse(builtin.recipes()[name].read_text(), name=name).values)
+    validator.validate(parse(families.recipes()[name].read_text(), name=name).values)
     validator.validate({**plain(load(name)), "run": {"name": name}})
 
 

@@ -13,7 +13,7 @@ STEPS = 4
 def test_recall_on_modules_that_were_not_trained_on_rises(ranks: Any, tmp_path: Path) -> None:
     import yaml
 
-    from fullshard.config.builtin import recipes
+    from fullshard.config.families import recipes
 
     recipe = yaml.safe_load(recipes()["embedding"].read_text())
     recipe |= {"output": str(tmp_path), "duration": {"steps": STEPS}, "log": {"sinks": [], "every_steps": 1}}

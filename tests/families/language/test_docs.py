@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import fullshard
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.config.part import decode, kinds
 from fullshard.contracts.data import Encoder
 from fullshard.families.language.models.hf import Hf
@@ -42,7 +42,7 @@ def test_there_are_settings() -> None:
 def test_every_recipe_is_listed() -> None:
     listed = {row[0].strip("`") for row in rows("recipe")}
     assert listed == {path.stem for path in (FOLDER / "recipes").glob("*.yaml")}
-    assert listed <= set(builtin.recipes())
+    assert listed <= set(families.recipes())
 
 
 def test_the_keys_of_a_model_exist() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from fullshard.check import settings
 from fullshard.check.findings import Finding
-from fullshard.config import builtin
+from fullshard.config import families
 from fullshard.contracts.launcher import Ranks
 from fullshard.log.console import Console
 from fullshard.recipes.read import Reading, read
@@ -201,7 +201,7 @@ def test_prefetch_acts_where_parameters_are_gathered(look: Look) -> None:
     assert len(bad(look(ranks=Ranks(2), sharding={**sharding, "strategy": "none"}))) == 1
 
 
-@pytest.mark.parametrize("name", sorted(builtin.recipes()))
+@pytest.mark.parametrize("name", sorted(families.recipes()))
 def test_built_in_recipes_are_without_findings(name: str, folder: Path, tmp_path: Path) -> None:
     records = [{"question": f"What is {i} and {i}?", "answer": f"It is {2 * i}, of course."} for i in range(400)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
