@@ -12,9 +12,8 @@ from fullshard.contracts.world import World
 from fullshard.log.report import Report
 from fullshard.loop import Parts
 from fullshard.recipe import Recipe
-from fullshard.setup.built import Built, resolved
+from fullshard.setup.built import Built, make_learner
 from fullshard.setup.inputs import RunInputs
-from fullshard.setup.learner import make_learner
 from fullshard.setup.loaders import loaders, make_validation, num_workers, proven
 from fullshard.setup.saving import make_saves
 
@@ -47,4 +46,4 @@ def build(
         seed=recipe.seed,
         folder=recipe.folder,
     )
-    return Built(parts, model, proofs, workers, resolved(recipe, inputs, world, model, parts, workers))
+    return Built(parts, model, proofs, workers)

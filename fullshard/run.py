@@ -112,11 +112,15 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
     """Everything after the ranks have met."""
     from fullshard import build, loop
     from fullshard.log.report import Report
-    from fullshard.setup.run_summary import header_rows
+    from fullshard.setup.run_inputs import resume_run
+    from fullshard.setup.run_summary import header_rows, resolved
 
     recipe = reading.recipe
     checkpoint, exported = _start(recipe, world, resume=resume, console=console)
-    progress = _progress(recipe, inputs, checkpoint, anyway=anyway, console=console)
+    point = resume_run(recipe, inputs, checkpoint, anyway=anyway)
+    for note in point.notes:
+        console.note(note)
+    progress = point.progress
     out_of_patience = progress.validations_without_gain >= (recipe.evaluate.patience or math.inf)
     if progress.finished and (progress.step >= inputs.plan.total_steps or out_of_patience):
         if exported or not recipe.checkpoint.at_end:
@@ -131,7 +135,8 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
         saver, units = built.parts.saves.saver, built.model.units
         ending.callback(saver.close)
         if world.is_main:
-            save_resolved(built.resolved, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
+            in_force = resolved(recipe, inputs, world, built)
+            save_resolved(in_force, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
             write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in units]})
         console.header(f"fullshard: {recipe.name}", header_rows(recipe, inputs, world, built, checkpoint))
         total, trainable = sum(unit.parameters for unit in units), sum(unit.trainable for unit in units)
@@ -148,18 +153,6 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
     return result
 
 
-def _progress(
-    recipe: Recipe, inputs: RunInputs, checkpoint: Path | None, *, anyway: bool, console: Console
-) -> Progress:
-    """How far the run is, and what has changed since the checkpoint."""
-    from fullshard.setup.run_inputs import resume_run
-
-    point = resume_run(recipe, inputs, checkpoint, anyway=anyway)
-    for note in point.notes:
-        console.note(note)
-    return point.progress
-
-
 @contextlib.contextmanager
 def _writing(
     recipe: Recipe, world: World, progress: Progress, console: Console
@@ -168,69 +161,67 @@ def _writing(
     from fullshard.log.all_sinks import Sinks
     from fullshard.log.metrics import FILE, Metrics
 
-    outlets: list[Any] = []
-    with contextlib.ExitStack() as ending:
-        if world.is_main:
-            outlets.append(Metrics(recipe.folder / FILE, step=progress.step))
-            ending.callback(outlets[0].close)
-            outlets.append(
-                Sinks(recipe.log.sinks, recipe.folder, name=recipe.name, recipe=plain(recipe), warn=console.warn)
-            )
-            ending.callback(outlets[1].close)
+    if not world.is_main:
+        yield lambda record: None
+        return
+    folder, name = recipe.folder, recipe.name
+    with contextlib.closing(Metrics(folder / FILE, step=progress.step)) as metrics:
+        opened = Sinks(recipe.log.sinks, folder, name=name, recipe=plain(recipe), warn=console.warn)
+        with contextlib.closing(opened) as sinks:
 
-        def write(record: dict[str, Any]) -> None:
-            for outlet in outlets:
-                outlet.write(record)
+            def write(record: dict[str, Any]) -> None:
+                metrics.write(record)
+                sinks.write(record)
 
-        yield write
+            yield write
 
 
 @contextlib.contextmanager
 def _claimed(recipe: Recipe, world: World, *, console: Console) -> Iterator[None]:
-    """Keeps every other run out of the run folder; rank 0 holds the lock, and all ranks hear when it cannot be had."""
-    from fullshard.dist import reduce
-
+    """Keeps every other run out of the run folder; rank 0 holds the lock."""
     with contextlib.ExitStack() as held:
-        problem: str | None = None
-        if world.is_main:
-            try:
-                recipe.output.mkdir(parents=True, exist_ok=True)
-                held.enter_context(files.claim(recipe.folder))
-            except CheckpointError as error:
-                problem = str(error)
-            except OSError as error:
-                if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                    console.warn(f"{recipe.output} has no file locks: see that no other run uses {recipe.folder}.")
-                else:
-                    problem = _unwritable(recipe, error)
-        if problem := reduce.from_main(problem):
-            raise CheckpointError(problem)
+        _on_main(recipe, world, lambda: _lock(recipe, held, console=console))
         yield
 
 
-def _unwritable(recipe: Recipe, error: OSError) -> str:
-    return (
-        f"output = {str(recipe.output)!r}: the run folder {recipe.folder} cannot be made or written there "
-        f"({error.strerror or error}). Choose a folder that you may write to: output=DIR, or --output DIR."
-    )
+def _lock(recipe: Recipe, held: contextlib.ExitStack, *, console: Console) -> None:
+    recipe.output.mkdir(parents=True, exist_ok=True)
+    try:
+        held.enter_context(files.claim(recipe.folder))
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        console.warn(f"{recipe.output} has no file locks: see that no other run uses {recipe.folder}.")
+
+
+def _on_main(recipe: Recipe, world: World, act: Callable[[], Any]) -> Any:
+    """What `act` returns on rank 0, for every rank. Its error is raised on every rank."""
+    from fullshard.dist import reduce
+
+    found: Any = None
+    problem: str | None = None
+    if world.is_main:
+        try:
+            found = act()
+        except FullshardError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = (
+                f"output = {str(recipe.output)!r}: the run folder {recipe.folder} cannot be made or written there "
+                f"({error.strerror or error}). Choose a folder that you may write to: output=DIR, or --output DIR."
+            )
+    found, problem = reduce.from_main((found, problem))
+    if problem:
+        raise CheckpointError(problem)
+    return found
 
 
 def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tuple[Path | None, bool]:
-    """The checkpoint to go on from and whether a model was exported, as rank 0 sees it. Starting over moves an earlier
+    """The checkpoint to resume from and whether a model was exported, as rank 0 sees it. Starting over moves an earlier
     run aside."""
     from fullshard.dist import reduce
 
-    found: tuple[list[Path], bool, str | None] = ([], False, None)
-    if world.is_main:
-        try:
-            found = *_earlier(recipe, resume=resume, console=console), None
-        except FullshardError as error:
-            found = [], False, str(error)
-        except OSError as error:
-            found = [], False, _unwritable(recipe, error)
-    among, exported, problem = reduce.from_main(found)
-    if problem:
-        raise CheckpointError(problem)
+    among, exported = _on_main(recipe, world, lambda: _earlier(recipe, resume=resume, console=console))
 
     def problems(checkpoint: Path) -> list[str]:
         mine = completeness.problems(checkpoint, rank=world.rank, world=world.size)

@@ -33,11 +33,9 @@ class Records(Protocol):
 
     def where(self, index: int) -> str:
         """`FILE:LINE`, or another way to find the record."""
-        ...
 
     def fingerprint(self) -> str:
         """Changes when the content changes; the key of every cache."""
-        ...
 
 
 class Samples(Protocol):
@@ -46,21 +44,17 @@ class Samples(Protocol):
     @property
     def num_tokens(self) -> int:
         """Real tokens over all rows."""
-        ...
 
     @property
     def fixed_length(self) -> int | None:
         """The length all rows are padded to; None: the longest row of each micro-batch."""
-        ...
 
     @property
     def lengths(self) -> np.ndarray:
         """Real tokens of each row."""
-        ...
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         """What each row holds of a quantity, given what each stored sample holds."""
-        ...
 
     def __len__(self) -> int: ...
 
@@ -78,7 +72,6 @@ class Store(Protocol):
     @property
     def shared(self) -> Features:
         """Arrays that belong to all samples."""
-        ...
 
     def __len__(self) -> int: ...
 
@@ -86,11 +79,9 @@ class Store(Protocol):
 
     def sizes(self, name: str) -> np.ndarray:
         """The number of entries of a feature in each sample."""
-        ...
 
     def flat(self, name: str) -> np.ndarray:
         """A feature of all samples, end to end."""
-        ...
 
 
 class Source(Part):

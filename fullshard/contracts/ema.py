@@ -61,7 +61,6 @@ class AveragedWeights(Protocol):
 
     def in_place(self) -> AbstractContextManager[None]:
         """The model computes with averaged weights inside."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,10 @@ class Weights(Protocol):
     """Stored tensors by parameter name, readable in part, so that a rank reads only its own rows."""
 
     def names(self) -> set[str]:
-        """The module's parameter and buffer names that are stored."""
-        ...
+        """The parameters and buffers that are stored."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` (of dim 0) of one tensor, on the CPU, in its stored dtype; a 0-d tensor is whole."""
-        ...
 
 
 @runtime_checkable
@@ -35,15 +33,14 @@ class TokenModel(Protocol):
 
     def hidden_states_and_head(self, reduce: Any, **inputs: Any) -> Any:
         """`reduce(hidden_states, head)`, called inside the forward pass."""
-        ...
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """How a text is continued."""
+    """How to continue a text."""
 
     tokens: int
-    """The most that are added."""
+    """At most."""
     temperature: float
     """0: always the most likely token."""
     top_p: float
@@ -60,21 +57,19 @@ class Family(Part):
     default_kind: ClassVar[str | None] = "hf"
     required: ClassVar[tuple[str, ...]] = ("build",)
     loader: ClassVar[str | None] = None
-    """What reads an exported folder, as one would type it: `package.Class.from_pretrained`."""
+    """What loads an exported folder: `package.Class.from_pretrained`."""
     adapter_loader: ClassVar[str | None] = None
-    """The same for exported adapters, where it is another."""
+    """The same for exported adapters, if it differs."""
     never_trained: ClassVar[tuple[str, ...]] = ()
-    """Patterns over names of parameters that no objective uses: frozen, and kept out of checkpoints."""
+    """Name patterns of parameters that no objective uses: frozen, and left out of checkpoints."""
     forward_methods: ClassVar[tuple[str, ...]] = ()
     """Methods of the module, besides `forward`, that an objective calls."""
-
     usual: ClassVar[dict[str, Any] | None] = None
-    """What a recipe needs beside model and data to evaluate one of its models by itself: objective and evaluations;
-    None: only a run's recipe says that."""
+    """The objective and evaluations for evaluating one of its models without a recipe; None: it needs a recipe."""
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        """Whether a folder holds a model of this family, and of no other, by the files in it."""
+        """Whether the files in a folder are a model of this family and of no other."""
         return False
 
     @classmethod
@@ -85,62 +80,59 @@ class Family(Part):
 
     @classmethod
     def with_base(cls, settings: dict[str, Any], base: str, *, is_checkpoint: bool) -> dict[str, Any] | None:
-        """The settings with other weights to start from, a fullshard checkpoint or what `path` takes; None where they
-        name none."""
+        """The settings with another base: a fullshard checkpoint or what `path` takes; None if they have no base."""
         return {**settings, "path": base} if "path" in settings and not is_checkpoint else None
 
     def with_processor(self, folder: Path) -> Self:
-        """The same family with the tokenizer or processor in `folder`; itself where it takes none."""
+        """The same settings with the tokenizer or processor in `folder`, if the family takes one."""
         return self
 
     def without_noise(self, module: nn.Module, *, fp32: bool) -> Self:
-        """The same family without dropout and other random noise; with `fp32` also without kernels that compute in half
-        precision only."""
+        """The same settings without dropout and other noise; with `fp32` also without half-precision-only kernels."""
         return self
 
     def unpacked(self) -> Self:
-        """The same family without kernels that need packed rows."""
+        """The same settings without kernels that need packed rows."""
         return self
 
     def attention_kernel(self) -> str | None:
-        """The attention kernel that the settings ask for; None where they choose none."""
+        """The attention kernel that the settings ask for, if any."""
         return None
 
     def compute_precision(self) -> str | None:
-        """The precision that it computes in, as `precision` in a recipe; None: that of the run."""
+        """The precision it computes in, as in a recipe; None: that of the run."""
         return None
 
     def hub_names(self) -> dict[str, tuple[str, str | None]]:
-        """What is read from a folder or the hub: name and revision, by recipe key."""
+        """Name and revision of each folder or hub repository that it reads, by recipe key."""
         return {}
 
     def prepare(self, texts: Iterable[str], *, cache: Path, fingerprint: str = "") -> None:
-        """Fetches or makes what the model needs on disk (weights, a tokenizer from `texts`), once, before ranks meet.
-
-        `fingerprint` stands for the content of `texts`: what was made from them is found again by it."""
+        """Fetches or makes what the model needs on disk (weights, a tokenizer trained on `texts`), once, before ranks
+        meet. `fingerprint` is that of `texts`: the key by which `processor` finds what was made."""
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
-        """The tokenizer or processor that goes with the model, or None; the same `fingerprint` as in `prepare`."""
+        """The tokenizer or processor of the model, if it has one."""
         return None
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
-        """The tokenizer or processor that lies in a folder, as it was saved with a checkpoint; None without one."""
+        """The tokenizer or processor that was saved with a checkpoint in `folder`, if there is one."""
         return None
 
     def config_of(self, module: nn.Module) -> dict[str, Any]:
-        """The settings that the module was built from, as its library keeps them; empty where it keeps none."""
+        """The library's own settings that the module was built from, if it keeps them."""
         return {}
 
     def problems(self, module: nn.Module) -> list[tuple[str, str]]:
-        """What would stop the first forward pass of a module, found without one; each with what to do."""
+        """What would stop the first forward pass, found without running it; each with what to do."""
         return []
 
     def embedding_rows(self, module: nn.Module) -> int | None:
-        """Rows of the token embedding; None where the model takes no tokens, or does not say."""
+        """Rows of the token embedding, if there is one."""
         return None
 
     def stored_rows(self) -> int | None:
-        """Rows of the embedding in the stored weights; None without stored weights."""
+        """Rows of the token embedding in the stored weights, if there are any."""
         return None
 
     def build(self, *, processor: Any) -> nn.Module:
@@ -148,30 +140,29 @@ class Family(Part):
         raise NotImplementedError
 
     def weights(self, module: nn.Module) -> Weights | None:
-        """Where stored values come from; None when the model starts from scratch."""
+        """The stored values; None: the model starts from scratch."""
         return None
 
     def stored_in(self) -> Path | None:
-        """The folder of safetensors files that stored values come from; None from scratch, or for another format."""
+        """The folder of safetensors files with the stored values; None: from scratch, or another format."""
         return None
 
     def initialise(self, unit: nn.Module, *, root: nn.Module) -> None:
-        """Gives the real parameters under one module of the tree below `root` fresh values; skips those on meta."""
+        """Gives fresh values to the parameters of `unit`, a module of `root`; skips those on meta."""
         raise NotImplementedError
 
     def load_with(self, folder: str, *, adapter: bool) -> str | None:
-        """The line of Python that reads what was exported; None for adapters on a base that only fullshard has, and
-        where the family does not say what reads it."""
+        """The line of Python that loads what was exported; None if nothing but fullshard can."""
         loader = (self.adapter_loader if adapter else None) or self.loader
         return f"{loader}({folder!r})" if loader else None
 
     def stop_tokens(self, module: nn.Module) -> set[int]:
-        """Tokens that end a text, beside the tokenizer's own."""
+        """Tokens that end a text, besides those of the tokenizer."""
         return set()
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether `continued` keeps keys and values from one token to the next."""
+        """Whether it generates with a key-value cache."""
         return type(self).continued is not Family.continued
 
     def continued(
@@ -183,8 +174,8 @@ class Family(Part):
         device: torch.device,
         in_step: bool,
     ) -> list[list[int]] | None:
-        """The tokens after each row, with keys and values kept from one to the next; None where the family has no such
-        way, and the objective is asked for every token. `in_step`: other ranks call this, too."""
+        """The tokens after each row, generated with a key-value cache; None: the family has none, and the objective is
+        asked for every token. `in_step`: other ranks call this too."""
         return None
 
     def longest(self, module: nn.Module) -> int | None:
@@ -192,21 +183,21 @@ class Family(Part):
         return None
 
     def blocks(self, module: nn.Module) -> list[str] | None:
-        """Names of the modules that are sharded, recomputed and compiled one by one; None: found by structure."""
+        """The modules that are sharded, recomputed and compiled one by one; None: found by structure."""
         return None
 
     def rehearse(self, module: nn.Module) -> None:
-        """Runs one forward pass of a module on the meta device, to see which of its parts call which; may raise. Where
-        a family runs none, parts that are called from outside their block are not seen."""
+        """Runs one forward pass on the meta device, which shows the parts that are called from outside their block; may
+        raise."""
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
-        """The dtype a parameter is kept in: fp32 for everything that is trained."""
+        """The dtype a parameter is stored in: fp32 for everything that is trained."""
         import torch
 
         return torch.float32
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
-        """Last choices that depend on the device, such as the attention kernel; says in words what was chosen."""
+        """Makes the choices that depend on the device, such as the attention kernel; says what was chosen."""
         return "the module's own"
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:
@@ -214,11 +205,11 @@ class Family(Part):
         return 6.0 * sum(p.numel() for p in module.parameters())
 
     def adapters(self, module: nn.Module) -> set[str]:
-        """Names of the parameters that belong to adapters; empty where the model itself is trained."""
+        """The parameters of adapters; empty: the model itself is trained."""
         return set()
 
     def exports(self, module: nn.Module, name: str) -> bool:
-        """Whether `export` needs this parameter: the frozen base under adapters it does not."""
+        """Whether `export` needs this parameter; it does not need the frozen base of adapters."""
         return True
 
     def export(
@@ -226,7 +217,6 @@ class Family(Part):
     ) -> None:
         """Writes whole tensors, one at a time, as a folder that the ecosystem's own loader reads.
 
-        A family may take more keywords, which `fullshard export` passes when they are asked for: `dtype` (None: the one
-        that the weights were stored in), `shard_bytes` (the most bytes a file holds) and `merged` (adapters are added
-        to the weights; they come first)."""
+        A family may take more keywords, which `fullshard export` passes on request: `dtype` (None: as stored),
+        `shard_bytes` (at most, per file) and `merged` (add adapters to the weights; they come first)."""
         raise NotImplementedError

@@ -1,15 +1,24 @@
-"""What build.py hands over: the parts of a run, and the facts that the run summary states. Must not decide anything."""
+"""What build.py puts together: what a step trains, and the run that is ready for its first step.
+
+Must not know data, checkpoints or the loop.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+import torch
+
+from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
+from fullshard.dist.average import Average
+from fullshard.proofs.first_update import FirstUpdate
 from fullshard.loop import Parts
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
-from fullshard.setup.sharded_model import ShardedModel
+from fullshard.setup.sharded_model import ShardedModel, frozen_models, precision_in_force, sharded_model
+from fullshard.step import Learner
 
 
 @dataclass(frozen=True)
@@ -22,22 +31,27 @@ class Built:
     """What was proven before the first step."""
     workers: int
     """Loader processes of each rank."""
-    resolved: Recipe
-    """The recipe with every "auto" replaced by what it became."""
 
 
-def resolved(
-    recipe: Recipe, inputs: RunInputs, world: World, model: ShardedModel, parts: Parts, workers: int
-) -> Recipe:
-    """The recipe with every "auto" replaced by what it became."""
-    checkpoint: dict[str, Any] = {"asynchronous": parts.saves.saver.background is not None}
-    if recipe.checkpoint.best and parts.validation.best:
-        checkpoint["best"] = recipe.checkpoint.best.model_copy(update={"mode": parts.validation.best.mode})
-    sections: dict[str, dict[str, Any]] = {
-        "sharding": {"strategy": model.plan.layout.strategy, "compile": model.plan.compile},
-        "data": {"encode": inputs.data.encoder.settings, "workers": workers},
-        "topology": {"device": world.device.type, "backend": world.backend, "devices": world.local_size},
-        "checkpoint": checkpoint,
-    }
-    changed = {name: getattr(recipe, name).model_copy(update=changes) for name, changes in sections.items()}
-    return recipe.model_copy(update={"precision": model.precision.word, **changed})
+def make_learner(
+    recipe: Recipe, inputs: RunInputs, world: World, progress: Progress, *, say: Callable[[str], None]
+) -> tuple[ShardedModel, Learner]:
+    """The sharded model with its objective, optimizer, loss scale and average. `say` gets what was decided, and what
+    the first update proved."""
+    precision = precision_in_force(recipe, world, say=say)
+    model = sharded_model(recipe, inputs.module, world, precision, say=say)
+    aux = frozen_models(recipe, inputs, world, precision)
+    optimizer = recipe.optimizer.open(model.module.named_parameters())
+    for group in optimizer.param_groups:
+        group.setdefault("initial_lr", recipe.optimizer.lr)
+    return model, Learner(
+        model=model.module,
+        objective=recipe.objective,
+        aux=aux,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler(world.device.type) if precision.scaler else None,
+        clip=recipe.optimizer.clip,
+        first_update=FirstUpdate(model.module, optimizer, say=say),
+        average=Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None,
+        device=world.device,
+    )

@@ -1,10 +1,11 @@
-"""The run header: what is true of the run, as realised. Must not decide anything."""
+"""What is true of a run, as realised: its header, and the recipe with every value in force. Must not decide."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from fullshard.contracts.evaluation import Evaluation
 from fullshard.contracts.parameter_groups import describe
@@ -41,7 +42,8 @@ def header_rows(
     for line in [*inputs.data.report, *inputs.plan.describe()]:
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
-    rows += [("workers", _workers(built)), ("optimizer", _optimizer(recipe, inputs))]
+    workers = f"{counted(built.workers, 'loader process')} per rank" if built.workers else NO_WORKERS
+    rows += [("workers", workers), ("optimizer", _optimizer(recipe, inputs))]
     names = [name for name, _ in built.model.module.named_parameters()]
     rows += [("group", line) for line in describe(recipe.optimizer.by_name or [], names)]
     if recipe.ema:
@@ -58,13 +60,28 @@ def header_rows(
     return rows
 
 
+def resolved(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> Recipe:
+    """The recipe with every "auto" replaced by what it became."""
+    model, parts = built.model, built.parts
+    checkpoint: dict[str, Any] = {"asynchronous": parts.saves.saver.background is not None}
+    if recipe.checkpoint.best and parts.validation.best:
+        checkpoint["best"] = recipe.checkpoint.best.model_copy(update={"mode": parts.validation.best.mode})
+    sections: dict[str, dict[str, Any]] = {
+        "sharding": {"strategy": model.plan.layout.strategy, "compile": model.plan.compile},
+        "data": {"encode": inputs.data.encoder.settings, "workers": built.workers},
+        "topology": {"device": world.device.type, "backend": world.backend, "devices": world.local_size},
+        "checkpoint": checkpoint,
+    }
+    changed = {name: getattr(recipe, name).model_copy(update=changes) for name, changes in sections.items()}
+    return recipe.model_copy(update={"precision": model.precision.word, **changed})
+
+
 def _units(built: Built) -> str:
     classes = Counter(unit.class_name for unit in built.model.units)
     ties = sum(len(unit.tied) for unit in built.model.units)
-    tied = f"; {ties} tied {'group' if ties == 1 else 'groups'}" if ties else ""
-    return (
-        ", ".join(f"{count} x {name}" for name, count in classes.items()) + f" ({built.model.plan.wrap.reason}{tied})"
-    )
+    tied = f"; {counted(ties, 'tied group')}" if ties else ""
+    found = ", ".join(f"{count} x {name}" for name, count in classes.items())
+    return f"{found} ({built.model.plan.wrap.reason}{tied})"
 
 
 def _compile(built: Built) -> str:
@@ -87,12 +104,10 @@ def _recompute(built: Built) -> str:
 
 
 def _dropout(built: Built) -> list[tuple[str, str]]:
-    """Said where it is at work: it makes an exception to what is promised of losses."""
-    found = active_dropout(built.model.module)
-    if not found:
-        return []
-    most = max(found.values())
-    return [("dropout", f"up to {most:g}: another number of ranks or another micro-batch draws other noise")]
+    """An exception to the promise that losses do not depend on the split."""
+    most = max(active_dropout(built.model.module).values(), default=0)
+    line = f"up to {most:g}: another number of ranks or another micro-batch draws other noise"
+    return [("dropout", line)] if most else []
 
 
 def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
@@ -100,9 +115,8 @@ def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
     wrap, word = built.model.plan.wrap, built.model.precision.word
     lines = []
     if wrap.exact and word != "fp32":
-        lines.append(
-            f"{counted(len(wrap.exact), 'unit')} (routers, the model's own list): {', '.join(wrap.exact[:2])} ..."
-        )
+        named = ", ".join(wrap.exact[:2])
+        lines.append(f"{counted(len(wrap.exact), 'unit')} (routers, the model's own list): {named} ...")
     if wrap.inexact and word != "fp32":
         lines.append(
             f"not {counted(len(wrap.inexact), 'single parameter')} of the model's own list, which compute in {word} "
@@ -117,11 +131,6 @@ def _optimizer(recipe: Recipe, inputs: RunInputs) -> str:
     steps = schedule.warmup_steps(inputs.plan.total_steps)
     warmup = f" after {counted(steps, 'step')} of warm-up" if steps else ""
     return f"{optimizer.kind()}, lr {optimizer.lr:g}, {schedule.kind()} schedule{warmup}, gradients {clip}"
-
-
-def _workers(built: Built) -> str:
-    workers = built.workers
-    return f"{workers} loader {'process' if workers == 1 else 'processes'} per rank" if workers else NO_WORKERS
 
 
 def _evaluated(recipe: Recipe, inputs: RunInputs, built: Built) -> str:
