@@ -35,7 +35,7 @@ class Report:
         self._quiet = as_json or silent
         self._as_json, self._silent = as_json, silent
         self._on_terminal = is_terminal(sys.stdout)
-        self._screen = open_screen(None, on_terminal=self._on_terminal, stderr=False)
+        self._screen = open_screen(None, on_terminal=self._on_terminal)
         columns = shutil.get_terminal_size().columns if self._on_terminal else FILE_WIDTH
         self._width = max(min(columns, 120), 50)
         self._plain = not (sys.stdout.encoding or "").lower().startswith("utf")

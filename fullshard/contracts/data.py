@@ -32,7 +32,7 @@ class Records(Protocol):
     def __getitem__(self, index: int) -> Record: ...
 
     def where(self, index: int) -> str:
-        """`FILE:LINE`, or another way to find the record."""
+        """`FILE:LINE`, or another way to find a record."""
 
     def fingerprint(self) -> str:
         """Changes when the content changes; the key of every cache."""
@@ -104,7 +104,7 @@ class Source(Part):
 
 @dataclass(frozen=True)
 class DropReason:
-    """Why a sample is left out ("with no text"), and how to fix it ("put text into the records")."""
+    """Why a sample is dropped ("with no text"), and how to fix it ("put text into the records")."""
 
     reason: str
     fix: str
@@ -126,7 +126,7 @@ class Encoded:
     truncated: int = 0
     """Samples that were cut at the sequence length."""
     dropped: Sequence[DropReason] = ()
-    """One reason for each sample that was left out."""
+    """One reason for each sample that was dropped."""
     lost: Sequence[str] = ()
     """What the samples do not contain; continues "12 records have ..." in a warning."""
     noted: Sequence[str] = ()
@@ -175,17 +175,17 @@ class Encoder(Part):
     forms: ClassVar[str] = ""
     """The records it accepts, for messages: `text: {"text": "..."}`."""
     last_resort: ClassVar[bool] = False
-    """Whether it is chosen only if no other encoder accepts the first record."""
+    """Choose it only if no other encoder accepts the first record."""
     divisible: ClassVar[bool] = False
-    """Whether packing may cut a sample and continue it in the next row, as with running text; others stay whole."""
+    """Packing may cut a sample and continue it in the next row, as with running text."""
     lays_out: ClassVar[bool] = False
-    """Whether the objective arranges texts in rows itself, so samples are never packed."""
+    """The objective arranges texts in rows itself: samples are never packed."""
     length_feature: ClassVar[str] = "input_ids"
-    """The feature with one entry for each token of a sample."""
+    """The feature with one entry for each token."""
     needs_training_data: ClassVar[bool] = False
-    """Whether the collator takes numbers from data.train, so that other data cannot be evaluated without it."""
+    """The collator takes numbers from data.train: other data cannot be evaluated without it."""
     conversations: ClassVar[bool] = False
-    """Whether samples are conversations, laid out by a chat template."""
+    """Samples are conversations, laid out by a chat template."""
 
     @staticmethod
     def accepts(record: Record) -> bool:
@@ -201,8 +201,8 @@ class Encoder(Part):
         return []
 
     def quantities(self, store: Store) -> list[Quantity]:
-        """What speed is logged in, such as tokens, images or seconds of audio. The first is also what `tokens` counts
-        in metrics.jsonl, and what the model's flops per token refer to."""
+        """What speed is logged in: tokens, images, seconds of audio. The first is also the `tokens` of metrics.jsonl and
+        of the model's flops per token."""
         return [Quantity("tokens", "tok", store.lengths)]
 
     def check_model(self, module: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from fullshard.config.part import Part, kinds
 
@@ -25,14 +25,6 @@ class Weights(Protocol):
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop` (of dim 0) of one tensor, on the CPU, in its stored dtype; a 0-d tensor is whole."""
-
-
-@runtime_checkable
-class TokenModel(Protocol):
-    """A module that hands hidden states and its head to a loss, so that full logits never exist."""
-
-    def hidden_states_and_head(self, reduce: Any, **inputs: Any) -> Any:
-        """`reduce(hidden_states, head)`, called inside the forward pass."""
 
 
 @dataclass(frozen=True)

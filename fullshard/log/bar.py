@@ -54,14 +54,7 @@ class Pace:
 
 
 def line(
-    label: str,
-    pace: Pace,
-    *,
-    loss_name: str,
-    loss: float | None,
-    width: int,
-    drawn: int = 40,
-    ascii_only: bool = False,
+    label: str, pace: Pace, *, loss_name: str, loss: float | None, width: int, drawn: int = 40, ascii: bool = False
 ) -> str:
     """The bar in one line of at most `width` columns, `drawn` of them drawn; these go first when there is no room."""
     share = min(pace.done / pace.total, 1.0) if pace.total else 1.0
@@ -72,11 +65,11 @@ def line(
     counts = f"{pace.done:>{len(str(pace.total))}}/{pace.total}"
     tail = f" {counts} [{readable.duration(pace.elapsed)}<{pace.left_text()}, {readable.rate(seconds)}{shown}]"
     room = width - len(head) - len(tail) - 2
-    return f"{head}|{_drawn(share, min(room, drawn), ascii_only)}|{tail}" if room >= 4 else f"{head}{tail}"
+    return f"{head}|{_drawn(share, min(room, drawn), ascii)}|{tail}" if room >= 4 else f"{head}{tail}"
 
 
-def _drawn(share: float, width: int, ascii_only: bool) -> str:
-    if ascii_only:
+def _drawn(share: float, width: int, ascii: bool) -> str:
+    if ascii:
         return ("#" * int(share * width)).ljust(width)
     full, eighths = divmod(int(share * width * 8), 8)
     return ("█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()).ljust(width)

@@ -38,11 +38,9 @@ class Console:
     """Prints a run's lines. Texts are plain: markup is not interpreted."""
 
     def __init__(self, *, silent: bool = False, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
-        self.silent = silent
-        self.clock = clock
+        self.silent, self.clock = silent, clock
         self.on_terminal = not silent and is_terminal(stream or sys.stdout)
-        self._screen = open_screen(stream, on_terminal=self.on_terminal, stderr=False)
-        self._errors = open_screen(stream, on_terminal=self.on_terminal, stderr=True)
+        self._screen = open_screen(stream, on_terminal=self.on_terminal)
         self._live: Live | None = None
         self._bars: list[Bar] = []
         self._run: Pace | None = None
@@ -50,10 +48,11 @@ class Console:
         self.speeds: Mapping[str, str] = {}
         """Quantities that a logged step shows per second, each with its short name."""
         self._log: TextIO | None = None
+        self._rank, self._debug = 0, False
         self._early: list[str] = []
+        """Lines for log.txt before it is open."""
         self._cautions: list[str] = []
-        self._rank = 0
-        self._debug = False
+        """Warnings for the header."""
         _mute_children(self)
 
     def open_log(self, path: Path, *, rank: int = 0, debug: bool = False) -> None:
@@ -73,12 +72,12 @@ class Console:
         for text in self._cautions:
             self.warn(text)
         self._cautions.clear()
-        if self._log is not None:
-            try:
-                self._log.close()
-            except OSError as error:
-                self._drop_log(error)
-            self._log = None
+        self._log, log = None, self._log
+        try:
+            if log is not None:
+                log.close()
+        except OSError as error:
+            self._lost_log(error)
 
     def say(self, text: str = "") -> None:
         self._emit(text)
@@ -92,20 +91,15 @@ class Console:
         self._emit(text, style="dim")
 
     def warn(self, text: str) -> None:
-        """Shown by rank 0; written down by every rank."""
+        """Printed by rank 0; logged by every rank."""
         self._emit(f"warning: {text}", style="yellow", every_rank=True)
 
     def warn_in_header(self, text: str) -> None:
-        """A warning that becomes a row of the header, or is printed at the end of a run without one. Other ranks log it
-        at once."""
+        """A warning that becomes a row of the header, or is printed at the end if there is none. Other ranks log it."""
         if self.silent:
             self.warn(text)
         else:
             self._cautions.append(text)
-
-    def error(self, text: str) -> None:
-        """Shown on stderr by rank 0; written down by every rank."""
-        self._emit(f"error: {text}", style="red", every_rank=True, screen=self._errors)
 
     def library(self, origin: str, text: str, *, shown: bool = True) -> None:
         """A library's message; logged by every rank, and printed if `shown`."""
@@ -134,7 +128,7 @@ class Console:
         self._emit(f"  Frozen: {readable.count(frozen)}")
 
     def run_begin(self, total_steps: int, *, done: int = 0) -> None:
-        """Training starts at step `done` of `total_steps`: from here on the time left of the run is measured."""
+        """Training starts at step `done`; from here on the run's time left is measured."""
         self._run = Pace(total_steps, clock=self.clock, done=done)
 
     def epoch_begin(self, epoch: int, epochs: float, lr: float, *, steps: Steps | None = None) -> None:
@@ -145,7 +139,7 @@ class Console:
         self._emit(f"Current LR: {lr:.6e}")
 
     def training_bar(self, total_steps: int, *, done: int = 0) -> Bar:
-        """The bar of one epoch. Its time left is that of the epoch; that of the whole run is named as such."""
+        """The bar of one epoch, with the time left of the epoch and of the run."""
         return Bar(self, "Training", "loss", Pace(total_steps, clock=self.clock, done=done), run=self._run)
 
     def validation_bar(self, total: int) -> Bar:
@@ -179,7 +173,7 @@ class Console:
         self._emit(f">>>>>> New Best Val {readable.title(metric)}: {readable.precise(value)}", style="green")
 
     def first_value(self, value: float, metric: str = "loss") -> None:
-        """The first validation of a run: there is nothing yet that it could be better than."""
+        """The first validation of a run, which later ones are compared with."""
         self._emit(f"First Val {readable.title(metric)}: {readable.precise(value)} (the baseline)")
 
     def saved(self, path: Path, *, seconds: float, size_bytes: int) -> None:
@@ -205,19 +199,16 @@ class Console:
             if not self.silent:
                 self._write_down(left + right)
 
-    def _emit(
-        self, text: str, *, style: str = "", every_rank: bool = False, screen: Screen | None = None, whole: bool = False
-    ) -> None:
+    def _emit(self, text: str, *, style: str = "", every_rank: bool = False, whole: bool = False) -> None:
         text = readable.plain(text)
-        self._show(Text(text, style=style), screen, whole=whole)
+        self._show(Text(text, style=style), whole=whole)
         if every_rank or not self.silent:
             self._write_down(text)
 
-    def _show(self, text: Text, screen: Screen | None = None, *, whole: bool = False) -> None:
+    def _show(self, text: Text, *, whole: bool = False) -> None:
         if not self.silent:
             # Files are never wrapped. On a terminal prose wraps between words, `whole` lines do not.
-            soft_wrap = whole or not self.on_terminal
-            (screen if screen and self._live is None else self._screen).print(text, soft_wrap=soft_wrap)
+            self._screen.print(text, soft_wrap=whole or not self.on_terminal)
 
     def _write_down(self, text: str) -> None:
         if self._log is None:
@@ -228,13 +219,12 @@ class Console:
             self._log.write("".join(f"{stamp}{line}".rstrip() + "\n" for line in text.split("\n")))
         except OSError as error:
             # A full disk must not hide the run's own message about it.
-            self._drop_log(error)
-
-    def _drop_log(self, error: OSError) -> None:
-        self._log, log = None, self._log
-        with contextlib.suppress(OSError):
-            if log is not None:
+            log, self._log = self._log, None
+            with contextlib.suppress(OSError):
                 log.close()
+            self._lost_log(error)
+
+    def _lost_log(self, error: OSError) -> None:
         self._show(Text(f"warning: log.txt cannot be written ({error.strerror}); it ends here.", style="yellow"))
 
     def _open_bar(self, new: Bar) -> None:
@@ -304,14 +294,9 @@ class Bar:
 
     def line(self, width: int, *, drawn: int = 40) -> str:
         """The bar as it is now."""
+        ascii = not self._console._screen.encoding.lower().startswith("utf")
         return bars.line(
-            self._label,
-            self._pace,
-            loss_name=self._loss_name,
-            loss=self._loss,
-            width=width,
-            drawn=drawn,
-            ascii_only=not self._console._screen.encoding.lower().startswith("utf"),
+            self._label, self._pace, loss_name=self._loss_name, loss=self._loss, width=width, drawn=drawn, ascii=ascii
         )
 
     def file_line(self) -> str:
@@ -329,15 +314,14 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
 
 
-def open_screen(stream: TextIO | None, *, on_terminal: bool, stderr: bool) -> Screen:
-    """A screen on `stream`, or on the current stdout or stderr."""
-    out = stream or (sys.stderr if stderr else sys.stdout)
+def open_screen(stream: TextIO | None, *, on_terminal: bool) -> Screen:
+    """A screen on `stream`, or on the current stdout."""
+    out = stream or sys.stdout
     if isinstance(out, io.TextIOWrapper) and not out.encoding.lower().startswith("utf"):
         # A character that the stream cannot encode must not stop a run.
         out.reconfigure(errors="replace")
     return Screen(
         file=stream,
-        stderr=stderr and stream is None,
         force_terminal=on_terminal and out.isatty(),
         force_jupyter=False,
         markup=False,

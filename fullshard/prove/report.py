@@ -39,7 +39,7 @@ class Report:
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
         self._on_terminal = is_terminal(sys.stdout)
-        self._screen = open_screen(None, on_terminal=self._on_terminal, stderr=False)
+        self._screen = open_screen(None, on_terminal=self._on_terminal)
         columns = shutil.get_terminal_size().columns if self._on_terminal else FILE_WIDTH
         self._width = max(min(columns, 120), 60)
 

@@ -6,10 +6,9 @@ The loss works on hidden states and the head, so full logits never exist. Must n
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from fullshard.contracts.data import IGNORE
-from fullshard.contracts.model import TokenModel
 from fullshard.contracts.objective import Batch, Numbers, Objective, Terms, no_grad
 from fullshard.errors import SetupError
 from fullshard.text.document_bounds import document_bounds
@@ -20,6 +19,14 @@ if TYPE_CHECKING:
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 """How far two ways of computing the same logits may lie apart, relative to the largest."""
+
+
+@runtime_checkable
+class TokenModel(Protocol):
+    """A module that hands hidden states and its head to a loss, so that full logits never exist."""
+
+    def hidden_states_and_head(self, reduce: Any, **inputs: Any) -> Any:
+        """`reduce(hidden_states, head)`, called inside the forward pass."""
 
 
 class NextToken(Objective):

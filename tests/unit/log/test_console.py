@@ -327,18 +327,10 @@ def test_a_silent_console_shows_nothing_and_still_writes_warnings_down(tmp_path:
     console = Console(silent=True, stream=out)
     console.open_log(tmp_path / "log.txt", rank=3)
     use_everything(console)
-    console.error("broken")
     console.close()
     assert out.getvalue() == ""
     logged = [line[20:] for line in (tmp_path / "log.txt").read_text().splitlines()]
-    assert logged == ["rank 3  warning: take care", "rank 3  transformers: something", "rank 3  error: broken"]
-
-
-def test_errors_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    Console().error("log.every_steps = 0 is too small. Use 1 or more.")
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == "error: log.every_steps = 0 is too small. Use 1 or more.\n"
+    assert logged == ["rank 3  warning: take care", "rank 3  transformers: something"]
 
 
 def test_a_stream_that_cannot_spell_a_character_does_not_stop_a_run() -> None:
