@@ -201,8 +201,8 @@ class Encoder(Part):
         return []
 
     def quantities(self, store: Store) -> list[Quantity]:
-        """What speed is logged in: tokens, images, seconds of audio. The first is also the `tokens` of metrics.jsonl and
-        of the model's flops per token."""
+        """What speed is logged in: tokens, images, seconds of audio. `tokens` in metrics.jsonl and flops per token refer
+        to the first."""
         return [Quantity("tokens", "tok", store.lengths)]
 
     def check_model(self, module: Any) -> None:
