@@ -201,8 +201,8 @@ class Encoder(Part):
         return []
 
     def quantities(self, store: Store) -> list[Quantity]:
-        """What speed is logged in: tokens, images, seconds of audio. `tokens` in metrics.jsonl and flops per token refer
-        to the first."""
+        """What speed is logged in, such as tokens, images or seconds of audio. The first is also what `tokens` in
+        metrics.jsonl and flops per token refer to."""
         return [Quantity("tokens", "tok", store.lengths)]
 
     def check_model(self, module: Any) -> None:

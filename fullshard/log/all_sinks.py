@@ -5,6 +5,7 @@ Rank 0 only. Must not know any concrete sink, and must not call collectives.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Sinks:
                 self._open.append((where, sink.open(folder, name=name, recipe=recipe)))
             except Exception as error:
                 self.close()
-                raise _cannot_open(where, error) from error
+                raise _cannot_open(sink, where, error) from error
 
     def write(self, record: dict[str, Any]) -> None:
         """Hands one record to every sink that still works."""
@@ -57,13 +58,14 @@ class Sinks:
                 self._warn(f"{where} could not be closed: {_say(error)}. Its last numbers may be missing.")
 
 
-def _cannot_open(where: str, error: Exception) -> FullshardError:
+def _cannot_open(sink: Sink, where: str, error: Exception) -> FullshardError:
     if isinstance(error, FullshardError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        install = shlex.quote(sink.packages().get(package, package))
         return SetupError(
-            f"{where} needs the package {error.name}, which is not installed. Install it with: "
-            f"pip install {error.name.partition('.')[0]}"
+            f"{where} needs the package {error.name}, which is not installed. Install it with: pip install {install}"
         )
     return SetupError(f"{where} cannot be opened: {_say(error)}. Fix it, or remove it from log.sinks.")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.config.part import plain
 from fullshard.recipe import Recipe
-from fullshard.setup.dropout import dropout_layers
+from fullshard.setup.run_summary import dropout_layers
 
 
 def still(recipe: Recipe, module: nn.Module, processor: Any, *, half: bool) -> tuple[Recipe, list[str], str | None]:

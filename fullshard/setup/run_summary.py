@@ -7,6 +7,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
 from fullshard.contracts.evaluation import Evaluation
 from fullshard.contracts.parameter_groups import describe
 from fullshard.contracts.world import World
@@ -15,7 +18,6 @@ from fullshard.dist.recompute import of_block
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
 from fullshard.setup.built import Built
-from fullshard.setup.dropout import active_dropout
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.step_plan import StepPlan
 
@@ -188,3 +190,18 @@ def _exported(recipe: Recipe, built: Built) -> str:
     best = recipe.checkpoint.export == "best" and built.parts.validation.best is not None
     weights = "averaged weights" if recipe.ema else "weights"
     return f"model/, the {weights} of {'the best checkpoint' if best else 'the last step'}"
+
+
+def dropout_layers(module: nn.Module) -> dict[str, float]:
+    """The probability of each layer that drops out, by name."""
+    return {name: part.p for name, part in module.named_modules() if isinstance(part, _DropoutNd) and part.p > 0}
+
+
+def active_dropout(module: nn.Module) -> dict[str, float]:
+    """The same, with what layers keep as a number of their own for a function, such as attention."""
+    found = dropout_layers(module)
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            if "drop" in key and isinstance(value, float) and 0 < value < 1:
+                found[f"{name}.{key}"] = value
+    return found

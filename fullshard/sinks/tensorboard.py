@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fullshard.contracts.sink import OpenSink, Sink
-from fullshard.errors import SetupError
 from fullshard.log.metrics import FILE, last_step, scalars
 
 if TYPE_CHECKING:
@@ -31,15 +30,9 @@ class TensorBoard(Sink):
         return f"tensorboard --logdir {shlex.quote(str(folder / 'logs'))}"
 
     def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise SetupError(
-                f"log.sinks: tensorboard cannot be imported ({error}). Install it with: pip install tensorboard, "
-                "or leave it out: log.sinks=[]"
-            ) from error
-        # metrics.jsonl is already truncated to the step that the run resumes from; later points of TensorBoard are
-        # from before, and are hidden.
+        from torch.utils.tensorboard import SummaryWriter
+
+        # metrics.jsonl already ends at the step that the run resumes from; later points of TensorBoard are hidden.
         kept = last_step(folder / FILE)
         writer = SummaryWriter(str(folder / "logs"), purge_step=0 if kept is None else kept + 1, flush_secs=10)
         return _Open(writer, folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fullshard.contracts.sink import OpenSink, Sink
-from fullshard.errors import SetupError, missing_package
+from fullshard.errors import SetupError
 from fullshard.log.metrics import FILE, last_step, scalars
 
 
@@ -59,10 +59,8 @@ class WeightsAndBiases(Sink):
         mode = self.mode_in_force
         if mode == "disabled":
             return _Disabled()
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing_package("wandb", extra="wandb", needed_by="log.sinks: wandb") from error
+        import wandb
+
         home = folder / "wandb"
         home.mkdir(parents=True, exist_ok=True)
         project = self.project or os.environ.get("WANDB_PROJECT", "fullshard")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fullshard.setup.dropout import active_dropout, dropout_layers
+from fullshard.setup.run_summary import active_dropout, dropout_layers
 from tests.unit.hf.architectures import build
 
 

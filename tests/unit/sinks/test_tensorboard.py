@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fullshard.config.part import decode
 from fullshard.contracts.sink import Sink
 from fullshard.errors import SetupError
+from fullshard.log.all_sinks import Sinks
 from fullshard.log.metrics import Metrics
 from fullshard.sinks.tensorboard import TensorBoard
 
@@ -72,8 +74,7 @@ def test_a_run_from_the_start_hides_an_earlier_one(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_said_with_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(SetupError, match="pip install tensorboard"):
-        TensorBoard().open(tmp_path, name="run", recipe={})
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(SetupError, match=r"log.sinks\[0\] \(tensorboard\) .* pip install tensorboard$"):
+        Sinks([TensorBoard()], tmp_path, name="run", recipe={}, warn=lambda line: None)

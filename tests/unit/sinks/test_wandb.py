@@ -139,7 +139,7 @@ def test_disabled_needs_no_package_and_does_nothing(tmp_path: Path, monkeypatch:
 def test_a_missing_package_is_said_with_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SetupError, match=r"pip install 'fullshard\[wandb\]'"):
-        WeightsAndBiases().open(tmp_path, name="run", recipe={})
+        Sinks([WeightsAndBiases()], tmp_path, name="run", recipe={}, warn=lambda line: None)
 
 
 def test_online_without_a_key_stops_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
