@@ -60,7 +60,7 @@ def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) 
 
 
 def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = False) -> Result:
-    """Trains a recipe and returns what came of it. Starts ranks of its own unless this process is already one."""
+    """Trains a recipe and returns the result. Starts ranks unless this process is already one."""
     if not isinstance(recipe, Recipe):
         raise RecipeError(f"fullshard.train takes a recipe, found {recipe!r}. Read one first, with fullshard.load.")
     reading = Reading(recipe, "", "a recipe in Python")
@@ -96,7 +96,7 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
             _claimed(recipe, world, console=console),
         ):
             return _run(reading, inputs, world, resume=resume, anyway=anyway, console=console)
-    except BaseException as error:  # not Exception alone: a failed load or save of torch's is none
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         crash.report(error, folder=recipe.folder, rank=rank, world=size)
         raise
@@ -229,12 +229,12 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tu
 
     checkpoint = choose(among, resume, problems=problems, warn=console.warn)
     if checkpoint is not None:
-        console.say(f"Resuming from {checkpoint}, whose files are whole.")
+        console.say(f"Resuming from {checkpoint}, whose files are complete.")
     return checkpoint, exported
 
 
 def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Path], bool]:
-    """What an earlier run of this name left: checkpoints to go on from, and whether its model is there."""
+    """What an earlier run of this name left: its checkpoints, and whether it has exported a model."""
     place = recipe.checkpoints
     if resume == "never":
         for old in dict.fromkeys((recipe.folder, place)):
@@ -252,8 +252,8 @@ def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Pat
             here = shlex.quote(str(recipe.folder))
             raise CheckpointError(
                 f"{recipe.folder} holds checkpoints of an earlier run, and checkpoint.store = "
-                f"{recipe.checkpoint.store} none of it. Go on from them with --resume {here}, or start over with "
-                "--resume never, which moves them aside."
+                f"{recipe.checkpoint.store} holds none of them. Continue from them with --resume {here}, or start over "
+                "with --resume never, which moves them aside."
             )
         return among, remote.is_exported(place)
 
@@ -264,7 +264,7 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
     console.say(f"{recipe.folder} is finished: {counted(progress.step, 'step')} are done, and {why}.")
     console.whole("  Start over (the finished run is moved aside, not deleted):")
     console.whole(f"    {rerun.command(reading, resume='never')}")
-    console.whole("  Go on:")
+    console.whole("  Continue:")
     console.whole(f"    {rerun.go_on(reading, out_of_patience=out_of_patience)}")
     with contextlib.suppress(CheckpointError, OSError):
         return read_result(recipe.folder)
@@ -272,9 +272,9 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
 
 
 def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bool) -> None:
-    """What to try next, or how to go on."""
+    """What to try next, or how to continue."""
     if result.stopped == "signal":
-        console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to go on:")
+        console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to continue:")
         console.whole(f"  {rerun.command(reading)}")
     else:
         console.next_steps(rerun.next_steps(reading, result, adapted=adapted))

@@ -17,7 +17,7 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Numbers
 
 PREFIX = "ema_"
-"""Before the numbers and pictures of averaged weights, where those of the trained ones stand beside them."""
+"""Of the numbers and pictures of averaged weights, if the trained ones are evaluated too."""
 
 
 class Ema(Section):
@@ -79,7 +79,7 @@ class OfAverage:
         return self.evaluation.kind()
 
     def run(self, inputs: EvaluationInputs) -> Findings:
-        """The evaluation's own findings, under names of their own where there are others."""
+        """What the evaluation finds, with the prefix."""
         from dataclasses import replace
 
         def show(name: str, *args: Any, **settings: Any) -> Any:

@@ -30,7 +30,7 @@ class EvaluationInputs:
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor]
     device: torch.device
     bar: Callable[[int], Any]
-    """A progress bar over so many batches: `with bar(n) as b: b.advance(running_loss)`."""
+    """A progress bar over n batches: `with bar(n) as b: b.advance(running_loss)`."""
     show: Callable[..., Any]
     """Saves a grid of images in the run folder: `show(name, images, columns=8)`, on rank 0, returns the file's path."""
     encoder: Any = None
@@ -64,12 +64,12 @@ class Evaluation(Part):
     """Run once, when training is over, instead of at every validation."""
 
     def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
-        """`numbers`, where they follow from the settings, the objective or the (empty) model."""
+        """`numbers`, if they depend on the settings, the objective or the (empty) model."""
         return self.numbers
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
-        """Raises what would stop it at the first validation. Called before the ranks meet, with the empty model and the
-        encoded validation data; None where there is none."""
+        """Raises what would stop it at the first validation. Called before ranks meet, with the empty model and the
+        encoded validation data, if there is any."""
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
         """The same for the settings of the encoder."""

@@ -58,7 +58,7 @@ class Terms:
     loss_sum: torch.Tensor
     metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     named: dict[str, Term] = field(default_factory=dict)
-    """Several terms, in the order of their names; empty where there is one."""
+    """Several terms, in the order of their names; empty: a single one."""
 
     @classmethod
     def several(
@@ -110,7 +110,7 @@ class Objective(Part):
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         """The sum over those terms.
 
-        `labels` are shifted already: labels[:, i] is the target of position i, -100 where there is none. Compare
+        `labels` are shifted already: labels[:, i] is the target of position i, -100: no target. Compare
         logits[:, i] with labels[:, i]; do not shift once more. In a packed row `position_ids` start again at 0 with
         each document: hand them to the model, which tells documents apart by them."""
         raise NotImplementedError
@@ -122,7 +122,7 @@ class Objective(Part):
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether it can say which token may follow a row."""
+        """Whether it has `next_token_logits`."""
         return type(self).next_token_logits is not Objective.next_token_logits
 
     def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -130,18 +130,18 @@ class Objective(Part):
         raise RecipeError(f"objective.kind = {self.kind()} predicts no tokens: leave evaluations that sample text out.")
 
     def extend(self, module: nn.Module) -> None:
-        """Gives a freshly built module, parameters on meta, what this objective trains beside it; refuses what the
-        module cannot do."""
+        """Adds what this objective trains to a freshly built module with parameters on meta; raises if the module does
+        not fit."""
 
     def frozen(self) -> dict[str, Any]:
-        """Families of the models that it looks at and does not train; they come back, sharded, as `aux`."""
+        """Families of frozen models that it uses; `loss` gets them, sharded, as `aux`."""
         return {}
 
     def check_data(self, stored: Any, *, module: nn.Module, samples_per_step: int) -> None:
-        """Refuses data that it cannot learn from with this model, by what is stored of it; called before ranks meet."""
+        """Raises if it cannot learn from the encoded data with this model; called before ranks meet."""
 
     def gives(self) -> Numbers | None:
-        """`numbers`, where they follow from the settings."""
+        """`numbers`, if they depend on the settings."""
         return self.numbers
 
     def derived(self, numbers: dict[str, float]) -> dict[str, float]:
@@ -149,8 +149,8 @@ class Objective(Part):
         return {}
 
     def check(self, model: nn.Module, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
-        """Proves before step 1, on a first batch, what only this loss takes for granted; raises where it does not hold.
-        Returns lines that say what was proven. Every rank must run the same forward passes."""
+        """Proves on a first batch, before step 1, what this loss relies on; raises if it does not hold. Returns lines
+        that say what was proven. Every rank must run the same forward passes."""
         return []
 
     def backward(

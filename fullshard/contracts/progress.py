@@ -1,4 +1,4 @@
-"""Progress: where a run stands; what a checkpoint restores beside the weights. Must not know who reads it."""
+"""Progress: how far a run is, which a checkpoint restores with the weights. Must not know who reads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Progress:
     best_by: str | None = None
     """What `best` is a value of, such as `min loss`."""
     first: float | None = None
-    """The first value of it, which later ones are measured by."""
+    """The first value of it, which later ones are compared with."""
     previous: float | None = None
     """The value of the last validation."""
     only_worse: int = 0
@@ -34,7 +34,7 @@ class Progress:
     """Training time over all runs of this folder."""
     finished: bool = False
     settled: bool = True
-    """False where a signal came before the validation or save that was due: the run that goes on begins with it."""
+    """False: a signal came before a validation or save that was due; the resumed run begins with it."""
     epoch_sums: dict[str, list[float]] = field(default_factory=dict)
     """Loss sum and count of the epoch so far, so that its average survives a resume."""
     unlogged: dict[str, list[float]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """What `fullshard.train` gives back."""
+    """What `fullshard.train` returns."""
 
     folder: str
     step: int

@@ -164,7 +164,7 @@ class Console:
             self._emit(f"Average Val Loss: {readable.precise(val_loss)}")
 
     def validated(self, numbers: Mapping[str, float]) -> None:
-        """What a validation found beside the loss, which ends the epoch's lines."""
+        """What a validation found besides the loss, which is part of the epoch's last lines."""
         if found := [f"{name} {readable.number(value)}" for name, value in numbers.items() if name != "loss"]:
             self._emit(f"Validation: {', '.join(found)}")
 

@@ -1,6 +1,6 @@
 """Warnings and log records of other libraries: once each in log.txt; only errors are shown.
 
-Libraries write to stderr with handlers of their own, across a progress bar and on every rank. While a command runs
+Libraries write to stderr with their own handlers, across a progress bar and on every rank. While a command runs
 these are replaced, also those that a library adds when it is imported later. Warnings of the user's code are shown.
 Must not import the libraries, and must not change their levels.
 """

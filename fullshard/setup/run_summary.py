@@ -136,7 +136,7 @@ def _optimizer(recipe: Recipe, inputs: RunInputs) -> str:
 
 
 def _evaluated(recipe: Recipe, inputs: RunInputs, built: Built) -> str:
-    """What is found out, and when; the end of the run is always validated."""
+    """What is evaluated, and when; the end of the run always is."""
     parts, due, done = _running(recipe, inputs), built.parts.validation.due, built.parts.progress.step
     if not parts:
         return f"never: {'evaluate.parts is empty' if not recipe.evaluate.parts else NO_DATA}"
@@ -155,7 +155,7 @@ def _running(recipe: Recipe, inputs: RunInputs) -> list[Evaluation]:
 
 
 def intervals(due: Due, plan: StepPlan, done: int) -> list[str]:
-    """The intervals that come to pass in the steps that are left. A run that ends within an epoch ends that epoch."""
+    """The intervals that fall within the remaining steps. A run that ends within an epoch ends that epoch."""
     found = []
     if due.every_steps and plan.total_steps // due.every_steps > done // due.every_steps:
         found.append("every step" if due.every_steps == 1 else f"every {due.every_steps:,} steps")
@@ -198,7 +198,7 @@ def dropout_layers(module: nn.Module) -> dict[str, float]:
 
 
 def active_dropout(module: nn.Module) -> dict[str, float]:
-    """The same, with what layers keep as a number of their own for a function, such as attention."""
+    """The same, with probabilities that modules keep as plain numbers, as attention does."""
     found = dropout_layers(module)
     for name, part in module.named_modules():
         for key, value in vars(part).items():

@@ -147,7 +147,7 @@ def test_auto_falls_back_to_the_newest_whole_one_and_says_so(
     for step in DAMAGE:
         path = run / f"checkpoint-{step}"
         assert f"warning: {path} is damaged: {path / DATA[format]} {'' if step != 4 else 'is missing'}" in log
-    assert f"Resuming from {run / 'checkpoint-1'}, whose files are whole" in log
+    assert f"Resuming from {run / 'checkpoint-1'}, whose files are complete" in log
     assert_straight(run, folder / "runs" / format, begun=1)
     for path in files.published(run):
         assert problems(path) == [], "all saved anew"

@@ -85,7 +85,7 @@ def test_the_commands_that_a_run_prints(say: Say, tmp_path: Path) -> None:
     # The same command again: what it offers goes on with this very run, and starts it over.
     second = say(shlex.join(["fullshard", "train", NAME, *GIVEN]))
     assert "my runs/mine is finished" in " ".join(second.split())
-    say(after("Go on:\n", second))
+    say(after("Continue:\n", second))
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"] == [1, 2]
     say(after("not deleted):\n", second))
     assert [record["step"] for record in read_metrics(run / "metrics.jsonl") if record["kind"] == "train"] == [1]
