@@ -31,8 +31,8 @@ def build(
     report.measure(progress, flops_per_token=model.flops_per_token, quantities=quantities, workers=workers)
     parts = Parts(
         learner=learner,
-        schedule=recipe.schedule,
         lr=recipe.optimizer.lr,
+        lr_factor=recipe.schedule.factor,
         windows=train.windows,
         steps_per_epoch=inputs.plan.steps_per_epoch,
         total_steps=inputs.plan.total_steps,

@@ -17,7 +17,6 @@ import torch
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs
 from fullshard.contracts.progress import Progress, Result
-from fullshard.contracts.schedule import Schedule
 from fullshard.control import best
 from fullshard.control.averages import average, flush
 from fullshard.control.best import BestRule
@@ -48,9 +47,10 @@ class Parts:
     """The parts of a run, made by build.py. None of them is replaced while it runs."""
 
     learner: Learner
-    schedule: Schedule
     lr: float
     """The base learning rate."""
+    lr_factor: Callable[[int, int], float]
+    """The schedule: the factor of the learning rate at a step, of all steps."""
     windows: Callable[[int], Iterator[Any]]
     """The micro-batches of each step, from a step on."""
     steps_per_epoch: int
@@ -161,7 +161,7 @@ def _step(parts: Parts, state: State, windows: Iterator[Any]) -> None:
 
 
 def _lr_factor(parts: Parts) -> float:
-    return parts.schedule.factor(parts.progress.schedule_step, parts.total_steps)
+    return parts.lr_factor(parts.progress.schedule_step, parts.total_steps)
 
 
 def _flush(parts: Parts, state: State) -> float:

@@ -107,7 +107,7 @@ def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tupl
     while len(results) < 2:
         seed_everything(recipe.seed, len(results), world.rank)
         begun = time.perf_counter()
-        result = train_step(parts.learner, [batch], lr_factor=parts.schedule.factor(0, parts.total_steps))
+        result = train_step(parts.learner, [batch], lr_factor=parts.lr_factor(0, parts.total_steps))
         norm, loss = float(result.grad_norm), float(result.sums["loss"][0] / result.sums["loss"][1].clamp(min=1))
         seconds = time.perf_counter() - begun
         if result.skipped and (overflows := overflows + 1) <= MOST_OVERFLOWS:
