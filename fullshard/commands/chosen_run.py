@@ -76,7 +76,7 @@ def _checkpoint(place: Path, run: str, which: str | None, *, best_first: bool) -
     if not among and not paths.exists(resolved):
         what = f"it has no {RESOLVED} and no checkpoint" if paths.exists(place) else "there is no such folder"
         raise CheckpointError(
-            f"RUN = {run} is no run: {what}. Name the folder that fullshard train has written: OUTPUT/NAME."
+            f"RUN = {run} is not a run: {what}. Name the folder that fullshard train has written: OUTPUT/NAME."
         )
     if kept := place if among else _elsewhere(resolved):
         if which is None and best_first and (best := files.pointed(kept, "best")):

@@ -186,8 +186,8 @@ def test_other_weights_make_other_images(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["nowhere"], "RUN = nowhere is no run: there is no such folder"),
-        (["EMPTY"], "is no run: it has no recipe.resolved.yaml and no checkpoint"),
+        (["nowhere"], "RUN = nowhere is not a run: there is no such folder"),
+        (["EMPTY"], "is not a run: it has no recipe.resolved.yaml and no checkpoint"),
         (["RUN", "--classes", "0,10"], "10 is not a class of the model, it has the classes 0 to 9"),
         (["RUN", "--classes", "cat"], "--classes cat is not a list of classes"),
         (["RUN", "--texts", "a zero"], "has a model that takes no texts"),
