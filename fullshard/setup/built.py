@@ -13,8 +13,8 @@ import torch
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist.average import Average
-from fullshard.proofs.first_update import FirstUpdate
 from fullshard.loop import Parts
+from fullshard.proofs.first_update import FirstUpdate
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.sharded_model import ShardedModel, frozen_models, precision_in_force, sharded_model
