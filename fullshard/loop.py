@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs
-from fullshard.contracts.progress import Progress, Result
+from fullshard.contracts.progress import Progress, Result, Steps
 from fullshard.control import best
 from fullshard.control.averages import average, flush
 from fullshard.control.best import BestRule
@@ -24,7 +24,6 @@ from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce
 from fullshard.errors import NumericalError
-from fullshard.formatting.steps import Steps
 from fullshard.log.report import Report
 from fullshard.step import LOGGED, Learner, StepResult, refuse_logged, seed_everything, train_step
 

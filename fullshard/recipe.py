@@ -18,7 +18,7 @@ from fullshard.config.part import Section, decode
 from fullshard.contracts.data import Encoder, Source
 from fullshard.contracts.ema import Ema
 from fullshard.contracts.evaluation import Evaluation
-from fullshard.contracts.launcher import Launcher
+from fullshard.contracts.launcher import Devices, Launcher
 from fullshard.contracts.model import Family
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.optimizer import Optimizer
@@ -131,11 +131,11 @@ class Sharding(Section):
 class Topology(Section):
     """Which devices, on how many nodes."""
 
-    device: Literal["auto", "cuda", "cpu"] = "auto"
+    device: Annotated[Literal["auto", "cuda", "cpu"], BeforeValidator(lambda v: "cuda" if v == "gpu" else v)] = "auto"
     """auto: CUDA if there is a GPU."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """auto: nccl for GPUs, gloo for a CPU. Over gloo several ranks may share one GPU."""
-    devices: int | Literal["auto"] | list[int] = "auto"
+    devices: Devices = "auto"
     """Ranks per node: a count, a list of GPU ids, or auto (all GPUs; one process on a CPU)."""
     nodes: int = Field(1, ge=1)
     """Machines in the run."""
@@ -143,28 +143,6 @@ class Topology(Section):
     """How long a rank waits for the others before the run stops."""
     launcher: Launcher = Field(default_factory=lambda: decode(Launcher, {}, where="topology.launcher"))
     """What starts the ranks."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _ids(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("device") == "gpu":
-            value = {**value, "device": "cuda"}
-        devices = value.get("devices") if isinstance(value, dict) else None
-        if isinstance(devices, str) and devices != "auto":
-            parts = [part.strip() for part in devices.split(",") if part.strip()]
-            if not parts or not all(part.isdigit() for part in parts):
-                raise ValueError(f"topology.devices = {devices!r} is not a count, a list of ids (0,2) or auto")
-            ids = [int(part) for part in parts]
-            value = {**value, "devices": ids if "," in devices else ids[0]}
-        return value
-
-    @model_validator(mode="after")
-    def _some(self) -> Topology:
-        if self.devices == 0 or self.devices == []:
-            raise ValueError("topology.devices must be at least 1")
-        if isinstance(self.devices, list) and len(set(self.devices)) != len(self.devices):
-            raise ValueError(f"topology.devices names a GPU twice: {self.devices}")
-        return self
 
 
 class Evaluate(Section):

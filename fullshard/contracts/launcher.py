@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator
 
 from fullshard.config.part import Part
 
@@ -40,3 +42,25 @@ class Launcher(Part):
     def start(self, command: Sequence[str], ranks: Ranks) -> int:
         """Runs `command` once per rank with the torchrun variables set; returns the exit code of the run."""
         raise NotImplementedError
+
+
+def _from_text(devices: Any) -> Any:
+    """`2` is a count, `0,2` are ids."""
+    if not isinstance(devices, str) or devices == "auto":
+        return devices
+    parts = [part.strip() for part in devices.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() for part in parts):
+        raise ValueError(f"topology.devices = {devices!r} is not a count, a list of ids (0,2) or auto")
+    return [int(part) for part in parts] if "," in devices else int(parts[0])
+
+
+def _usable(devices: int | str | list[int]) -> int | str | list[int]:
+    if devices == 0 or devices == []:
+        raise ValueError("topology.devices must be at least 1")
+    if isinstance(devices, list) and len(set(devices)) != len(devices):
+        raise ValueError(f"topology.devices names a GPU twice: {devices}")
+    return devices
+
+
+Devices = Annotated[int | Literal["auto"] | list[int], BeforeValidator(_from_text), AfterValidator(_usable)]
+"""Ranks per node: a count, GPU ids, or auto."""

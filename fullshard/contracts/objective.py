@@ -6,10 +6,9 @@ the result the same for any world size and any split into micro-batches. Must no
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fullshard.config.part import Part
 from fullshard.errors import RecipeError
@@ -18,27 +17,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
 Batch = dict[str, Any]
 """One micro-batch: tensors by name. `sample_ids` is always there; -1 marks a sample that only fills the batch."""
 Direction = Literal["min", "max"]
 """Which values of a number are better: lower (min) or higher (max)."""
 Numbers = Mapping[str, Direction]
 """What a validation finds: each number by name, with its direction."""
-
-
-def no_grad(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`torch.no_grad()` for a part's method: torch is imported at the call, because reading a recipe must not."""
-
-    @functools.wraps(function)
-    def without_gradients(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        import torch
-
-        with torch.no_grad():
-            return function(*args, **kwargs)
-
-    return without_gradients
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
+from fullshard.contracts.progress import Steps
 from fullshard.formatting import readable
-from fullshard.formatting.steps import Steps
 from fullshard.log import bar as bars
 from fullshard.log.bar import Clock, Pace
 

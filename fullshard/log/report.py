@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fullshard.contracts.data import Quantity
-from fullshard.contracts.progress import Progress
+from fullshard.contracts.progress import Progress, Steps
 from fullshard.contracts.world import World
 from fullshard.dist.world import peak_of, peaks
-from fullshard.formatting.steps import Steps
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters
 

@@ -9,7 +9,8 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from fullshard.contracts.data import IGNORE
-from fullshard.contracts.objective import Batch, Numbers, Objective, Terms, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
 from fullshard.errors import SetupError
 from fullshard.text.document_bounds import document_bounds
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fullshard.contracts.objective import no_grad
+from fullshard.contracts.no_grad import no_grad
 from fullshard.errors import DataError, RecipeError, SetupError
 from fullshard.families.diffusion.denoiser.batch_inputs import (
     can_be_unconditional,

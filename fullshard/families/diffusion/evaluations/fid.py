@@ -13,7 +13,8 @@ import numpy as np
 from pydantic import Field, PrivateAttr
 
 from fullshard.contracts.evaluation import EvaluationInputs, Findings
-from fullshard.contracts.objective import Batch, Numbers, Objective, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Batch, Numbers, Objective
 from fullshard.errors import RecipeError, missing_package
 from fullshard.families.diffusion.denoiser.batch_inputs import texts_of
 from fullshard.families.diffusion.evaluations.base import MakesImages

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fullshard.contracts.objective import no_grad
+from fullshard.contracts.no_grad import no_grad
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.sampling.conditioning import takes_texts
 from fullshard.families.diffusion.sampling.image_batches import Shape, image_shape

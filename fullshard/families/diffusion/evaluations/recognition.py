@@ -11,7 +11,8 @@ import numpy as np
 from pydantic import Field, PrivateAttr
 
 from fullshard.contracts.evaluation import EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers, Objective, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Numbers, Objective
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.evaluations.base import MakesImages
 from fullshard.families.diffusion.evaluations.image_callbacks import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fullshard.contracts.objective import no_grad
+from fullshard.contracts.no_grad import no_grad
 from fullshard.families.diffusion.denoiser.batch_inputs import Text
 from fullshard.families.diffusion.sampling.sampler import Method, sample
 

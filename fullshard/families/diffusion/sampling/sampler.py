@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fullshard.contracts.objective import no_grad
+from fullshard.contracts.no_grad import no_grad
 from fullshard.data.order import FIXED, draws
 from fullshard.families.diffusion.denoiser.batch_inputs import Text
 from fullshard.families.diffusion.keyed_noise import NOISE, normal

@@ -13,7 +13,8 @@ import numpy as np
 from pydantic import Field
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers, Objective, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Numbers, Objective
 from fullshard.errors import RecipeError
 from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
 

@@ -15,7 +15,8 @@ from pydantic import Field, PrivateAttr
 
 from fullshard.contracts.data import Source
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers, Objective, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Numbers, Objective
 from fullshard.errors import RecipeError
 from fullshard.families.embedding.encoders.pairs import Pairs
 from fullshard.families.embedding.evaluations.retrieval import BLOCK, Retrieval, require_embeddings

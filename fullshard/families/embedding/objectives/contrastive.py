@@ -16,7 +16,8 @@ from pydantic import Field, model_validator
 
 from fullshard.config.part import Section, decode
 from fullshard.contracts.model import Family
-from fullshard.contracts.objective import Batch, Numbers, Objective, Terms, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Batch, Numbers, Objective, Terms
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.embedding.objectives.matryoshka import Matryoshka
 from fullshard.similarity.base import Embedded, SimilarityLoss

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
-from fullshard.contracts.objective import Numbers, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Numbers
 
 if TYPE_CHECKING:
     import torch
