@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import math
 import os
 import shlex
@@ -87,10 +86,14 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
     """One rank of the run, from the environment check to the last line."""
     from fullshard.setup.rank_of_run import as_rank
 
+    def preflight(inputs: RunInputs, launch: Launch, console: Console) -> None:
+        from fullshard.check.preflight import before_ranks_meet
+
+        before_ranks_meet(reading, inputs, Ranks(launch.local_world, launch.num_nodes), console=console)
+
     recipe = reading.recipe
     try:
         options = {"--resume": resume, "--resume-anyway": str(anyway)}
-        preflight = functools.partial(_preflight, reading)
         with (
             as_rank(reading, preflight=preflight, options=options) as (inputs, world, console),
             _claimed(recipe, world, console=console),
@@ -100,12 +103,6 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         crash.report(error, folder=recipe.folder, rank=rank, world=size)
         raise
-
-
-def _preflight(reading: Reading, inputs: RunInputs, launch: Launch, console: Console) -> None:
-    from fullshard.check.preflight import before_ranks_meet
-
-    before_ranks_meet(reading, inputs, Ranks(launch.local_world, launch.num_nodes), console=console)
 
 
 def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, console: Console) -> Result:

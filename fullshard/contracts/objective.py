@@ -94,7 +94,7 @@ class Objective(Part):
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         """The sum over those terms.
 
-        `labels` are shifted already: labels[:, i] is the target of position i, -100: no target. Compare
+        `labels` are shifted already: labels[:, i] is the target of position i, or -100. Compare
         logits[:, i] with labels[:, i]; do not shift once more. In a packed row `position_ids` start again at 0 with
         each document: hand them to the model, which tells documents apart by them."""
         raise NotImplementedError

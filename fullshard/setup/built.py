@@ -13,11 +13,12 @@ import torch
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist.average import Average
+from fullshard.dist.precision import resolve_precision
 from fullshard.loop import Parts
 from fullshard.proofs.first_update import FirstUpdate
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
-from fullshard.setup.sharded_model import ShardedModel, frozen_models, precision_in_force, sharded_model
+from fullshard.setup.sharded_model import ShardedModel, frozen_models, sharded_model
 from fullshard.step import Learner
 
 
@@ -38,7 +39,9 @@ def make_learner(
 ) -> tuple[ShardedModel, Learner]:
     """The sharded model with its objective, optimizer, loss scale and average. `say` gets what was decided, and what
     the first update proved."""
-    precision = precision_in_force(recipe, world, say=say)
+    precision = resolve_precision(recipe.precision, world.device)
+    if line := precision.switched():
+        say(line)
     model = sharded_model(recipe, inputs.module, world, precision, say=say)
     aux = frozen_models(recipe, inputs, world, precision)
     optimizer = recipe.optimizer.open(model.module.named_parameters())

@@ -38,14 +38,6 @@ class ShardedModel:
     left_out: frozenset[str]
 
 
-def precision_in_force(recipe: Recipe, world: World, *, say: Callable[[str], None]) -> ResolvedPrecision:
-    """What the recipe's word means on this device; notes what it switches on."""
-    precision = resolve_precision(recipe.precision, world.device)
-    if line := precision.switched():
-        say(line)
-    return precision
-
-
 def sharded_model(
     recipe: Recipe,
     module: nn.Module,
@@ -59,20 +51,12 @@ def sharded_model(
     if recipe.sharding.sync_batchnorm:
         module = sync_batchnorm(module, world, say=say)
     plan = _with_groups(recipe, module, shard_plan(recipe, module, world, precision))
-    kernels = recipe.model.choose_kernels(
-        module, device=world.device.type, compute=precision.compute, packed=recipe.data.pack
-    )
-    flops = recipe.model.flops_per_token(module, length=recipe.data.sequence_length)
-    weights = values or recipe.model.weights(module)
-    units = shard(
-        module,
-        plan,
-        make_mesh(plan.layout, world),
-        family=recipe.model,
-        weights=weights,
-        device=world.device,
-        seed=recipe.seed,
-    )
+    family, device = recipe.model, world.device
+    kernels = family.choose_kernels(module, device=device.type, compute=precision.compute, packed=recipe.data.pack)
+    flops = family.flops_per_token(module, length=recipe.data.sequence_length)
+    weights = values or family.weights(module)
+    mesh = make_mesh(plan.layout, world)
+    units = shard(module, plan, mesh, family=family, weights=weights, device=device, seed=recipe.seed)
     return ShardedModel(module, precision, plan, units, kernels, flops, _frozen_in(recipe, module, weights))
 
 
