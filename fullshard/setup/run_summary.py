@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fullshard.contracts.evaluation import Evaluation
-from fullshard.contracts.parameter_groups import describe
+from fullshard.contracts.optimizer import describe_groups
 from fullshard.contracts.world import World
 from fullshard.control.triggers import Due
 from fullshard.dist.recompute import of_block
@@ -47,7 +47,7 @@ def header_rows(
     workers = f"{counted(built.workers, 'loader process')} per rank" if built.workers else NO_WORKERS
     rows += [("workers", workers), ("optimizer", _optimizer(recipe, inputs))]
     names = [name for name, _ in built.model.module.named_parameters()]
-    rows += [("group", line) for line in describe(recipe.optimizer.by_name or [], names)]
+    rows += [("group", line) for line in describe_groups(recipe.optimizer.by_name or [], names)]
     if recipe.ema:
         rows.append(("ema", recipe.ema.describe(evaluated=bool(_running(recipe, inputs)))))
     rows += [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from fullshard.contracts.model import Family, Weights
-from fullshard.contracts.parameter_groups import recompute_by_block
+from fullshard.contracts.optimizer import recompute_by_block
 from fullshard.contracts.world import World
 from fullshard.data.store import processor_fingerprint
 from fullshard.dist.mesh import choose_layout, make_mesh

@@ -10,8 +10,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fullshard.config.part import decode
-from fullshard.contracts.optimizer import Optimizer
-from fullshard.contracts.parameter_groups import Group, describe, recompute_by_block
+from fullshard.contracts.optimizer import Group, Optimizer, describe_groups, recompute_by_block
 from fullshard.errors import RecipeError
 from fullshard.step import _set_learning_rates
 from tests.near import assert_near
@@ -131,7 +130,7 @@ def test_recompute_needs_a_whole_block() -> None:
 def test_the_summary_says_what_a_group_is() -> None:
     groups = [Group.model_validate(group) for group in GROUPS]
     names = [name for name, _ in Model().named_parameters()]
-    assert describe(groups, names) == [
+    assert describe_groups(groups, names) == [
         "embedding.*: 1 parameter, frozen",
         "blocks.0.*: 4 parameters, lr 0.05, weight decay 0",
         "*.bias: 3 parameters, lr 0.002",
