@@ -12,8 +12,8 @@ from fullshard.config.part import Section
 from fullshard.recipe import Recipe
 from tests.arch.package import FILES, MODULES, PACKAGE, family, functions, in_engine, lines, modules_imported, tree
 
-ENGINE, PACKAGE_LINES, TOUR_LINES = 17_800, 41_000, 3_300
-"""The most lines that each may have. The aims are 14,000, 39,000 and 2,500: lower these with every part that shrinks,
+ENGINE, PACKAGE_LINES, TOUR_LINES = 15_450, 40_350, 2_500
+"""The most lines that each may have. The aims are 14,000, 39,393 and 2,500: lower these with every part that shrinks,
 and never raise them."""
 FAMILIES = ("diffusion", "embedding", "language")
 SOURCES = [path for path in FILES if path.name != "__init__.py"]
