@@ -31,7 +31,7 @@ def families() -> dict[str, str]:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         if found.setdefault(entry.name, entry.value) != entry.value:
             raise SetupError(
-                f"Two packages bring a family called {entry.name!r}: {found[entry.name]} and {entry.value}. Uninstall "
+                f"Two packages provide a family called {entry.name!r}: {found[entry.name]} and {entry.value}. Uninstall "
                 f"{_distribution(entry)}, or rename its entry point."
             )
         try:
@@ -63,12 +63,12 @@ def paths(name: str) -> list[Path]:
 
 
 def commands() -> dict[str, str]:
-    """The commands that families bring, each with its module."""
+    """The commands that families provide, each with its module."""
     found: dict[str, str] = {}
     for package in folders("commands"):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             if module.name in found:
-                raise SetupError(f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} bring it.")
+                raise SetupError(f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} provide it.")
             found[module.name] = f"{package}.{module.name}"
     return found
 
@@ -79,7 +79,7 @@ def recipes() -> dict[str, Path]:
     for path in (path for folder in paths("recipes") for path in sorted(folder.glob("*.yaml"))):
         if found.setdefault(path.stem, path) != path:
             raise SetupError(
-                f"Two families bring a recipe called {path.stem!r}: {found[path.stem]} and {path}. Rename one."
+                f"Two families provide a recipe called {path.stem!r}: {found[path.stem]} and {path}. Rename one."
             )
     return dict(sorted(found.items()))
 

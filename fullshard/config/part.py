@@ -66,7 +66,7 @@ def _modules(folder: str) -> dict[str, str]:
         for kind in _files_with_parts(package):
             if kind in modules:
                 raise SetupError(
-                    f"kind: {kind} is ambiguous: {modules[kind]} and {package}.{kind} both bring it. Rename one of the "
+                    f"kind: {kind} is ambiguous: {modules[kind]} and {package}.{kind} both provide it. Rename one of the "
                     "files, or uninstall its package."
                 )
             modules[kind] = f"{package}.{kind}"

@@ -40,7 +40,7 @@ class Section(BaseModel):
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
-        """Turns a short spelling (one word, a path) into the mapping it stands for; overridden where one exists."""
+        """Turns a short form (one word, a path) into a mapping; overridden by sections that have one."""
         return value
 
 

@@ -106,7 +106,7 @@ def _kinds(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def save_resolved(recipe: Recipe, path: Path, *, facts: Mapping[str, Any]) -> None:
-    """Writes every value in force, and under `run` the facts; the file can be trained from again."""
+    """Writes every value, and under `run` the facts; the file is a recipe that repeats the run."""
     text = "# Every value in force in this run. It is a recipe too: fullshard train THIS_FILE repeats the run.\n"
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text + render({**plain(recipe), RUN_KEY: dict(facts)}), encoding="utf-8")
