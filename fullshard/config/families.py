@@ -31,8 +31,8 @@ def families() -> dict[str, str]:
     for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
         if found.setdefault(entry.name, entry.value) != entry.value:
             raise SetupError(
-                f"Two packages provide a family called {entry.name!r}: {found[entry.name]} and {entry.value}. Uninstall "
-                f"{_distribution(entry)}, or rename its entry point."
+                f"Two packages provide a family called {entry.name!r}: {found[entry.name]} and {entry.value}. "
+                f"Uninstall {_distribution(entry)}, or rename its entry point."
             )
         try:
             importlib.import_module(entry.value)
@@ -68,7 +68,9 @@ def commands() -> dict[str, str]:
     for package in folders("commands"):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
             if module.name in found:
-                raise SetupError(f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} provide it.")
+                raise SetupError(
+                    f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} provide it."
+                )
             found[module.name] = f"{package}.{module.name}"
     return found
 

@@ -66,8 +66,8 @@ def _modules(folder: str) -> dict[str, str]:
         for kind in _files_with_parts(package):
             if kind in modules:
                 raise SetupError(
-                    f"kind: {kind} is ambiguous: {modules[kind]} and {package}.{kind} both provide it. Rename one of the "
-                    "files, or uninstall its package."
+                    f"kind: {kind} is ambiguous: {modules[kind]} and {package}.{kind} both provide it. Rename one of "
+                    "the files, or uninstall its package."
                 )
             modules[kind] = f"{package}.{kind}"
     return modules

@@ -6,7 +6,6 @@ Must not know checkpoints, tokens or ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,16 @@ def _parts(records: Records) -> list[Records]:
 
 def changes(before: Inventory, now: Inventory) -> list[str]:
     """What was added, removed and changed between two inventories. A renamed file counts as unchanged."""
-    contents = {entry["content"] for entry in before.values()}, {entry["content"] for entry in now.values()}
-    added = [name for name, entry in now.items() if name not in before and entry["content"] not in contents[0]]
-    removed = [name for name, entry in before.items() if name not in now and entry["content"] not in contents[1]]
+    then, today = ({entry["content"] for entry in each.values()} for each in (before, now))
+    added = [name for name, entry in now.items() if name not in before and entry["content"] not in then]
+    removed = [name for name, entry in before.items() if name not in now and entry["content"] not in today]
     other = [name for name in now if name in before and now[name]["content"] != before[name]["content"]]
-    lines = []
-    if added:
-        lines.append(f"added {_some(added, lambda name: _amount(now[name]))}")
-    if removed:
-        lines.append(f"removed {_some(removed, lambda name: _amount(before[name]))}")
-    if other:
-        lines.append(f"changed {_some(other, lambda name: f'{_amount(before[name])} then, {_amount(now[name])} now')}")
-    return lines
+    found = {
+        "added": {name: _amount(now[name]) for name in added},
+        "removed": {name: _amount(before[name]) for name in removed},
+        "changed": {name: f"{_amount(before[name])} then, {_amount(now[name])} now" for name in other},
+    }
+    return [f"{what} {_some(amounts)}" for what, amounts in found.items() if amounts]
 
 
 def _amount(entry: dict[str, Any]) -> str:
@@ -68,9 +65,9 @@ def _amount(entry: dict[str, Any]) -> str:
     return records if held is None else f"{records} in {size(held) if held >= 2**20 else f'{held:,} bytes'}"
 
 
-def _some(names: list[str], amount: Callable[[str], str]) -> str:
-    shown = ", ".join(f"{name} ({amount(name)})" for name in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+def _some(amounts: dict[str, str]) -> str:
+    shown = ", ".join(f"{name} ({amount})" for name, amount in list(amounts.items())[:_SHOWN])
+    return shown + (f" and {len(amounts) - _SHOWN:,} more" if len(amounts) > _SHOWN else "")
 
 
 __all__ = ["Inventory", "changes", "inventory"]

@@ -117,7 +117,9 @@ def test_a_command_of_a_family_is_in_the_help_and_runs(install: Install) -> None
 def test_two_packages_with_one_name_are_an_error(install: Install) -> None:
     install("lab_one", name="lab")
     install("lab_two", name="lab")
-    with pytest.raises(SetupError, match=r"Two packages provide a family called 'lab': lab_\w+ and (lab_\w+). Uninstall"):
+    with pytest.raises(
+        SetupError, match=r"Two packages provide a family called 'lab': lab_\w+ and (lab_\w+). Uninstall"
+    ):
         families.families()
 
 
