@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fullshard.dist import reduce
+from fullshard.dist.gather import gather_tensor
 
 ROUNDS = 3
 
@@ -23,7 +24,7 @@ def all_gather_speed(device: torch.device, *, num_bytes: int) -> float:
     for _ in range(ROUNDS + 1):  # the first one opens connections
         reduce.barrier(device)
         begun = time.perf_counter()
-        reduce.gather_tensor(whole, share)
+        gather_tensor(whole, share)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         slowest = max(reduce.gather_objects(time.perf_counter() - begun))

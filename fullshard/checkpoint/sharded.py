@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint.dcp_files import Writer
 from fullshard.checkpoint.tensors import Tensors, flat
-from fullshard.dist import reduce
 from fullshard.dist.all_or_fail import together
+from fullshard.dist.gather import gather_to_main, scatter_from_main
 
 
 class OneByOne(DefaultSavePlanner):
@@ -72,7 +72,7 @@ class Sharded:
             results.extend(writer.write_data(plan, planner).wait())
 
         together(put, problem, group=group)
-        written = reduce.gather_to_main(results, group=group)
+        written = gather_to_main(results, group=group)
 
         def finish() -> None:
             if _is_main():
@@ -92,7 +92,7 @@ class Sharded:
             local.append(planner.create_local_plan())
 
         together(plan_mine, problem, group=group)
-        shares = reduce.gather_to_main(local[0], group=group)
+        shares = gather_to_main(local[0], group=group)
 
         def plan_all() -> None:
             if _is_main():
@@ -100,7 +100,7 @@ class Sharded:
                 shares[:] = Writer(Path(), threads=1).prepare_global_plan(planned)
 
         together(plan_all, problem, group=group)
-        self._plan, self._form = reduce.scatter_from_main(shares, group=group), _form(tensors)
+        self._plan, self._form = scatter_from_main(shares, group=group), _form(tensors)
 
 
 def _form(tensors: Tensors) -> list[Any]:

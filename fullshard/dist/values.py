@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.contracts.model import Family, Weights
 from fullshard.dist import reduce
 from fullshard.dist.agreement import differences, some
+from fullshard.dist.gather import gather_tensor
 from fullshard.errors import CheckpointError, SetupError
 
 _COMPARED = 2**22
@@ -82,7 +83,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
     mine = rows.new_zeros((bounds[1], *shape))
     mine[: rows.shape[0]] = rows
     gathered = rows.new_empty((bounds[1] * (len(bounds) - 1), *shape))
-    reduce.gather_tensor(gathered, mine, group=tensor.device_mesh.get_group("dp_shard"))
+    gather_tensor(gathered, mine, group=tensor.device_mesh.get_group("dp_shard"))
     return gathered[: tensor.shape[0]]
 
 

@@ -90,7 +90,7 @@ class Fid(MakesImages):
     def _look_at_real(self, metric: Any, inputs: EvaluationInputs, bar: Any) -> _Real:
         import torch
 
-        from fullshard.dist import reduce
+        from fullshard.dist.gather import gather_uneven
 
         labels = []
         for batch in inputs.batches():
@@ -98,7 +98,7 @@ class Fid(MakesImages):
             metric.update(self._given(batch["images"][there].to(inputs.device), inputs), real=True)
             labels.append(torch.stack([batch["sample_ids"][there], batch["label"][there]], dim=1))
             bar.advance()
-        everyone = reduce.gather_uneven(torch.cat(labels).to(inputs.device)).cpu()
+        everyone = gather_uneven(torch.cat(labels).to(inputs.device)).cpu()
         # In the order of the data, which does not depend on the ranks.
         return _Real(inputs.batches, _sums(metric, "real", inputs), everyone[everyone[:, 0].argsort(), 1])
 

@@ -61,6 +61,7 @@ class Pictures(MakesImages):
         import torch
 
         from fullshard.dist import reduce
+        from fullshard.dist.gather import gather_rows
 
         model: Any = inputs.model
         text, empty, shape = self._texts(inputs) if takes_texts(model) else (None, None, None)
@@ -81,7 +82,7 @@ class Pictures(MakesImages):
             shape=shape,
             vae=inputs.aux.get("vae"),
         )
-        images = collected(made, gather=reduce.gather_rows, keep=rank == 0)
+        images = collected(made, gather=gather_rows, keep=rank == 0)
         if images is None:
             return Findings()
         images = inputs.collator.decode(images)

@@ -19,7 +19,7 @@ from fullshard.contracts.data import Collator, Encoder
 from fullshard.contracts.model import Family, Weights
 from fullshard.contracts.world import World
 from fullshard.data.prepare import prepare
-from fullshard.dist import reduce
+from fullshard.dist.gather import gather_rows
 from fullshard.dist.mesh import make_mesh
 from fullshard.dist.precision import ResolvedPrecision, resolve_precision
 from fullshard.dist.shard import shard
@@ -250,7 +250,7 @@ def make(
         )
         found = collected(
             made,
-            gather=reduce.gather_rows,
+            gather=gather_rows,
             keep=world.is_main,
             shown=lambda images: loaded.collator.decode(images).float().cpu(),
         )

@@ -173,7 +173,7 @@ def embed_all(inputs: EvaluationInputs) -> HeldOut:
     """One pass over the validation data, on all ranks together."""
     import torch
 
-    from fullshard.dist import reduce
+    from fullshard.dist.gather import gather_uneven
     from fullshard.dist.upload import to_device
 
     objective: Any = inputs.objective
@@ -191,10 +191,10 @@ def embed_all(inputs: EvaluationInputs) -> HeldOut:
             labels.append(np.repeat(texts.labels.double().cpu().numpy(), texts.per_sample)[kept])
             bar.advance()
     mine = torch.from_numpy(np.concatenate(facts, axis=1).T.copy()).to(inputs.device)
-    keys, kinds, owners = reduce.gather_uneven(mine).cpu().numpy().T
+    keys, kinds, owners = gather_uneven(mine).cpu().numpy().T
     own_labels = torch.from_numpy(np.concatenate(labels)).to(inputs.device)
-    all_labels = reduce.gather_uneven(own_labels).cpu().numpy()
-    return HeldOut(reduce.gather_uneven(torch.cat(found)), keys, kinds, owners, all_labels)
+    all_labels = gather_uneven(own_labels).cpu().numpy()
+    return HeldOut(gather_uneven(torch.cat(found)), keys, kinds, owners, all_labels)
 
 
 __all__ = ["Retrieval"]

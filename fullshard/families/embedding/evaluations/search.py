@@ -76,6 +76,7 @@ class Search(Evaluation):
         import torch
 
         from fullshard.dist import reduce
+        from fullshard.dist.gather import gather_uneven
 
         judged = self._read()
         turns = sum(self._turns(len(texts)) for texts in (judged.queries, judged.documents))
@@ -84,7 +85,7 @@ class Search(Evaluation):
             queries = self._embed(judged.queries, "query", inputs, bar)
             documents = self._embed(judged.documents, "document", inputs, bar)
         ranks, _ = reduce.place()
-        gathered = reduce.gather_uneven(queries)
+        gathered = gather_uneven(queries)
         order = np.concatenate([np.arange(rank, len(judged.queries), ranks) for rank in range(ranks)])
         queries = gathered[torch.from_numpy(np.argsort(order)).to(gathered.device)]
         numbers: dict[str, float] = {}

@@ -334,13 +334,13 @@ class Contrastive(Objective):
     def _all(self, mine: torch.Tensor) -> torch.Tensor:
         import torch
 
-        from fullshard.dist import reduce
+        from fullshard.dist.gather import gather_rows
 
         if not self.across_ranks:
             return mine
         if mine.dtype == torch.bool:
-            return reduce.gather_rows(mine.to(torch.uint8)).bool()
-        return reduce.gather_rows(mine)
+            return gather_rows(mine.to(torch.uint8)).bool()
+        return gather_rows(mine)
 
     def _reduced(self, embedded: Embedded) -> torch.Tensor:
         """The loss, at every Matryoshka dimension."""
