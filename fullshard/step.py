@@ -32,7 +32,7 @@ LOGGED |= {"data_wait", "mfu", "memory_gib", "host_memory_gib", "loss_scale", "s
 
 @dataclass(frozen=True)
 class Learner:
-    """What a step trains, and with what."""
+    """What a step needs to train the model."""
 
     model: nn.Module
     objective: Objective
@@ -47,15 +47,15 @@ class Learner:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves: tensors that are still on the device, so that nothing waits for it."""
+    """The result of a step: tensors that are still on the device, so that the host does not wait."""
 
     sums: dict[str, torch.Tensor]
     """(sum, count) of the loss and each metric over this rank's micro-batches."""
     grad_norm: torch.Tensor
     skipped: bool
-    """The scaler found an overflow and left the weights alone."""
+    """The scaler found an overflow and skipped the update."""
     flags: reduce.HostCopy
-    """How many ranks raised each flag; flags travel with the count, so agreeing costs no collective of its own."""
+    """How many ranks raised each flag; flags are summed with the counts, so they cost no extra collective."""
 
 
 def train_step(
@@ -70,7 +70,7 @@ def train_step(
 
     `before_update` lets a save in the background finish copying the tensors that the update changes."""
     model, optimizer, scaler, device = learner.model, learner.optimizer, learner.scaler, learner.device
-    if not model.training:  # it asks every module
+    if not model.training:  # `train` visits every module
         model.train()
     counts = count_terms(learner.objective, batches)
     agreed = reduce.sum_over_ranks(upload(torch.tensor([float(n) for n in (*counts.values(), *flags)]), device))
@@ -96,14 +96,14 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     sums = sum_terms(terms, counts, device)
     if not is_single(counts):
-        # Every rank adds its share of the step's loss, and their average must be the whole.
+        # Each rank has its share of the step's loss, and the average over ranks must be the whole loss.
         share = torch.stack([t.over(total).double() for t in terms]).sum()
         sums["loss"] = torch.stack([share * reduce.place()[0], torch.ones_like(share)])
     return StepResult(sums, grad_norm, skipped, agreed_flags)
 
 
 def count_terms(objective: Objective, batches: Sequence[Batch]) -> dict[str, int]:
-    """How many values each term adds up over the micro-batches, in the order of names; `loss` where there is one."""
+    """How many values each term sums over the micro-batches, sorted by name; a single term is called `loss`."""
     counted = [objective.count(batch) for batch in batches]
     each = [dict(count) if isinstance(count, Mapping) else {"loss": count} for count in counted]
     if isinstance(counted[0], Mapping):
@@ -135,7 +135,7 @@ def _check_names(objective: Objective, terms: Sequence[Terms], counts: Mapping[s
 
 
 def is_single(counts: Mapping[str, int]) -> bool:
-    """Whether the objective has one term, without a name of its own."""
+    """Whether the objective has a single term without a name."""
     return list(counts) == ["loss"]
 
 
@@ -150,7 +150,7 @@ def _set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None
 
 
 def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
-    """Moves the weights; True when the scaler found an overflow and did not."""
+    """Updates the weights; True if the scaler skipped the update because of an overflow."""
     if scaler is None:
         optimizer.step()
         return False
@@ -166,12 +166,12 @@ def _overflow(model: nn.Module, scale: float) -> NumericalError:
     return NumericalError(
         f"The loss scale fell to {scale:g} after repeated overflows (allowed: at least {SMALLEST_SCALE:g}): in fp16 "
         f"the gradients of {len(names)} parameters are not finite even without scaling, first {', '.join(names[:3])}. "
-        "Use precision: bf16 where the GPU has it, or fp32; else lower optimizer.lr or lengthen schedule.warmup."
+        "Use precision: bf16 if the GPU has it, or fp32; else lower optimizer.lr or lengthen schedule.warmup."
     )
 
 
 def sum_terms(terms: Sequence[Terms], counts: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
-    """(sum, count) of each term and metric over micro-batches, in fp64 so that the order of addition does not show."""
+    """(sum, count) of each term and metric over micro-batches, in fp64: the order of addition does not matter."""
     sums = {}
     for name, count in counts.items():
         each = [t.named[name].sum if t.named else t.loss_sum for t in terms]

@@ -296,8 +296,7 @@ def check_devices(per_node: int, *, num_gpus: int, wanted_device: str, backend: 
 
 
 def check_nodes(*, nodes: int, node_rank: int | None, master: str | None) -> int:
-    """Which node this is, for ranks that fullshard starts itself. Raises SetupError when nodes could not find each
-    other."""
+    """The number of this node, for ranks that fullshard starts. Raises SetupError if nodes cannot find each other."""
     if node_rank is not None and not 0 <= node_rank < nodes:
         raise SetupError(
             f"--node-rank {node_rank} does not exist: {counted(nodes, 'node')} {'is' if nodes == 1 else 'are'} "

@@ -1,4 +1,4 @@
-"""What must not be rounded to half precision: routers, what a model itself keeps in fp32, and timesteps.
+"""What must not be rounded to half precision: routers, modules that the model lists to keep in fp32, and timesteps.
 
 FSDP casts a unit's parameters together and its inputs at its boundary. So modules that compute in fp32 become their own
 units, and exact inputs are left out of the cast. Must not know any model class, ranks or losses.
@@ -20,8 +20,8 @@ EXACT_INPUTS = ("timestep", "timesteps", "t", "sigma", "sigmas")
 
 
 def exact_modules(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Names of the outermost modules that compute in fp32 in any precision, and of single parameters that the model
-    lists as well but that share a module with others, and so are cast with them."""
+    """Names of the outermost modules that compute in fp32 in any precision; and names of single parameters that the
+    model lists as well, but that are cast because others in their module are."""
     listed = _listed(module)
     found: list[str] = []
     for name, part in module.named_modules():
@@ -33,8 +33,8 @@ def exact_modules(module: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def timed_modules(module: nn.Module, blocks: Collection[str]) -> list[str]:
-    """Outside the blocks, what follows an exact input: each part of a module whose forward takes one. As separate units
-    they cast their inputs, so a sinusoid computed in fp32 meets weights of the compute dtype."""
+    """Modules outside the blocks that an exact input passes through: the parts of a module whose forward takes one. As
+    separate units they cast their inputs, so a sinusoid computed in fp32 meets weights of the compute dtype."""
     found: list[str] = []
     for name in _behind_exact(module):
         holds_block = any(block.startswith(f"{name}.") for block in blocks)

@@ -35,7 +35,7 @@ def apply(block: nn.Module, mode: str) -> None:
 
 
 def _selective_policy() -> Any:
-    # Forward and recompute count separately, so that they decide alike.
+    # Forward and recompute count separately, so that both make the same decisions.
     seen = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -19,7 +19,7 @@ NAME = "learned_by_objective"
 
 class Scalars(nn.Module):
     """Numbers by name. The parameter is the distance from the first value, so that half precision does not round the
-    value itself."""
+    value."""
 
     def __init__(self, first: Mapping[str, float]) -> None:
         super().__init__()

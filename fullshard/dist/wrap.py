@@ -43,7 +43,7 @@ class WrapPlan:
     inexact: list[str] = field(default_factory=list)
     """Single parameters that the model would keep in fp32, but that are cast with their module."""
     reason: str = ""
-    """How the blocks were found, for the header."""
+    """How the blocks were found; shown in the header."""
 
     @property
     def units(self) -> list[str]:

@@ -27,9 +27,9 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file", "memory.events")
 """Where a control group keeps its limit, its usage, its page cache and its count of kills."""
 _EVERY_S, _SEEN_S = 0.2, 10.0
 _FULL, _FULLER = 0.75, 0.9
-"""From this share of memory in use a moment before, a kill was most likely for lack of it: the rest may have gone in a
-blink. The greater share applies if the kernel counts its kills and did not count this one: others kill for lack of
-memory too."""
+"""If at least this share of memory was in use a moment before, a kill was most likely for lack of it: the rest may have
+filled up in between. The greater share applies if the kernel counts its kills and did not count this one: other
+programs kill for lack of memory too."""
 _ADVICE = (
     "Use fewer data.workers, checkpoint.asynchronous: false (saving in the background keeps a copy of the state in "
     "host memory), no sharding.cpu_offload, fewer ranks per node, or ask for more memory for the job."

@@ -193,10 +193,9 @@ def _stopped(number: int, *, at_once: bool) -> int:
 def _first(failures: Mapping[int, ProcessFailure], victims: Collection[int] = ()) -> tuple[int, ProcessFailure]:
     """The rank that failed first.
 
-    The agent lists ranks in the order it saw them end, those it ended itself last. It looks ten times a second, and a
-    rank that lost its peers can come before the one that they lost: so a rank that was killed, or that said why it
-    stopped, goes first among those that ended within two seconds, and the victims among them last. Later ones were
-    ended by the agent."""
+    The agent lists ranks in the order it saw them end. It looks ten times a second, so a rank that lost a peer may come
+    before that peer: among those that ended within two seconds, a rank that was killed, or that said why it stopped,
+    goes first, and the victims last. The agent ended the later ones."""
     start = min(failure.timestamp for failure in failures.values())
     near = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= start + 2]
 
