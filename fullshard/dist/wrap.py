@@ -101,9 +101,10 @@ def tied_groups(module: nn.Module) -> list[list[str]]:
 
 def unit_parameters(module: nn.Module, plan: WrapPlan) -> dict[str, list[str]]:
     """The parameter names of each unit, the root's under ""; a tied parameter appears once."""
-    units: dict[str, list[str]] = {name: [] for name in (*plan.units, "")}
-    for name, _ in module.named_parameters():
-        units[_owner(name, plan.units)].append(name)
+    names = plan.units
+    units: dict[str, list[str]] = {name: [] for name in (*names, "")}
+    for parameter, _ in module.named_parameters():
+        units[_owner(parameter, names)].append(parameter)
     return units
 
 
