@@ -96,12 +96,9 @@ class Loader:
         stream = _Stream(self._open(self.turns(start_step)))
         try:
             for step in count(start_step):
-                epoch, window = divmod(step, self.steps_per_epoch)
-                size = min(self._global_size, self.num_samples - window * self._global_size)
-                num_batches = -(-size // (self._per_device * self._world))
-                rows = self._order(epoch)[window * self._global_size :][:size]
+                epoch, rows = self._rows(step)
                 quantities = {each.name: each.amounts[rows].sum().item() for each in self._quantities}
-                yield Window(step, epoch, size, quantities, [stream.take() for _ in range(num_batches)])
+                yield Window(step, epoch, len(rows), quantities, [stream.take() for _ in self._slices(rows)])
         finally:
             stream.close()
 
@@ -122,7 +119,7 @@ class Loader:
 
     def first_batch(self) -> Batch:
         """This rank's first micro-batch, made in this process."""
-        return self._made(next(self.turns(0)))
+        return _or_raise(self._batches[next(self.turns(0))])
 
     def long_sample(self, among: int = 32) -> Features:
         """The longest of the first samples, the same on every rank."""
@@ -135,25 +132,23 @@ class Loader:
 
     def batch_of(self, places: np.ndarray) -> Batch:
         """The micro-batch of these samples, made in this process."""
-        return self._made((FIXED, places))
+        return _or_raise(self._batches[FIXED, places])
 
     def turns(self, start_step: int) -> Iterator[Turn]:
         """This rank's micro-batches, endlessly."""
         for step in count(start_step):
-            epoch, window = divmod(step, self.steps_per_epoch)
-            places = self._order(epoch)[window * self._global_size :][: self._global_size]
-            yield from ((epoch, slice_) for slice_ in self._slices(places))
+            epoch, rows = self._rows(step)
+            yield from ((epoch, places) for places in self._slices(rows))
 
-    def _made(self, turn: Turn) -> Batch:
-        return _or_raise(self._batches[turn])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        # Two are kept: workers read ahead into the next epoch.
+    def _rows(self, step: int) -> tuple[int, np.ndarray]:
+        """The epoch of a step, and its rows over all ranks."""
+        epoch, number = divmod(step, self.steps_per_epoch)
         if epoch not in self._orders:
+            # Two orders are kept: workers read ahead into the next epoch.
             kept = dict(sorted(self._orders.items())[-1:])
             order = permutation(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
             self._orders = kept | {epoch: order}
-        return self._orders[epoch]
+        return epoch, self._orders[epoch][number * self._global_size :][: self._global_size]
 
     def _slices(self, window: np.ndarray) -> list[np.ndarray]:
         return rank_slices(window, per_device=self._per_device, rank=self._rank, world=self._world)

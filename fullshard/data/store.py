@@ -178,15 +178,13 @@ def encoded(records: Records, encoder: OpenEncoder, *, cache: Path, say: Callabl
         cache.mkdir(parents=True, exist_ok=True)
         lock = FileLock(f"{folder}.lock")
         try:
-            lock.acquire(timeout=0)
+            held = lock.acquire(timeout=0)
         except Timeout:
             say("Waiting for another process that is encoding the same data.")
-            lock.acquire()
-        try:
+            held = lock.acquire()
+        with held:
             if not folder.is_dir():
                 _build(folder, records, encoder, say=say)
-        finally:
-            lock.release()
     except OSError as error:
         raise DataError(
             f"{cache}: encoded data cannot be written here: {error.strerror or error}. Free some space, or set "
