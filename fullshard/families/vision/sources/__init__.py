@@ -1,0 +1,1 @@
+"""Sources of images with text, and of desktop recordings."""
