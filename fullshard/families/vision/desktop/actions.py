@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.families.vision.desktop.events import Event, Key, Mouse, RawMouse, buttons_of, key_name
+from fullshard.families.vision.desktop.events import SIDE_WHEEL, Event, Key, Mouse, RawMouse, buttons_of, key_name
 from fullshard.families.vision.desktop.token_format import EventFormat
 
 ActionType = Literal["key", "button", "movement", "scroll"]
@@ -61,7 +61,8 @@ def _meaning(event: Event, last: Mouse | None) -> Meaning | None:
         case RawMouse() if buttons := buttons_of(event.flags):
             return Meaning("button", ", ".join(f"{name} {_down(pressed)}" for name, pressed in buttons))
         case RawMouse() if event.wheel:
-            return Meaning("scroll", "up" if event.wheel > 0 else "down")
+            ways = ("left", "right") if event.flags & SIDE_WHEEL else ("down", "up")
+            return Meaning("scroll", ways[event.wheel > 0])
         case RawMouse():
             return Meaning("movement", direction(event.dx, event.dy))
         case Mouse(action="click"):

@@ -124,14 +124,16 @@ class _Video:
             import av
         except ImportError as error:
             raise missing_package("av", extra="video", needed_by=f"a screen in a video ({path})") from error
-        self._path, self._lock, self._errors = path, threading.Lock(), (av.FFmpegError, OSError, IndexError, ValueError)
+        self._path, self._lock, self._errors = path, threading.Lock(), (av.FFmpegError, OSError, ValueError)
         try:
             self._container = av.open(path)
+            if not self._container.streams.video:
+                raise ValueError("it has no pictures")
             self._stream: Any = self._container.streams.video[0]
+            self._tick_ns = float(self._stream.time_base) * _SECOND
+            self._rewind(0)
         except self._errors as error:
             raise self._unreadable(error) from error
-        self._tick_ns = float(self._stream.time_base) * _SECOND
-        self._rewind(0)
 
     def image_at(self, position_ns: int) -> Image.Image:
         """The frame that is shown at a position."""

@@ -100,9 +100,11 @@ def cut(
     def close() -> None:
         nonlocal open_segments, tokens
         window = Window(episode.path, open_segments, tokens)
-        if not window.images and without_image == "skip" and open_segments:
+        if not any(segment.event for segment in open_segments):
+            pass  # the start or the end of an episode alone
+        elif without_image == "skip" and not window.images:
             done.skipped[NO_IMAGE] += 1
-        elif open_segments:
+        else:
             done.windows.append(window)
         open_segments, tokens = [], 0
 
