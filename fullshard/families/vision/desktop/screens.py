@@ -119,6 +119,9 @@ def _video(path: str, process: int) -> _Video:
 class _Video:
     """An open video. Frames are shown until the next one; positions in order are decoded without seeking."""
 
+    _shown: Any
+    _next: Any
+
     def __init__(self, path: str) -> None:
         try:
             import av

@@ -118,6 +118,7 @@ def cut(
         open_segments += segments
         tokens += size
     close()
+    done.events = +done.events  # without zeros
     return done
 
 
@@ -133,8 +134,9 @@ def _written(
     yield [Text(EPISODE_START, trained=False, event=None)]
     for event in _chosen(_shifted(episode.events, shift_ns), form, use_info, counts):
         text = form.encode(event)
-        if isinstance(event, RawMouse) and sum(one.wheel for one in form.rounded(event)) != event.wheel:
-            counts[ROUNDED] += 1
+        if isinstance(event, RawMouse) and event.wheel:
+            turned = sum(one.wheel for one in form.rounded(event) if isinstance(one, RawMouse))
+            counts[ROUNDED] += turned != event.wheel
         if isinstance(event, Screen) and event.image is not None:
             before = Text(text.removesuffix(EVENT_END), trained=False, event=event)
             image = Image(event.image, image_tokens(event.image), event)
