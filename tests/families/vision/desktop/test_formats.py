@@ -91,6 +91,7 @@ TEXTS = {
             RawMouse(3_509_999_999, -64, 1999, 0x404, -240),
             "<MOUSE><3><5><0><SIGN_MINUS><0><0><6><4><SIGN_PLUS><1><9><9><9><MB_4><MB_0><MB_4><SIGN_MINUS><2>",
         ),
+        (RawMouse(0, 0, 0), f"<MOUSE><0><0><0>{'<SIGN_PLUS><0><0><0><0>' * 2}<MB_0><MB_0><MB_0>"),
         (Screen(10_000_000), "<SCREEN><0><0><1>"),
         # Ours: they have no tokens for the pointer.
         (
@@ -122,6 +123,12 @@ TEXTS = {
 def test_texts(name: FormatName) -> None:
     for event, text in TEXTS[name]:
         assert FORMATS[name].encode(event) == f"<EVENT_START>{text}<EVENT_END>"
+
+
+def test_the_lowest_hierarchical_number_is_read() -> None:
+    """Written elsewhere: ours are split at ±1,999."""
+    found = FORMATS["hierarchical"].decode("<EVENT_START><MOUSE><0><0><0><1><0><0><0><0><0><0><0><0><0><0><EVENT_END>")
+    assert found == [RawMouse(0, -2000, 0)]
 
 
 @pytest.mark.parametrize("name", NAMES)

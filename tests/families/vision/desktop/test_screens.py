@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -140,6 +141,8 @@ def test_a_child_process_opens_its_own_video(video: Path) -> None:
     pixels((str(video), POSITIONS[10]))
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # what a fork breaks may hang
+        signal.alarm(60)
         right = all(np.array_equal(pixels((str(video), POSITIONS[at])), frames[at]) for at in (80, 3, 50))
         os._exit(0 if right else 1)
     for index in (11, 45, 2, 60):
