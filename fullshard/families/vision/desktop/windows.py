@@ -26,6 +26,7 @@ TOO_LONG = "too long for a window"
 NO_IMAGE = "without a screen"
 ROUNDED = "rounded: the wheel turned less than whole notches"
 LEFT_OUT = "left out: "
+_ACTION = re.compile(r'<KEYBOARD>|<MOUSE>|<POINTER>|"(desktop/)?(Keyboard|Mouse|RawMouse)Event"')
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,8 @@ def cut(
 ) -> Cut:
     """Cuts an episode into windows of at most `length` tokens.
 
-    `action_shift_ns` is added to the time of every action, before events are sorted: a negative shift shows each
-    screen after the actions that led to it. `use_info` writes the state of windows too, if the format has text for it.
-    """
+    `action_shift_ns` is added to the time of every action before events are sorted: with a positive shift a model sees
+    later screens before an action. `use_info` writes the state of windows too, if the format has text for it."""
     done, open_segments, tokens = Cut(), list[Segment](), 0
 
     def close() -> None:
@@ -177,7 +177,6 @@ def trained_tokens(tokens: Iterable[str]) -> list[bool]:
         else:
             marks.append(False)
         if token == EVENT_END and span:
-            screen = re.search(r'<SCREEN>|"(desktop/)?ScreenCaptured"', "".join(span))
-            marks += [screen is None] * len(span)
+            marks += [bool(_ACTION.search("".join(span)))] * len(span)
             span = []
     return marks + [False] * len(span)

@@ -181,5 +181,8 @@ def test_the_mask_of_finished_windows_is_that_of_ours(name: FormatName) -> None:
             tokens += made
             marks += [isinstance(one, Text) and one.trained] * len(made)
         assert trained_tokens(tokens) == marks
+    # The state of windows is not trained on, wherever it was written.
+    state = ["<EVENT_START>", '{"message_type":"desktop/', "WindowInfo", '"}', "<EVENT_END>"]
+    assert trained_tokens(state) == [False] * 5
     # An event that was cut off is not trained on.
     assert trained_tokens(["<EVENT_END>", "<0>", "<EVENT_START>", "<KEYBOARD>"]) == [False] * 4
