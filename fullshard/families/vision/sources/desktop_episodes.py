@@ -53,7 +53,7 @@ class DesktopEpisodes(Source):
         rows = _Rows([row for number in numbers for row in _recording(number, self.seed, self.size)], self.size)
         return Listed(
             rows,
-            place=lambda index: f"generated episode {rows.planned[index].number}, row {index + 1}",
+            where=lambda index: f"generated episode {rows.planned[index].number}, row {index + 1}",
             # With a picture, so that other drawings are other data.
             fingerprint=lambda: combine("desktop_episodes", self.model_dump_json(), rows[0]["message"].hex()),
         )

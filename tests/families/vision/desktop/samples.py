@@ -24,7 +24,7 @@ def row(kind: str, message: Any, time: int = 0, episode: str = "a.mcap", **other
 
 
 def listed(rows: list[dict[str, Any]]) -> Listed:
-    return Listed(rows, place=lambda index: f"events.jsonl:{index + 1}", fingerprint=lambda: "x")
+    return Listed(rows, where=lambda index: f"events.jsonl:{index + 1}", fingerprint=lambda: "x")
 
 
 def only_episode(rows: list[dict[str, Any]], **settings: Any) -> Episode:
