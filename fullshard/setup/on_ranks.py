@@ -1,4 +1,4 @@
-"""What every command that works on ranks shares: how many there are, starting them, and being one of them.
+"""What every command on ranks needs: how many there are, starting them, and being one of them.
 
 Must not know models, data or what the ranks do.
 """
@@ -42,8 +42,8 @@ def ranks_of(topology: Topology, *, node_rank: int | None = None, master: str | 
 
 
 def start_own(words: Sequence[str], topology: Topology) -> int | None:
-    """Starts the ranks on which `fullshard WORDS` runs, and gives their exit code. None: this process is the only rank,
-    or one that a launcher has started."""
+    """Starts the ranks that run `fullshard WORDS` and returns their exit code. None: this process is the only rank, or
+    one that a launcher has started."""
     if env.detect(os.environ).launcher != "none":
         return None
     ranks = ranks_of(topology)
@@ -55,7 +55,7 @@ def start_own(words: Sequence[str], topology: Topology) -> int | None:
 
 
 def check_launch(launch: Launch, topology: Topology) -> None:
-    """Whether what the launcher said of this process can be true for this topology."""
+    """Raises if the launcher's variables contradict each other, the topology or this machine."""
     import torch
 
     from fullshard.dist.world import choose_device_type
@@ -73,8 +73,8 @@ def check_launch(launch: Launch, topology: Topology) -> None:
 
 @contextlib.contextmanager
 def as_rank(topology: Topology, *, silent: bool = False) -> Iterator[tuple[Console, Callable[[], World]]]:
-    """This process as one rank, its environment checked: a console, and what meets the other ranks, to be called once
-    everything is done that needs none of them. Left again at the end."""
+    """This process as one rank, with its environment checked. Yields a console, and a function that connects the ranks,
+    to be called when everything that one rank does alone is done."""
     from fullshard.dist import world as worlds
     from fullshard.dist.precision import avoid_broken_amx
     from fullshard.log import libraries

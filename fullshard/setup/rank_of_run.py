@@ -1,6 +1,6 @@
-"""This process as one rank of a run: environment checked, inputs prepared, then the other ranks met and compared with.
+"""This process as one rank of a run: checks the environment, prepares the inputs, connects the ranks, compares them.
 
-Must not build the model on its device, nor know what the rank does then.
+Must not build the model on its device, nor know what the rank does next.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def as_rank(
     preflight: Preflight | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[RunInputs, World, Console]]:
-    """One rank of a run, left again at the end. All ranks compare what they must have alike, the `options` of the
-    command too. Without a `preflight` the caller checks and compares."""
+    """One rank of a run. All ranks compare what they must have in common, the command's `options` included. Without a
+    `preflight` the caller checks and compares."""
     recipe, launch = reading.recipe, env.detect(os.environ)
     with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
         foreign = accelerate.notes(os.environ, world=launch.world) if launch.launcher == "accelerate" else []
@@ -57,7 +57,7 @@ def compared(recipe: Recipe, inputs: RunInputs, world: World, options: Mapping[s
     """What this rank must have in common with all others."""
     try:
         precision = resolve_precision(recipe.precision, world.device).word
-    except FullshardError as error:  # raised again where the model is built, if all ranks have it
+    except FullshardError as error:  # if all ranks have it, building the model raises it again
         precision = str(error)
     realised = {"the device": world.device.type, "the precision in force": precision, **options}
     return same_run.subjects(

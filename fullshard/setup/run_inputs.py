@@ -179,12 +179,12 @@ def cache_folder(recipe: Recipe) -> Path:
 
 
 def find_best(recipe: Recipe, module: nn.Module) -> BestRule | None:
-    """How the best model is chosen; raises if no evaluation gives that number."""
+    """How the best model is chosen; raises if no evaluation finds that number."""
     return best_rule(recipe.checkpoint.best, recipe.evaluate.parts, recipe.objective, module, recipe.ema)
 
 
 def effective_best(recipe: Recipe, inputs: RunInputs) -> BestRule | None:
-    """The same; None if no evaluation gives a number."""
+    """The same; None if no evaluation finds a number."""
     parts, held_out = recipe.evaluate.parts, inputs.data.validation is not None
     acts = gives_numbers(parts, recipe.objective, inputs.module, held_out=held_out)
     return find_best(recipe, inputs.module) if acts else None
