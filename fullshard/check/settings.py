@@ -82,17 +82,8 @@ def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterat
 
 def _plan_without_data(recipe: Recipe, ranks: Ranks) -> StepPlan:
     """The batch alone; the number of rows is unknown."""
-    batch, duration = recipe.batch, recipe.duration
-    return plan_steps(
-        num_rows=1,
-        per_device=batch.per_device,
-        accumulate=batch.accumulate,
-        global_size=batch.global_size,
-        world=ranks.per_node * ranks.nodes,
-        epochs=duration.epochs,
-        steps=duration.steps,
-        packed=recipe.data.pack and recipe.objective.encoder is None,
-    )
+    packed = recipe.data.pack and recipe.objective.encoder is None
+    return plan_steps(recipe.batch, recipe.duration, num_rows=1, world=ranks.per_node * ranks.nodes, packed=packed)
 
 
 def mesh(recipe: Recipe, ranks: Ranks, layout: Layout | None) -> Iterator[Finding]:

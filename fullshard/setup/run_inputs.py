@@ -131,16 +131,8 @@ def prepare_data(
     )
     # After encoding: the key of the cache includes the processor.
     data.encoder.annotate_processor()
-    plan = plan_steps(
-        num_rows=len(data.train),
-        per_device=recipe.batch.per_device,
-        accumulate=recipe.batch.accumulate,
-        global_size=recipe.batch.global_size,
-        world=world_size,
-        epochs=recipe.duration.epochs,
-        steps=recipe.duration.steps,
-        packed=data.train.fixed_length is not None,
-    )
+    packed = data.train.fixed_length is not None
+    plan = plan_steps(recipe.batch, recipe.duration, num_rows=len(data.train), world=world_size, packed=packed)
     check_batch(recipe.objective, data)
     for stored in (data.train_from, data.validation_from):
         if stored is not None:

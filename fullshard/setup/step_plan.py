@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from fullshard.errors import RecipeError
 from fullshard.formatting.plural import counted
+from fullshard.recipe import Batch, Duration
 
 
 @dataclass(frozen=True)
@@ -59,31 +60,20 @@ class StepPlan:
         ]
 
 
-def plan_steps(
-    *,
-    num_rows: int,
-    per_device: int,
-    accumulate: int | None,
-    global_size: int | None,
-    world: int,
-    epochs: float | None,
-    steps: int | None,
-    packed: bool = False,
-) -> StepPlan:
-    """Works out the steps of a run from the batch and the duration of its recipe."""
+def plan_steps(batch: Batch, duration: Duration, *, num_rows: int, world: int, packed: bool = False) -> StepPlan:
+    """Works out the steps of a run from these sections of its recipe."""
     if num_rows < 1:
         raise RecipeError("data.train gives no sample to train on. Check the path, and that its records hold text.")
-    if (epochs is None) == (steps is None):
+    if (duration.epochs is None) == (duration.steps is None):
         raise RecipeError("duration: give exactly one of duration.epochs and duration.steps.")
-    if global_size is not None and accumulate is not None:
+    if batch.global_size is not None and batch.accumulate is not None:
         raise RecipeError("batch: give batch.accumulate or batch.global, not both: one follows from the other.")
-    if global_size is not None:
-        accumulate = _accumulation(global_size, per_device=per_device, world=world)
-    accumulate = accumulate or 1
+    per_device, accumulate = batch.per_device, batch.accumulate or 1
+    if batch.global_size is not None:
+        accumulate = _accumulation(batch.global_size, per_device=per_device, world=world)
     steps_per_epoch = math.ceil(num_rows / (per_device * accumulate * world))
-    if steps is None:
-        # Through the decimal text: 0.1 epochs of 30 steps are 3 steps, and as binary floats they would be 4.
-        steps = math.ceil(Fraction(str(epochs)) * steps_per_epoch)
+    # Through the decimal text: 0.1 epochs of 30 steps are 3 steps, and as binary floats they would be 4.
+    steps = duration.steps or math.ceil(Fraction(str(duration.epochs)) * steps_per_epoch)
     return StepPlan(num_rows, per_device, accumulate, world, steps_per_epoch, steps, packed)
 
 

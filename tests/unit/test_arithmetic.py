@@ -4,22 +4,18 @@ import math
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from fullshard.errors import RecipeError
+from fullshard.recipe import Batch, Duration
 from fullshard.setup.step_plan import StepPlan, plan_steps
 
 
 def plan(**changes: Any) -> StepPlan:
-    settings: dict[str, Any] = {
-        "num_rows": 2500,
-        "per_device": 8,
-        "accumulate": None,
-        "global_size": None,
-        "world": 1,
-        "epochs": 3,
-        "steps": None,
-    }
-    return plan_steps(**{**settings, **changes})
+    given: dict[str, Any] = {"num_rows": 2500, "world": 1, "epochs": 3, **changes}
+    batch = {"per_device": given.pop("per_device", 8), "accumulate": given.pop("accumulate", None)}
+    duration = Duration.model_validate({"epochs": given.pop("epochs"), "steps": given.pop("steps", None)})
+    return plan_steps(Batch.model_validate({**batch, "global": given.pop("global_size", None)}), duration, **given)
 
 
 def test_the_partial_last_window_is_a_step() -> None:
@@ -91,5 +87,5 @@ def test_the_four_numbers_are_said() -> None:
     ],
 )
 def test_contradictions_are_errors(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises((RecipeError, ValidationError), match=words):
         plan(**changes)

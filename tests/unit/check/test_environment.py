@@ -20,7 +20,7 @@ from fullshard.contracts.world import World
 from fullshard.dist.precision import resolve_for
 from fullshard.errors import SetupError
 from fullshard.proofs.same_run import Subject
-from fullshard.recipe import Recipe
+from fullshard.recipe import Batch, Duration, Recipe
 from fullshard.recipes.read import load
 from fullshard.setup.step_plan import plan_steps
 from tests import small
@@ -394,9 +394,7 @@ def test_memory_of_the_machine_and_of_control_groups(tmp_path: Path) -> None:
 
 
 def plan(*, steps: int, per_epoch: int = 10) -> Any:
-    return plan_steps(
-        num_rows=per_epoch, per_device=1, accumulate=1, global_size=None, world=1, epochs=None, steps=steps
-    )
+    return plan_steps(Batch(per_device=1), Duration(steps=steps), num_rows=per_epoch, world=1)
 
 
 def test_what_checkpoints_take(tmp_path: Path) -> None:
