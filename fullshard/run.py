@@ -16,10 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.checkpoint import completeness, remote
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity, paths
 from fullshard.checkpoint.folder import write_json
-from fullshard.checkpoint.paths import reaching
 from fullshard.config.part import plain
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
@@ -146,7 +145,7 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
         write({"kind": "event", "event": "finished", **asdict(result)})
         _say_next(reading, result, console, adapted=bool(recipe.model.adapters(built.model.module)))
     if world.is_main:
-        remote.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
+        paths.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
     return result
 
 
@@ -221,7 +220,7 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tu
     among, exported = _on_main(recipe, world, lambda: _earlier(recipe, resume=resume, console=console))
 
     def problems(checkpoint: Path) -> list[str]:
-        mine = completeness.problems(checkpoint, rank=world.rank, world=world.size)
+        mine = integrity.problems(checkpoint, rank=world.rank, world=world.size)
         return sorted({line for lines in reduce.gather_objects(mine) for line in lines})
 
     checkpoint = choose(among, resume, problems=problems, warn=console.warn)
@@ -237,12 +236,12 @@ def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Pat
         for old in dict.fromkeys((recipe.folder, place)):
             if files.is_remote(old):
                 console.note(f"Starting over: an earlier run in {old} is moved aside, which may take a while.")
-            with reaching(old):
+            with paths.reaching(old):
                 if aside := files.set_aside(old):
                     console.say(f"Starting over: the earlier run is kept in {aside}.")
     recipe.folder.mkdir(parents=True, exist_ok=True)
-    with reaching(place):
-        remote.fetch_texts(recipe.folder, place)
+    with paths.reaching(place):
+        paths.fetch_texts(recipe.folder, place)
         files.recover(place)
         among = candidates(place, resume)
         if resume == "auto" and not among and files.published(recipe.folder):
@@ -252,7 +251,7 @@ def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Pat
                 f"{recipe.checkpoint.store} holds none of them. Continue from them with --resume {here}, or start over "
                 "with --resume never, which moves them aside."
             )
-        return among, remote.is_exported(place)
+        return among, paths.is_exported(place)
 
 
 def _say_finished(reading: Reading, progress: Progress, console: Console, *, out_of_patience: bool) -> Result:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fullshard.check.findings import Finding, ok, warning
-from fullshard.checkpoint import completeness
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
 from fullshard.control import resume
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
@@ -28,7 +28,7 @@ def look(recipe: Recipe, inputs: RunInputs, *, asked: str | None = None, anyway:
     warnings: list[str] = []
     among = resume.candidates(recipe.checkpoints, asked or "auto")
     checkpoint = resume.choose(
-        among, asked or "auto", problems=lambda path: completeness.problems(path, checksums=False), warn=warnings.append
+        among, asked or "auto", problems=lambda path: integrity.problems(path, checksums=False), warn=warnings.append
     )
     for line in warnings:
         yield warning(_NAME, line, "train resumes from the newest complete one before it.")

@@ -161,11 +161,12 @@ def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterato
 
 def best_model(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """A direction that contradicts the evaluation's own."""
+    from fullshard.control.best_rule import mode_warning
     from fullshard.setup.run_inputs import find_best
 
     with contextlib.suppress(RecipeError):  # reported when the inputs were prepared
         rule = find_best(recipe, inputs.module) if inputs else None
-        if rule and (contradiction := rule.warning()):
+        if rule and (contradiction := mode_warning(rule)):
             yield warning("best", *contradiction)
 
 

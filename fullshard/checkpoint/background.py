@@ -1,27 +1,129 @@
 """Saving during training: tensors are copied to host memory, and a thread writes them from there.
 
 At most one save is under way. The copy overlaps with the next forward and backward pass; the update that would change
-the tensors waits for it. Must not know files, formats, ranks or when to save.
+the tensors waits for it. Must not know files, formats or when to save.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from fullshard.checkpoint.staging import Region
-from fullshard.checkpoint.tensors import Tensors, flat, rebuilt
+from fullshard.checkpoint.tensors import Tensors, flat
 from fullshard.checkpoint.write import Snapshot, Written
+from fullshard.contracts.world import World
+from fullshard.dist import reduce
 from fullshard.dist.values import local
+from fullshard.formatting.readable import size as readable_size
+from fullshard.launch.host_memory import memory_left
 
+SPARE = 0.1
+"""Share of the available host memory that staging leaves free."""
+_ALIGNED = 64
+_PIECE = 2**29
+"""Memory is pinned in pieces of about this size, so that the driver is never blocked for long. No tensor spans two of
+them: a copy must not cross from one registration into another."""
 _SWITCH_S = 2e-4
 """How long the writing thread may hold the interpreter. With Python's 5 ms the thread that feeds the device, which
 releases the interpreter in every operation, would wait that long each time."""
+
+
+def sizes_of(tensors: Tensors) -> dict[str, int]:
+    """The bytes of this rank's slices, each plain tensor by its name."""
+    return {name: part.nbytes for whole in tensors for name, part in flat(whole, local(tensors[whole])).items()}
+
+
+def shortage(num_bytes: int, world: World, *, group: Any = None) -> str | None:
+    """Why a copy does not fit into the host memory of a node; `num_bytes` is what each rank needs. The same answer on
+    all ranks."""
+    needed: dict[int, int] = {}
+    available: dict[int, int] = {}
+    mine = world.rank // world.local_size, num_bytes, memory_left()
+    for node, each, left in reduce.gather_objects(mine, group=group):
+        needed[node] = needed.get(node, 0) + each
+        available[node] = min(available.get(node, left), left)
+    short = [(needed[node], available[node]) for node in needed if needed[node] > (1 - SPARE) * available[node]]
+    if not short:
+        return None
+    total, left = map(readable_size, max(short))
+    return f"Saving in the background needs {total} of host memory on a node, and {left} are available"
+
+
+class Region:
+    """Memory for tensors of these sizes: one mapping per rank, pinned for a GPU, allocated by `open`.
+
+    Linux copies pinned pages at a fork, once per child: a data worker would cost as much memory as the whole copy. So
+    the mapping is excluded from forks before its first page is touched; a child that touched it would crash."""
+
+    def __init__(self, sizes: Mapping[str, int], *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory: mmap.mmap | None = None
+        self._registered: list[int] = []
+        self._places: dict[str, tuple[int, int]] = {}
+        self._pieces: list[tuple[int, int]] = []
+        begun = end = 0
+        for name, size in sizes.items():
+            if end - begun >= _PIECE:
+                self._pieces.append((begun, end - begun))
+                begun = end = end + -end % mmap.PAGESIZE
+            self._places[name] = end, size
+            end += size + -(end + size) % _ALIGNED
+        self._pieces.append((begun, end - begun))
+        self.num_bytes = end
+
+    def open(self, device: torch.device) -> None:
+        """Allocates the memory, which takes seconds if it is pinned. A failure leaves nothing behind."""
+        memory = mmap.mmap(-1, max(self.num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # large pages are pinned much faster
+            with contextlib.suppress(OSError, AttributeError):
+                memory.madvise(getattr(mmap, advice))
+        self._memory = memory
+        if self._pinned:
+            try:
+                torch.cuda.set_device(device)  # a new thread would initialise the first GPU
+                address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+                for start, length in self._pieces:
+                    self._pin(address + start, length)
+            except BaseException:
+                self.close()
+                raise
+
+    def _pin(self, address: int, length: int) -> None:
+        if length:
+            # Touch pages first: the driver would fault in each one under its lock, and block the training thread.
+            ctypes.memset(address, 0, length)
+            # Not torch's pin_memory: it rounds up to a power of two.
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostRegister(address, length, 0))
+            self._registered.append(address)
+
+    def room(self, name: str, like: torch.Tensor) -> torch.Tensor | None:
+        """The memory of a tensor; None if it was unknown when the memory was allocated."""
+        start, size = self._places.get(name, (0, -1))
+        if self._memory is None or size != like.nbytes:
+            return None
+        if not like.numel():
+            return torch.empty_like(like, device="cpu")
+        # Not a view: DCP copies tensors that are only part of their storage.
+        return torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=start).view(like.shape)
+
+    def close(self) -> None:
+        """Frees the memory, once the last tensor in it is gone."""
+        for address in self._registered:
+            # Pages that stay registered break their next user.
+            runtime: Any = torch.cuda.cudart()
+            torch.cuda.check_error(runtime.cudaHostUnregister(address))
+        self._registered, self._memory = [], None
 
 
 class Background:
@@ -33,17 +135,13 @@ class Background:
         sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
         self._future: Future[Written] | None = None
         self._region = Region(sizes, pinned=device.type == "cuda")
+        self.num_bytes = self._region.num_bytes
         self._opening: Future[None] | None = None
         self._rooms: Tensors = {}
         """Where each tensor goes in that memory; the same in every save."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
-        self._aside: Tensors = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Host memory that a copy takes."""
-        return self._region.num_bytes
+        self._buffers: Tensors = {}
 
     @property
     def reserved(self) -> bool:
@@ -52,8 +150,7 @@ class Background:
 
     def reserve(self) -> None:
         """Takes host memory for a copy, in the thread: pinning takes seconds, and training need not wait."""
-        if self._opening is None:
-            self._opening = self._thread.submit(self._region.open, self._device)
+        self._opening = self._thread.submit(self._region.open, self._device)
 
     def shortage(self) -> str | None:
         """Why the memory could not be taken; waits for the attempt to end."""
@@ -106,10 +203,14 @@ class Background:
         if self._stream is None:
             return replace(snapshot, tensors=self._copies(snapshot.tensors))
         # Buffers change in the next forward pass, which does not wait: they are small, so they are cloned.
-        self._aside = {n: t.clone() for n, t in snapshot.tensors.items() if n.startswith("model/") and not _slices(t)}
+        self._buffers = {
+            name: tensor.clone()
+            for name, tensor in snapshot.tensors.items()
+            if name.startswith("model/") and not isinstance(tensor, DTensor)
+        }
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            staged = replace(snapshot, tensors=self._copies(snapshot.tensors | self._aside))
+            staged = replace(snapshot, tensors=self._copies(snapshot.tensors | self._buffers))
             self._copied = torch.cuda.Event()
             self._copied.record()
         return staged
@@ -119,8 +220,10 @@ class Background:
         copies: Tensors = {}
         for name, whole in tensors.items():
             mine = local(whole)
-            parts = {part: self._copy(part, tensor) for part, tensor in flat(name, mine).items()}
-            room = rebuilt(name, mine, parts)
+            if is_traceable_wrapper_subclass(mine):  # 8-bit state: copy its parts
+                room = transform_subclass(mine, lambda part, tensor, name=name: self._copy(f"{name}.{part}", tensor))
+            else:
+                room = self._copy(name, mine)
             copies[name] = DTensor(room, whole._spec, requires_grad=False) if isinstance(whole, DTensor) else room
         return copies
 
@@ -137,7 +240,3 @@ class Background:
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None
-
-
-def _slices(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor)

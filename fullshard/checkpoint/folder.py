@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
-import shutil
 import socket
 import time
 from importlib import metadata
@@ -33,28 +33,27 @@ Raise it with every change that an older fullshard would misread."""
 NEWER = "of the checkpoint format, and this fullshard"
 """Part of the message for a checkpoint that a newer fullshard wrote, which is not damaged."""
 _NAME = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED = ".unfinished-"
+_OLD = f"{_UNFINISHED}old-"
+_ANOTHER = "Name another one: --resume RUN/checkpoint-STEP."
+
+
+class NewerCheckpointError(CheckpointError):
+    """A checkpoint in a format that only a newer fullshard reads."""
 
 
 def name_of(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def unfinished(run: Path, step: int) -> Path:
-    """Where a checkpoint is written before it is published."""
-    return run / name_of(step) if is_remote(run) else run / f".unfinished-{name_of(step)}"
-
-
-def published(run: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
-    return sorted((p for p in _numbered(run) if paths.exists(p / MANIFEST)), key=step_of)
-
-
 def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _numbered(run: Path) -> list[Path]:
-    return [path for path in _inside(run) if _NAME.fullmatch(path.name)]
+def published(run: Path) -> list[Path]:
+    """Published checkpoints, oldest first."""
+    numbered = [path for path in _inside(run) if _NAME.fullmatch(path.name)]
+    return sorted((path for path in numbered if paths.exists(path / MANIFEST)), key=step_of)
 
 
 def _inside(run: Path) -> list[Path]:
@@ -63,14 +62,16 @@ def _inside(run: Path) -> list[Path]:
         return list(run.iterdir()) if paths.exists(run) and not run.is_file() else []
 
 
+def unfinished(run: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is published."""
+    return run / name_of(step) if is_remote(run) else run / f"{_UNFINISHED}{name_of(step)}"
+
+
 def begin(run: Path, step: int) -> Path:
     """An empty folder for a checkpoint, after removing what an interrupted save left."""
     tidy(run, keep=None)
     target = unfinished(run, step)
-    if not is_remote(run):
-        target.mkdir(parents=True)
-        return target
-    if paths.exists(target / MANIFEST):
+    if is_remote(run) and paths.exists(target / MANIFEST):
         # The same step again, perhaps the only checkpoint: keep a copy until the new one is published.
         paths.copy(target, run / f"{_OLD}{target.name}", last=MANIFEST)
         _remove(target)
@@ -81,19 +82,17 @@ def begin(run: Path, step: int) -> Path:
 def publish(run: Path, step: int, manifest: dict[str, Any]) -> Path:
     """Makes an unfinished checkpoint visible by one rename; a remote one by its manifest."""
     hidden, target = unfinished(run, step), run / name_of(step)
-    manifest = signed(manifest)
+    write_json(hidden / MANIFEST, {"version": VERSION, "fullshard": _own_version(), **manifest})
     if is_remote(run):
-        paths.put_text(target / MANIFEST, _as_text(manifest))
         paths.remove(run / f"{_OLD}{target.name}")
     else:
-        write_json(hidden / MANIFEST, manifest)
-        sync(hidden)
+        _sync(hidden)
         replace(hidden, target)
-        sync(run)
+        _sync(run)
     return target
 
 
-def sync(folder: Path) -> None:
+def _sync(folder: Path) -> None:
     """Makes the names in a folder survive a power loss; DCP does the same for the files."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -103,10 +102,9 @@ def sync(folder: Path) -> None:
 
 
 def begin_export(run: Path) -> Path:
-    """An empty folder in which the exported model is written first."""
-    hidden = run / ".unfinished-model"
-    if hidden.exists():
-        shutil.rmtree(hidden)
+    """The folder in which the exported model is written first; it does not exist yet."""
+    hidden = run / f"{_UNFINISHED}model"
+    paths.remove(hidden)
     return hidden
 
 
@@ -116,11 +114,7 @@ def replace(finished: Path, target: Path) -> None:
     if target.exists():
         os.replace(target, old)
     os.replace(finished, target)
-    if old.exists():
-        shutil.rmtree(old)
-
-
-_OLD = ".unfinished-old-"
+    paths.remove(old)
 
 
 def point(run: Path, pointer: str, target: Path) -> None:
@@ -152,17 +146,18 @@ def point_best(run: Path, step: int | None) -> None:
         point(run, "best", target)
 
 
-def tidy(run: Path, *, keep: int | None) -> list[Path]:
+def tidy(run: Path, *, keep: int | None) -> None:
     """Removes what an interrupted save left, and the oldest checkpoints beyond `keep`; never `best` or `last`."""
     recover(run)
-    _sweep(run)
-    protected = {pointed(run, "best"), pointed(run, "last")}
-    checkpoints = published(run)
-    surplus = checkpoints[: max(len(checkpoints) - keep, 0)] if keep else []
-    removed = [path for path in surplus if path not in protected]
-    for path in removed:
-        _remove(path)
-    return removed
+    for path in _inside(run):
+        half = is_remote(run) and _NAME.fullmatch(path.name) and not paths.exists(path / MANIFEST)
+        if half or path.name.startswith(_UNFINISHED):
+            paths.remove(path)
+    if keep:
+        pointers = pointed(run, "best"), pointed(run, "last")
+        for path in published(run)[:-keep]:
+            if path not in pointers:
+                _remove(path)
 
 
 def recover(run: Path) -> None:
@@ -177,71 +172,36 @@ def recover(run: Path) -> None:
             paths.copy(old, target, last=MANIFEST)
 
 
-def _sweep(run: Path) -> None:
-    for path in _inside(run):
-        if path.name.startswith(".unfinished-"):
-            paths.remove(path) if is_remote(run) else shutil.rmtree(path)
-        elif is_remote(run) and _NAME.fullmatch(path.name) and not paths.exists(path / MANIFEST):
-            paths.remove(path)
-
-
 def _remove(checkpoint: Path) -> None:
     """Deletes a checkpoint in an order that never leaves half of one looking complete."""
     if is_remote(checkpoint):
         if paths.exists(checkpoint / MANIFEST):
             (checkpoint / MANIFEST).unlink()
         paths.remove(checkpoint)
-        return
-    hidden = checkpoint.with_name(f".unfinished-removed-{checkpoint.name}")
-    os.replace(checkpoint, hidden)
-    shutil.rmtree(hidden)
+    else:
+        paths.remove(checkpoint.replace(checkpoint.with_name(f"{_UNFINISHED}removed-{checkpoint.name}")))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=1) + "\n"
+    if is_remote(path):
+        paths.put_text(path, text)
+        return
     with path.open("w") as file:
-        file.write(_as_text(content))
-        if not is_remote(path):
-            file.flush()
-            os.fsync(file.fileno())
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _as_text(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-class NewerCheckpointError(CheckpointError):
-    """A checkpoint in a format that only a newer fullshard reads."""
-
-
-def signed(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with its format version and the fullshard version that wrote it."""
-    return {"version": VERSION, "fullshard": fullshard_version(), **manifest}
-
-
-def fullshard_version() -> str:
+def _own_version() -> str:
     try:
         return metadata.version("fullshard")
     except metadata.PackageNotFoundError:  # run from a checkout that was not installed
         return "of an unknown version"
 
 
-def _require_known(checkpoint: Path, manifest: dict[str, Any]) -> None:
-    version = manifest.get("version", 1)
-    if type(version) is not int or version < 1:
-        raise CheckpointError(
-            f"{checkpoint / MANIFEST} says version = {version!r}, and versions are whole numbers from 1 on: the "
-            f"checkpoint is damaged. {_ANOTHER}"
-        )
-    if version > VERSION:
-        raise NewerCheckpointError(
-            f"{checkpoint} was written by fullshard {manifest.get('fullshard', 'of an unknown version')} in version "
-            f"{version} {NEWER} ({fullshard_version()}) reads versions up to {VERSION}. Update it: "
-            "pip install --upgrade fullshard."
-        )
-
-
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The facts beside the tensors."""
+    """The facts of a checkpoint: all that is not a tensor."""
     state = _read_json(checkpoint, STATE)
     if paths.exists(checkpoint / MANIFEST):
         _require_known(checkpoint, _read_json(checkpoint, MANIFEST))
@@ -250,22 +210,17 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """What the checkpoint consists of."""
-    manifest = _read_json(checkpoint, MANIFEST)
+    manifest, path = _read_json(checkpoint, MANIFEST), checkpoint / MANIFEST
     _require_known(checkpoint, manifest)
     described = manifest.get("files")
     if not isinstance(described, dict) or not described:
-        raise CheckpointError(f"{checkpoint / MANIFEST} lists no files: the checkpoint is damaged. {_ANOTHER}")
+        raise CheckpointError(f"{path} lists no files: the checkpoint is damaged. {_ANOTHER}")
     for name, entry in described.items():
         size, digest = (entry.get("size_bytes"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
         if type(size) is not int or size < 0 or not isinstance(digest, str):
-            raise CheckpointError(
-                f"{checkpoint / MANIFEST} describes {name} as {entry!r}, without a size and a checksum: the checkpoint "
-                f"is damaged. {_ANOTHER}"
-            )
+            wrong = f"describes {name} as {entry!r}, without a size and a checksum"
+            raise CheckpointError(f"{path} {wrong}: the checkpoint is damaged. {_ANOTHER}")
     return manifest
-
-
-_ANOTHER = "Name another one: --resume RUN/checkpoint-STEP."
 
 
 def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
@@ -282,34 +237,45 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
     return content
 
 
+def _require_known(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    version = manifest.get("version", 1)
+    if type(version) is not int or version < 1:
+        raise CheckpointError(
+            f"{checkpoint / MANIFEST} says version = {version!r}, and versions are whole numbers from 1 on: the "
+            f"checkpoint is damaged. {_ANOTHER}"
+        )
+    if version > VERSION:
+        raise NewerCheckpointError(
+            f"{checkpoint} was written by fullshard {manifest.get('fullshard', 'of an unknown version')} in version "
+            f"{version} {NEWER} ({_own_version()}) reads versions up to {VERSION}. Update it: "
+            "pip install --upgrade fullshard."
+        )
+
+
 def candidates(run: Path) -> list[Path]:
     """The checkpoints to resume from, the one saved last first.
 
     That need not be the highest step: after `--resume` of an earlier checkpoint, higher ones are abandoned."""
-    last, rest = pointed(run, "last"), published(run)[::-1]
-    if last is None or last not in rest:
-        return rest
-    earlier = [path for path in rest if step_of(path) < step_of(last)]
-    return [last, *earlier, *(path for path in rest if path != last and path not in earlier)]
+    last, newest_first = pointed(run, "last"), published(run)[::-1]
+    if last is None or last not in newest_first:
+        return newest_first
+    return sorted(newest_first, key=lambda path: (path != last, step_of(path) > step_of(last)))
 
 
 def named(path: str | Path) -> Path:
     """The finished checkpoint at a path or URL: its folder, a pointer to it, or a run folder's last one."""
     found = place(path)
     with paths.reaching(found):
-        return _named(found, str(path))
-
-
-def _named(found: Path, asked: str) -> Path:
-    if is_remote(found) and found.name in ("best", "last"):
-        found = pointed(found.parent, found.name) or found
-    if paths.exists(found / MANIFEST):
-        return found if is_remote(found) else found.resolve()
-    if (inside := candidates(found)) and found.name not in ("best", "last"):
-        return inside[0]
-    known = ", ".join(str(p) for p in published(found.parent)) or "none"
-    what = "not a finished checkpoint (it has no manifest.json)" if paths.exists(found) else "no such folder"
-    raise CheckpointError(f"{asked}: {what}. Checkpoints beside it: {known}.")
+        is_pointer = found.name in ("best", "last")
+        if is_remote(found) and is_pointer:
+            found = pointed(found.parent, found.name) or found
+        if paths.exists(found / MANIFEST):
+            return found if is_remote(found) else found.resolve()
+        if not is_pointer and (inside := candidates(found)):
+            return inside[0]
+        known = ", ".join(str(p) for p in published(found.parent)) or "none"
+        what = "not a finished checkpoint (it has no manifest.json)" if paths.exists(found) else "no such folder"
+    raise CheckpointError(f"{path}: {what}. Checkpoints in {found.parent}: {known}.")
 
 
 def claim(run: Path) -> IO[str]:
@@ -339,11 +305,7 @@ def set_aside(run: Path) -> Path | None:
     """Moves an earlier run folder out of the way, so that starting over loses nothing."""
     if not any(_inside(run)):
         return None
-    number = 1
-    while paths.exists(aside := run.with_name(f"{run.name}.old-{number}")):
-        number += 1
-    if is_remote(run):
-        paths.move(run, aside, last=MANIFEST)
-    else:
-        os.replace(run, aside)
+    numbered = (run.with_name(f"{run.name}.old-{number}") for number in itertools.count(1))
+    aside = next(path for path in numbered if not paths.exists(path))
+    paths.move(run, aside, last=MANIFEST)
     return aside

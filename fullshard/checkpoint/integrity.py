@@ -1,62 +1,83 @@
-"""Whether a checkpoint is what was written: every file exists, with the size and checksum in the manifest.
+"""Whether a checkpoint is complete and what was written: a known format, every file with the size and checksum in the
+manifest, every tensor as listed.
 
-Reads bytes only, so a malicious checkpoint can do no harm here. Must not know what the files hold, nor import torch.
+`train`, `check` and `verify` all use this one definition. Files are read as bytes, so that a malicious checkpoint can
+do no harm. Must not import torch before it needs it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import paths
+from fullshard.errors import CheckpointError
 from fullshard.formatting.plural import counted
 
-BLOCK = 2**22
 THREADS = 4
 UNREAD = "cannot be checked"
 """Part of the message for an unreadable file, which in a remote store need not mean damage."""
 
 
-def checksum(path: Path) -> str:
-    """The sha256 of a file."""
-    digest, room = hashlib.sha256(), memoryview(bytearray(BLOCK))
-    with path.open("rb") as file:
-        while count := file.readinto(room):  # type: ignore[attr-defined]
-            digest.update(room[:count])
-    return digest.hexdigest()
-
-
-def describe(folder: Path, digests: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Size and checksum of each file, for the manifest; checksums are of what was written, not of what is on disk."""
-    return {name: {"size_bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
-
-
 def problems(
+    checkpoint: Path,
+    *,
+    checksums: bool = True,
+    rank: int = 0,
+    world: int = 1,
+    done: Callable[[int], None] | None = None,
+) -> list[str]:
+    """What is wrong with a checkpoint, one line each. Every rank checks a share of the bytes, and rank 0 also the
+    tensors. `done` is called with the number of bytes checked."""
+    try:
+        manifest = files.read_manifest(checkpoint)
+        mine = share(manifest["files"], rank=rank, world=world)
+        found = file_problems(checkpoint, mine, checksums=checksums, done=done)
+        return found or (_tensor_problems(checkpoint, manifest["tensors"]) if rank == 0 else [])
+    except files.NewerCheckpointError as error:
+        return [str(error)]
+    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError) as error:
+        return [f"{checkpoint / files.MANIFEST} cannot be used ({error})"]
+
+
+def share(described: dict[str, Any], *, rank: int, world: int) -> dict[str, Any]:
+    """The files that this rank checks, about equal in bytes over ranks."""
+    by_size = sorted(described, key=lambda name: -int(described[name]["size_bytes"]))
+    return {name: described[name] for name in by_size[rank::world]}
+
+
+def file_problems(
     folder: Path,
     described: dict[str, dict[str, Any]],
     *,
     checksums: bool = True,
     done: Callable[[int], None] | None = None,
 ) -> list[str]:
-    """What is wrong with the described files, one line each; `done` is called with the number of bytes checked."""
+    """What is wrong with the described files, one line each."""
 
     def look(item: tuple[str, dict[str, Any]]) -> str | None:
-        if not _is_inside(item[0]):  # a device file elsewhere would be read forever
-            return f"{folder / files.MANIFEST} lists {item[0]!r}, outside the checkpoint: do not use it"
-        found = _problem(folder / item[0], item[1], checksums=checksums)
+        name, entry = item
+        if not _is_inside(name):  # a device file elsewhere would be read forever
+            return f"{folder / files.MANIFEST} lists {name!r}, outside the checkpoint: do not use it"
+        found = _file_problem(folder / name, entry, checksums=checksums)
         if done is not None:
-            done(int(item[1]["size_bytes"]))
+            done(int(entry["size_bytes"]))
         return found
 
     with ThreadPoolExecutor(THREADS) as pool:
         return [line for line in pool.map(look, sorted(described.items())) if line]
 
 
-def _problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | None:
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "://" not in name
+
+
+def _file_problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | None:
     try:
         if not paths.exists(path):
             return f"{path} is missing"
@@ -72,19 +93,25 @@ def _problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | Non
     return None
 
 
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "://" not in name
+def _tensor_problems(checkpoint: Path, listed: dict[str, Any]) -> list[str]:
+    """Tensors that the files hold differently from what the manifest lists."""
+    from fullshard.checkpoint.reader import open_tensors
+    from fullshard.checkpoint.tensors import tree
+
+    try:
+        stored = tree(open_tensors(checkpoint).entries)
+    except Exception as error:  # whatever the library raises for an unreadable file
+        return [str(error) or type(error).__name__]
+    other = [name for name in sorted(stored.keys() | listed.keys()) if stored.get(name) != listed.get(name)]
+    return [f"{name}: listed as {listed.get(name)}, stored as {stored.get(name)}" for name in other]
 
 
-def share(described: dict[str, Any], *, rank: int, world: int) -> dict[str, Any]:
-    """The files that this rank checks, about equal in bytes over ranks."""
-    by_size = sorted(described, key=lambda name: -int(described[name]["size_bytes"]))
-    return {name: described[name] for name in by_size[rank::world]}
+def checksum(path: Path) -> str:
+    """The sha256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def unlisted(folder: Path, described: Iterable[str]) -> list[str]:
-    """Files that the manifest does not list."""
-    known = {*described, files.MANIFEST}
-    found = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name not in known)
+def describe(folder: Path, digests: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each file, for the manifest; checksums are of what was written, not of what is on disk."""
+    return {name: {"size_bytes": (folder / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}

@@ -1,4 +1,5 @@
-"""Folders by path or URL (fsspec, as UPath): how remote stores differ from a disk.
+"""Folders by path or URL (fsspec, as UPath): how remote stores differ from a disk, and copies of a run's logs and model
+in a store.
 
 An object store has no folders, links or renames, and its library may cache listings. Must not know what a
 checkpoint is, nor import torch.
@@ -7,8 +8,9 @@ checkpoint is, nor import torch.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +19,18 @@ from fullshard.errors import CheckpointError, FullshardError, SetupError, missin
 
 _PACKAGES = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
 """Package and extra by protocol."""
+REACH = "Check the address, the network and your credentials for it."
+TEXTS = ("recipe.resolved.yaml", "metrics.jsonl", "log.txt", "units.json")
+MODEL, _WHOLE = "model", ".model-is-whole"
 
 
 def place(text: str | Path) -> Path:
     """A folder by path or URL: s3://, gs://, anything that fsspec knows. Raises SetupError for other protocols."""
-    if "://" not in str(text) or not isinstance(text, (str, Path)):
-        return Path(text) if isinstance(text, (str, Path)) else text
+    if not isinstance(text, (str, Path)):
+        return text
     address = str(text)
+    if "://" not in address:
+        return Path(text)
     protocol = address.partition("://")[0]
     from upath import UPath
 
@@ -49,9 +56,6 @@ def place(text: str | Path) -> Path:
         listings.clear()
         listings.use_listings_cache = False
     return cast(Path, found)
-
-
-REACH = "Check the address, the network and your credentials for it."
 
 
 def is_remote(path: Path) -> bool:
@@ -98,15 +102,17 @@ def put_text(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Deletes a remote folder, if it exists."""
+    """Deletes a folder, if it exists."""
     if exists(folder):
         remote: Any = folder
-        remote.fs.rm(remote.path, recursive=True)
+        remote.fs.rm(remote.path, recursive=True) if is_remote(folder) else shutil.rmtree(folder)
 
 
 def move(folder: Path, target: Path, *, last: str) -> None:
-    """Moves a remote folder to a new path; an object store can only copy and delete."""
-    if is_flat(folder):
+    """Moves a folder to a new path; an object store can only copy and delete."""
+    if not is_remote(folder):
+        folder.replace(target)
+    elif is_flat(folder):
         copy(folder, target, last=last)
         remove(folder)
     else:
@@ -124,13 +130,9 @@ def copy(folder: Path, target: Path, *, last: str) -> None:
         make(copied.parent)
         remote.fs.cp_file(path.path, copied.path)
 
-    with ThreadPoolExecutor(_COPIES) as pool:
+    with ThreadPoolExecutor(8) as pool:  # the store does the work
         for group in ([p for p in paths if p.name != last], [p for p in paths if p.name == last]):
             list(pool.map(put, group))
-
-
-_COPIES = 8
-"""Parallel copies; the store does the work."""
 
 
 @contextlib.contextmanager
@@ -150,3 +152,42 @@ def words(error: BaseException) -> str:
     """An error in one line."""
     said = (str(error).strip().splitlines() or ["no text"])[0]
     return said if isinstance(error, OSError) and error.errno else f"{type(error).__name__}: {said}"
+
+
+def upload_model(folder: Path, run: Path) -> None:
+    """Copies the exported model to the store, replacing an older one. A marker file says that the copy is complete."""
+    target: Any = run / MODEL
+    remove(run / _WHOLE)
+    remove(target)
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        copy = target / path.relative_to(folder).as_posix()
+        make(copy.parent)
+        target.fs.put_file(str(path), copy.path)
+    put_text(run / _WHOLE, "")
+
+
+def is_exported(run: Path) -> bool:
+    """Whether the store has the run's complete model."""
+    return exists(run / MODEL) and (not is_remote(run) or exists(run / _WHOLE))
+
+
+def send_texts(run: Path, target: Path, *, warn: Callable[[str], None]) -> None:
+    """Copies log files; if that fails, the run continues and the next save tries again."""
+    if not is_remote(target):
+        return
+    for name in TEXTS:
+        try:
+            if (run / name).is_file():
+                (target / name).write_bytes((run / name).read_bytes())
+        except Exception as error:  # whatever the store's library raises
+            warn(f"{name} could not be copied to {target} ({words(error)}): for now it is only in {run}.")
+
+
+def fetch_texts(run: Path, target: Path) -> None:
+    """Fetches the log files of a run on another machine. A local file that starts with the store's copy is newer, and
+    stays."""
+    for name in TEXTS if is_remote(target) else ():
+        if exists(target / name):
+            copy, own = (target / name).read_bytes(), run / name
+            if not (own.exists() and own.read_bytes().startswith(copy)):
+                own.write_bytes(copy)

@@ -9,8 +9,10 @@ import contextlib
 import copy
 import tempfile
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import load, remote
-from fullshard.checkpoint.background import Background
-from fullshard.checkpoint.host_capacity import shortage
-from fullshard.checkpoint.tensors import Tensors, all_tensors, squares
+from fullshard.checkpoint import load, paths
+from fullshard.checkpoint.background import Background, shortage, sizes_of
+from fullshard.checkpoint.tensors import Tensors, all_tensors, materialise_state, squares
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
 from fullshard.contracts.model import Family
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist import reduce, values
-from fullshard.dist.all_or_fail import together
+from fullshard.dist.all_or_fail import all_or_fail
 from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, SetupError
 from fullshard.formatting.readable import size
 from fullshard.log.console import Console
 
@@ -63,59 +64,74 @@ class Saver:
     """All ranks have the host memory for a save in the background."""
     _newest: Path | None = field(default=None, init=False)
     """The newest checkpoint: the one that the run resumed from, or its own last one."""
-    _processor_files: dict[str, bytes] | None = field(default=None, init=False)
-    _frozen: dict[str, int] | None = field(default=None, init=False)
 
-    def prepare(self, tensors: Tensors) -> None:
-        """Does once, before the first step, what every save needs; `tensors` are like those that will be saved."""
-        self._files_of_processor()
-        self._frozen_checksums()
+    def save_in_background(self, wanted: bool | None) -> None:
+        """Lets later saves run in the background if that is wanted and host memory allows; all ranks decide alike."""
+        if wanted is False or (wanted is None and self.world.device.type != "cuda"):
+            return
+        tensors = self._future_tensors()
+        self.background = Background(device=self.world.device, sizes=sizes_of(tensors))
+        if short := shortage(self.background.num_bytes, self.world):
+            if wanted:
+                self.close()
+                raise SetupError(
+                    f"checkpoint.asynchronous = true: {short}. Set it to false, use more nodes, or free memory."
+                )
+            self._stop_background(short)
+            return
+        _ = self._processor_files, self._frozen  # computed once, before the first step
         if self.target.sharded is not None:
             self.target.sharded.agree(tensors, "A save cannot be planned", group=self.group)
 
+    def _future_tensors(self) -> Tensors:
+        """The tensors of a save. An optimizer that has no state yet makes it for this, and drops it again."""
+        fresh = not self.optimizer.state
+        if fresh:
+            materialise_state(self.optimizer)
+            if self.average:
+                self.average.materialise()
+        tensors = all_tensors(self.model, self.optimizer, left_out=self.left_out)
+        if fresh:
+            self.optimizer.state.clear()
+        return tensors
+
     def save(self, progress: Progress, best: bool, *, now: bool = False) -> None:
-        """Publishes `checkpoint-STEP`, moves the pointers, removes what retention does not keep. In the background,
-        if there is one, unless it is wanted `now`; the save before that is settled first."""
+        """Publishes `checkpoint-STEP`, moves the pointers and deletes old checkpoints; in the background if possible,
+        unless `now`. Waits for the save before."""
         self.settle()
         snapshot = self._snapshot(progress, best)
-        if now or not self._has_room():
-            self._say(write(snapshot, self.target, group=self.group))
+        if self.background is None or now or not self._memory_reserved(self.background):
+            self._announce(write(snapshot, self.target, group=self.group))
         else:
-            assert self.background is not None
             self.background.start(snapshot, lambda staged: write(staged, self.target, group=self.group))
 
-    def approach(self) -> None:
+    def reserve_memory(self) -> None:
         """A save is near: takes the host memory for its copy, if there is enough. Called on all ranks in the same
         step."""
         if self.background is None or self.background.reserved:
             return
         if short := shortage(self.background.num_bytes, self.world, group=self.group):
-            self._wait_for_saves(short)
+            self._stop_background(short)
         else:
             self.background.reserve()
 
-    def _has_room(self) -> bool:
+    def _memory_reserved(self, background: Background) -> bool:
         """Whether all ranks have memory to copy to. An unexpected save, as on a signal, is written directly."""
-        if self.background is None or not self.background.reserved:
-            return False
-        if not self._agreed:
-            found = reduce.gather_objects(self.background.shortage(), group=self.group)
-            problems = {rank: problem for rank, problem in enumerate(found) if problem}
-            if problems:
-                rank, problem = next(iter(problems.items()))
-                self._wait_for_saves(
-                    f"Rank {rank} has no host memory to save in the background ({problem}; "
-                    f"{size(self.background.num_bytes)} are needed)"
-                )
+        if self._agreed or not background.reserved:
+            return self._agreed
+        for rank, problem in enumerate(reduce.gather_objects(background.shortage(), group=self.group)):
+            if problem:
+                needed = f"{problem}; {size(background.num_bytes)} are needed"
+                self._stop_background(f"Rank {rank} has no host memory to save in the background ({needed})")
                 return False
-            self._agreed = True
+        self._agreed = True
         return True
 
-    def _wait_for_saves(self, reason: str) -> None:
+    def _stop_background(self, reason: str) -> None:
         assert self.background is not None
-        self.console.warn(f"{reason}: training waits for every save.")
         self.background.close()
         self.background = None
+        self.console.warn(f"{reason}: training waits for every save.")
 
     def finish_copy(self) -> None:
         """Before an update: waits, on the device, until the save under way has copied the tensors that change."""
@@ -130,18 +146,15 @@ class Saver:
     def report(self) -> None:
         """Reports a save in the background that has ended; does not wait."""
         if self.background is not None and (written := self.background.finished()):
-            self._say(written)
+            self._announce(written)
 
     def settle(self) -> None:
         """Waits for the save in the background, if any, and raises its error."""
-        if self.background is None or not self.background.busy:
-            return
         begun = time.monotonic()
-        written = self.background.settle()
-        if written is not None:
-            self._say(written)
-        if (waited := time.monotonic() - begun) > 1:
-            self.console.note(f"Training waited {waited:.1f} s for the save before: save less often.")
+        if self.background is not None and (written := self.background.settle()):
+            self._announce(written)
+            if (waited := time.monotonic() - begun) > 1:
+                self.console.note(f"Training waited {waited:.1f} s for the save before: save less often.")
 
     def newest(self) -> str:
         """What to resume from, in a sentence; waits for the save under way."""
@@ -161,7 +174,12 @@ class Saver:
     def restore(self, checkpoint: Path) -> None:
         """Loads weights, optimizer state and loss scale."""
         state = files.read_state(checkpoint)
-        self._check_frozen(checkpoint, state.get("frozen"))
+        saved, now = state.get("frozen") or {}, self._frozen
+        if changed := [name for name, found in saved.items() if now.get(name, found) != found]:
+            raise CheckpointError(
+                f"{checkpoint} was trained on other frozen weights: {len(changed)} of {len(now)} differ from those "
+                f"that the model's folder holds now, first {changed[0]}. Resume with the base model it was trained on."
+            )
         load.load(checkpoint, model=self.model, optimizer=self.optimizer, average=self.average, left_out=self.left_out)
         if self.scaler and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
@@ -175,81 +193,62 @@ class Saver:
             path = self.target.run / files.name_of(best)
             load.load_weights(path, model=self.model, left_out=self.left_out, average=average)
         weights = "averaged weights" if self.average else "weights"
-        which = (
-            f"the {weights} of step {best}, the best" if best is not None else f"the {weights} of step {progress.step}"
-        )
+        step = f"step {progress.step}" if best is None else f"step {best}, the best"
         with self.average.in_place() if self.average else contextlib.nullcontext():
-            return f"{self._write_model()} ({which})"
+            return f"{self._write_model()} (the {weights} of {step})"
 
     def _snapshot(self, progress: Progress, best: bool) -> Snapshot:
         tensors = all_tensors(self.model, self.optimizer, left_out=self.left_out)
-        shares = squares(tensors)
-        stacked = torch.stack(list(shares.values())) if shares else torch.zeros(0)
+        shares = {kind: reduce.HostCopy(share.reshape(1)) for kind, share in squares(tensors).items()}
         facts = {
             "progress": progress.as_dict(),
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "world_size": self.world.size,
-            "frozen": self._frozen_checksums(),
+            "frozen": self._frozen,
         }
         # A copy: progress changes while this is written.
         facts = copy.deepcopy(facts) | self.facts
-        return Snapshot(
-            progress.step, tensors, list(shares), reduce.HostCopy(stacked), facts, self._files_of_processor(), best
-        )
+        return Snapshot(progress.step, tensors, shares, facts, self._processor_files, best)
 
-    def _files_of_processor(self) -> dict[str, bytes]:
-        """The tokenizer's files, so that a checkpoint can be exported anywhere; they never change."""
-        if self._processor_files is None:
-            found = self._processor_files = {}
+    @cached_property
+    def _processor_files(self) -> dict[str, bytes]:
+        """The tokenizer's files, on rank 0, so that a checkpoint can be exported anywhere; they never change."""
+        found: dict[str, bytes] = {}
+        with all_or_fail("The tokenizer cannot be saved", group=self.group):
+            if self.world.is_main and hasattr(self.processor, "save_pretrained"):
+                with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+                    self.processor.save_pretrained(folder)
+                    for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
+                        found[str(path.relative_to(folder))] = path.read_bytes()
+        return found
 
-            def read() -> None:
-                if self.world.is_main and hasattr(self.processor, "save_pretrained"):
-                    with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
-                        self.processor.save_pretrained(folder)
-                        for path in sorted(p for p in Path(folder).rglob("*") if p.is_file()):
-                            found[str(path.relative_to(folder))] = path.read_bytes()
+    @cached_property
+    def _frozen(self) -> dict[str, int]:
+        """Checksums of the parameters that are not saved."""
+        parameters = dict(self.model.named_parameters())
+        return values.fingerprints({name: parameters[name] for name in sorted(self.left_out)})
 
-            together(read, "The tokenizer cannot be saved", group=self.group)
-        return self._processor_files
-
-    def _frozen_checksums(self) -> dict[str, int]:
-        if self._frozen is None:
-            parameters = dict(self.model.named_parameters())
-            self._frozen = values.fingerprints({name: parameters[name] for name in sorted(self.left_out)})
-        return self._frozen
-
-    def _check_frozen(self, checkpoint: Path, saved: dict[str, int] | None) -> None:
-        now = self._frozen_checksums()
-        changed = [name for name, found in (saved or {}).items() if now.get(name, found) != found]
-        if changed:
-            raise CheckpointError(
-                f"{checkpoint} was trained on other frozen weights: {len(changed)} of {len(now)} differ from those "
-                f"that the model's folder holds now, first {changed[0]}. Resume with the base model it was trained on."
-            )
-
-    def _say(self, written: Written) -> None:
+    def _announce(self, written: Written) -> None:
         self._newest = written.path
         if self.world.is_main:
-            remote.send_texts(self.folder, self.target.run, warn=self.console.warn)
+            paths.send_texts(self.folder, self.target.run, warn=self.console.warn)
         self.console.saved(written.path, seconds=written.seconds, size_bytes=written.size_bytes)
 
     def _write_model(self) -> Path:
         """Whole tensors, one at a time, from all ranks to rank 0, which writes them as `model/`."""
         reshard(self.model)
-        target = self.folder / "model"
-        tensors = self._whole_tensors()
-
-        def put() -> None:
-            hidden = files.begin_export(self.folder)
+        target, tensors = self.folder / "model", self._whole_tensors()
+        with all_or_fail(f"{target} cannot be written"):
             try:
-                self.family.export(self.model, tensors, hidden, processor=self.processor)
-            finally:  # the other ranks are still gathering: finish that before an error is raised
-                _exhaust(tensors)
-            files.replace(hidden, target)
-            if files.is_remote(self.target.run):
-                remote.upload_model(target, self.target.run)
-
-        together(put if self.world.is_main else lambda: _exhaust(tensors), f"{target} cannot be written")
+                if self.world.is_main:
+                    hidden = files.begin_export(self.folder)
+                    self.family.export(self.model, tensors, hidden, processor=self.processor)
+            finally:  # every rank gathers to the end, also when rank 0 fails
+                deque(tensors, maxlen=0)
+            if self.world.is_main:
+                files.replace(hidden, target)
+                if files.is_remote(self.target.run):
+                    paths.upload_model(target, self.target.run)
         return self.target.run / "model"
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -258,8 +257,3 @@ class Saver:
                 assert isinstance(parameter, DTensor)
                 tensor = values.whole(parameter)
                 yield name, tensor.cpu() if self.world.is_main else tensor
-
-
-def _exhaust(tensors: Iterator[Any]) -> None:
-    for _ in tensors:
-        pass

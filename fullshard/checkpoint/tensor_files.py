@@ -1,4 +1,4 @@
-"""Writes files of tensors one tensor at a time: safetensors, and the flat state that `torch.load` reads.
+"""Writes safetensors files one tensor at a time.
 
 Bytes go to disk as they arrive; nothing is buffered. Must not know what the tensors mean, where they come from, nor
 anything of the package but its errors.
@@ -12,39 +12,18 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
 import torch
+from safetensors.torch import _TYPES
 
 from fullshard.errors import CheckpointError
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""The dtypes of safetensors, by its own names."""
-
+DTYPES: dict[str, torch.dtype] = _TYPES
+"""The dtypes of safetensors by its own names."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE_BYTES = 16 << 20
 """Bytes per write call: object stores copy each into a buffer."""
-
-
 _ROWS_BYTES = 4 << 20
 """Bytes read, converted and written at a time, so that large tensors are never copied whole."""
 
@@ -75,7 +54,7 @@ def in_rows(tensor: Any) -> Iterator[torch.Tensor]:
         yield tensor[start : start + rows].cpu()
 
 
-class _Stream:
+class TensorStream:
     """A file that takes tensors by name, each once."""
 
     def __init__(self, file: Path | IO[bytes], *, entries: Mapping[str, TensorEntry] | None, mode: str) -> None:
@@ -118,7 +97,7 @@ class _Stream:
         return len(data)
 
     def _place(self, name: str, entry: TensorEntry) -> None:
-        raise NotImplementedError
+        """Moves to where the tensor begins."""
 
     def _finish(self) -> None:
         """Writes what comes after the last tensor."""
@@ -131,27 +110,21 @@ class _Stream:
             self._finish()
             self._file.flush()
         finally:
-            self._release()
-
-    def _release(self) -> None:
-        if self._owned:
-            self._file.close()
+            if self._owned:
+                self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:
             self.close()
-        else:
-            # The file stays unreadable: it has no header, or no end.
+        elif self._owned:
             with contextlib.suppress(OSError):
-                self._release()
+                self._file.close()  # it stays unreadable: it has no header, or no end
 
 
-class SafetensorsStream(_Stream):
+class SafetensorsStream(TensorStream):
     """One safetensors file.
 
     With `entries` the header is written first, and tensors come in that order: the file may be a stream that cannot
@@ -216,31 +189,3 @@ class SafetensorsStream(_Stream):
             self._file.seek(start + distance)
             self._file.write(piece)
             end = start
-
-
-class TorchStream(_Stream):
-    """A torch file with one flat mapping from name to tensor, as `torch.save` writes it; tensors come in any order.
-
-    `torch.load` reads it with `weights_only=True` and with `mmap=True`. Checksums inside the archive are those of
-    empty tensors; torch ignores them.
-    """
-
-    def __init__(self, path: Path, *, entries: Mapping[str, TensorEntry]) -> None:
-        self._offsets = _write_skeleton(path, entries)
-        super().__init__(path, entries=entries, mode="r+b")
-
-    def _place(self, name: str, entry: TensorEntry) -> None:
-        self._file.seek(self._offsets[name])
-
-
-def _write_skeleton(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, int]:
-    """Writes the file without its tensors; returns the offset of each."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        fake = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(fake, path)
-    with FakeTensorMode():
-        loaded = torch.load(path, weights_only=True)
-    return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in loaded.items()}

@@ -1,11 +1,12 @@
-"""The tensors of a checkpoint by parameter name, and a few numbers that prove them after a load.
+"""The tensors of a checkpoint by parameter name, and a few numbers that prove after a load that they are the same.
 
 Must not know files, formats or recipes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fullshard.checkpoint.tensor_files import TensorEntry
 from fullshard.dist.shard import reshard
 from fullshard.dist.values import local
 
@@ -69,16 +71,6 @@ def flat(name: str, tensor: torch.Tensor) -> Tensors:
     return {f"{name}.{part}": getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
 
 
-def rebuilt(name: str, tensor: torch.Tensor, parts: Tensors) -> torch.Tensor:
-    """A tensor like `tensor` from other parts, named as by `flat`."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return parts[name]
-    names, context = tensor.__tensor_flatten__()
-    inner = {part: parts[f"{name}.{part}"] for part in names}
-    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-    return made
-
-
 @torch.no_grad()
 def squares(tensors: Tensors) -> Tensors:
     """This rank's share of the squared norm of each kind of optimizer state, still on the device: `exp_avg` and so on.
@@ -105,10 +97,8 @@ def _copies(tensor: torch.Tensor) -> int:
     """How many ranks hold the same slice."""
     if not isinstance(tensor, DTensor):
         return torch.distributed.get_world_size()
-    copies = 1
-    for axis, placement in enumerate(tensor.placements):
-        copies *= tensor.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
-    return copies
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    return math.prod(tensor.device_mesh.size(axis) for axis in replicated)
 
 
 def counts(tensors: Tensors) -> list[float]:
@@ -117,6 +107,6 @@ def counts(tensors: Tensors) -> list[float]:
     return [min(steps), max(steps)] if steps else []
 
 
-def tree(tensors: Tensors) -> dict[str, dict[str, Any]]:
+def tree(tensors: Mapping[str, torch.Tensor | TensorEntry]) -> dict[str, dict[str, Any]]:
     """Shape and dtype by name, for the manifest."""
     return {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in tensors.items()}

@@ -16,11 +16,10 @@ import torch
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity, paths
-from fullshard.checkpoint.full import write_full
-from fullshard.checkpoint.sharded import Sharded
+from fullshard.checkpoint.formats import Sharded, write_full
 from fullshard.checkpoint.tensors import Tensors, counts, tree
 from fullshard.dist import reduce
-from fullshard.dist.all_or_fail import together
+from fullshard.dist.all_or_fail import all_or_fail
 from fullshard.errors import CheckpointError
 
 
@@ -30,8 +29,7 @@ class Snapshot:
 
     step: int
     tensors: Tensors
-    kinds: list[str]
-    squares: reduce.HostCopy
+    squares: dict[str, reduce.HostCopy]
     """This rank's share of the squared norm of each kind of optimizer state."""
     facts: dict[str, Any]
     processor: dict[str, bytes]
@@ -62,62 +60,38 @@ def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
     """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, deletes old ones. A failure is fatal."""
     begun, main = time.monotonic(), torch.distributed.get_rank() == 0
     hidden = files.unfinished(target.run, snapshot.step)
-    digests: dict[str, str] = {}
-
-    def begin() -> None:
+    with all_or_fail(f"{hidden} cannot be created", group=group):
         if main:
             files.begin(target.run, snapshot.step)
-
-    together(begin, f"{hidden} cannot be created", group=group)
-    facts = snapshot.facts | {"optimizer": _evidence(snapshot, group)}
-
-    if target.sharded is not None:
-        digests.update(target.sharded.write(hidden, snapshot.tensors, group=group))
-
-    def put() -> None:
-        if target.sharded is None:
-            digests.update(write_full(hidden, snapshot.tensors, group=group))
+    squares = {kind: share.read()[0] for kind, share in snapshot.squares.items()}
+    evidence = {"steps": counts(snapshot.tensors), "norms": norms(squares, group=group)}
+    put = target.sharded.write if target.sharded else write_full
+    digests = put(hidden, snapshot.tensors, group=group)
+    with all_or_fail(f"{hidden} cannot be written", group=group):
         if main:
-            digests.update(_put_facts(hidden, facts, snapshot.processor))
-
-    together(put, f"{hidden} cannot be written", group=group)
-    described: dict[str, dict[str, Any]] = {}
-
-    def look() -> None:
-        described.update(integrity.describe(hidden, digests))
-        if found := integrity.problems(hidden, described):
+            digests |= _write_facts(hidden, snapshot.facts | {"optimizer": evidence}, snapshot.processor)
+    with all_or_fail(f"{hidden} is not what was written", group=group):
+        described = integrity.describe(hidden, digests)
+        if found := integrity.file_problems(hidden, described):
             raise CheckpointError(f"the storage does not return what was written: {'; '.join(found)}")
-
-    together(look, f"{hidden} is not what was written", group=group)
-    for part in reduce.gather_objects(dict(described), group=group):
-        described |= part
-
-    def finish() -> None:
+    described = {name: entry for part in reduce.gather_objects(described, group=group) for name, entry in part.items()}
+    with all_or_fail(f"{hidden} cannot be published", group=group):
         if main:
             epoch = snapshot.facts.get("progress", {}).get("epoch")
             manifest = {"step": snapshot.step, "epoch": epoch, "format": "sharded" if target.sharded else "full"}
             _publish(target, snapshot, manifest | {"files": described, "tensors": tree(snapshot.tensors)})
-
-    together(finish, f"{hidden} cannot be published", group=group)
     size = sum(int(entry["size_bytes"]) for entry in described.values())
     return Written(target.run / files.name_of(snapshot.step), time.monotonic() - begun, size)
 
 
-def _evidence(snapshot: Snapshot, group: Any) -> dict[str, Any]:
-    """Step counts and norms of the optimizer's state, to be compared after a load."""
-    return {
-        "steps": counts(snapshot.tensors),
-        "norms": norms(snapshot.kinds, snapshot.squares.read(), group=group),
-    }
-
-
-def norms(kinds: list[str], squares: list[float], *, group: Any = None) -> dict[str, float]:
+def norms(squares: dict[str, float], *, group: Any = None) -> dict[str, float]:
     """The norm of each kind of optimizer state over all ranks, from every rank's share of its square."""
     shares = reduce.gather_objects(squares, group=group)
-    return {kind: sum(share[index] for share in shares) ** 0.5 for index, kind in enumerate(kinds)}
+    return {kind: sum(share[kind] for share in shares) ** 0.5 for kind in squares}
 
 
-def _put_facts(hidden: Path, facts: dict[str, Any], processor: dict[str, bytes]) -> dict[str, str]:
+def _write_facts(hidden: Path, facts: dict[str, Any], processor: dict[str, bytes]) -> dict[str, str]:
+    """Writes state.json and the tokenizer's files; returns their checksums."""
     files.write_json(hidden / files.STATE, facts)
     digests = {files.STATE: integrity.checksum(hidden / files.STATE)}
     for name, content in processor.items():

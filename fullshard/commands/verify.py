@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fullshard.checkpoint import completeness, integrity
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
 from fullshard.errors import EXIT_USER, CheckpointError
 from fullshard.formatting.readable import size
 
@@ -55,10 +55,11 @@ def _told(path: Path, lines: list[str]) -> list[str]:
         return [f"✗ {path} is DAMAGED", *(f"    {line}" for line in lines)]
     described = files.read_manifest(path)
     total = sum(int(entry["size_bytes"]) for entry in described["files"].values())
-    extra = integrity.unlisted(path, described["files"])
+    present = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
+    extra = sorted(present - {*described["files"], files.MANIFEST})
     counted = f"{len(described['files'])} files, {size(total)}, {len(described['tensors']):,} tensors"
-    known = [f"    not part of it: {', '.join(extra)}"] if extra else []
-    return [f"✓ {path} is whole: {counted}, every checksum as written", *known]
+    unlisted = [f"    not part of it: {', '.join(extra)}"] if extra else []
+    return [f"✓ {path} is whole: {counted}, every checksum as written", *unlisted]
 
 
 def problems(checkpoint: Path, *, quiet: bool = True) -> list[str]:
@@ -68,7 +69,7 @@ def problems(checkpoint: Path, *, quiet: bool = True) -> list[str]:
     except CheckpointError:
         described = {}  # which is what is wrong
     with _progress(described, checkpoint, quiet=quiet) as done:
-        return completeness.problems(checkpoint, done=done)
+        return integrity.problems(checkpoint, done=done)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The best model: what each validation means for it, and when a run stops for lack of a better one.
+"""The best model: whether a validation found it, and when a run stops because none does any more.
 
 Must not know how anything is measured or saved.
 """
@@ -23,25 +23,14 @@ class BestRule:
 
     metric: str
     mode: Direction
-    against: bool = False
-    """The recipe states a mode that contradicts what the evaluation says."""
+    contradicts: bool = False
+    """The recipe states the opposite of what the evaluation says is better."""
 
     def better(self, value: float, than: float | None) -> bool:
         return than is None or (value < than if self.mode == "min" else value > than)
 
     def describe(self) -> str:
         return f"{'lowest' if self.mode == 'min' else 'highest'} {self.metric}"
-
-    def warning(self) -> tuple[str, str] | None:
-        """What is wrong with a mode that contradicts the metric, and what to do."""
-        if not self.against:
-            return None
-        better = "higher" if self.mode == "min" else "lower"
-        return (
-            f"checkpoint.best.mode = {self.mode} keeps the model with the {self.describe()}, the worst one: a {better} "
-            f"{self.metric} is better.",
-            f"Leave mode out: checkpoint.best: {self.metric}.",
-        )
 
 
 def missing(metric: str, known: Iterable[str], why: str = "") -> str:
@@ -53,8 +42,8 @@ def missing(metric: str, known: Iterable[str], why: str = "") -> str:
 
 
 def not_found(rule: BestRule, numbers: Mapping[str, float], *, saved: str | None) -> RecipeError:
-    """The error when no evaluation gave the number that decides; `saved` says what is kept."""
-    kept = f" {saved}: correct the recipe and run the same command again to go on from there." if saved else ""
+    """The error if no evaluation gave the number that decides; `saved` says which model is saved."""
+    kept = f" {saved}: correct the recipe and run the same command again to continue from there." if saved else ""
     return RecipeError(
         missing(rule.metric, numbers) + f" Write checkpoint.best: {{metric: {next(iter(numbers))}, mode: max}} (or "
         f"min), or checkpoint.best: null.{kept}"
@@ -67,9 +56,8 @@ def judge(
     """Whether to stop, and whether to keep this model as the best; the value is the same on every rank.
 
     Later values are compared with the first. A value from before the first step has no checkpoint."""
-    _start_over(rule, progress, console)
-    finite, name = math.isfinite(value), _name(rule)
-    first = progress.first is None
+    _forget_other_metric(rule, progress, console)
+    finite, first, name = math.isfinite(value), progress.first is None, f"Val {readable.title(rule.metric)}"
     keep = finite and progress.step > 0 and rule.better(value, progress.best)
     gain = finite and (first or (rule.better(value, progress.best) and rule.better(value, progress.first)))
     if not finite:
@@ -84,7 +72,7 @@ def judge(
             f"{name} {readable.number(value)} is worse than {readable.number(progress.first or 0)} before training."
         )
     if not first:
-        _follow(rule, progress, value, console)
+        _track_decline(rule, progress, value, console)
     if keep:
         progress.best, progress.best_step = value, progress.step
     progress.validations_without_gain = 0 if gain else progress.validations_without_gain + 1
@@ -95,11 +83,11 @@ def judge(
     return "done", keep
 
 
-def _start_over(rule: BestRule, progress: Progress, console: Console) -> None:
-    """Forgets values of another number or another direction: they cannot be compared."""
+def _forget_other_metric(rule: BestRule, progress: Progress, console: Console) -> None:
+    """Forgets values of another metric or direction: they cannot be compared."""
     by = f"{rule.mode} {rule.metric}"
     if progress.best_by not in (None, by):
-        console.note(f"checkpoint.best was by {progress.best_by} and is by {by}: the best is looked for from here on.")
+        console.note(f"checkpoint.best was by {progress.best_by} and is by {by}: the search for the best starts over.")
         progress.best = progress.best_step = progress.first = progress.previous = None
         progress.validations_without_gain = progress.only_worse = 0
     if progress.best_by is None and progress.best is not None:  # a checkpoint without the first value
@@ -107,8 +95,8 @@ def _start_over(rule: BestRule, progress: Progress, console: Console) -> None:
     progress.best_by = by
 
 
-def _follow(rule: BestRule, progress: Progress, value: float, console: Console) -> None:
-    """Warns when no validation since the first was better than the one before it."""
+def _track_decline(rule: BestRule, progress: Progress, value: float, console: Console) -> None:
+    """Warns if every validation since the first was worse than the one before it."""
     before = progress.previous
     worse = not math.isfinite(value) or (before is not None and rule.better(before, value))
     progress.previous = value if math.isfinite(value) else before
@@ -118,7 +106,7 @@ def _follow(rule: BestRule, progress: Progress, value: float, console: Console) 
 
 
 def only_worse(rule: BestRule, progress: Progress) -> str | None:
-    """A warning when every validation since the first was worse than the one before it."""
+    """That warning; None if it does not apply."""
     if progress.only_worse < 1 or progress.first is None or progress.previous is None:
         return None
     gone = "risen" if rule.mode == "min" else "fallen"
@@ -139,7 +127,3 @@ def outcome(rule: BestRule | None, progress: Progress) -> str:
         return f"{text}, the first evaluation; no later one was better" if progress.only_worse else text
     beaten = progress.first is not None and rule.better(progress.first, progress.best)
     return f"{text}, worse than {readable.number(progress.first or 0)} before training" if beaten else text
-
-
-def _name(rule: BestRule) -> str:
-    return f"Val {readable.title(rule.metric)}"

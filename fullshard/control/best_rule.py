@@ -1,4 +1,4 @@
-"""Which validation number decides the best model, and which way, as the recipe means it.
+"""Which validation number decides the best model, and which way, as the recipe says.
 
 Names and directions come from the evaluations themselves; the loss is the only metric known here, and it is always
 minimised. Must not know how anything is measured or saved.
@@ -24,14 +24,14 @@ LOSS: Numbers = {"loss": "min"}
 def best_rule(
     best: Best | None, parts: Sequence[Evaluation], objective: Objective, model: nn.Module, ema: Ema | None
 ) -> BestRule | None:
-    """The rule that the recipe states; an error when no evaluation gives the number or its direction is unknown."""
+    """The recipe's rule; raises if no evaluation gives the number, or if its direction is unknown."""
     if best is None:
         return None
     said = [_said(part, objective, model) for part in parts if not part.only_at_end]
     known: Numbers = {name: mode for numbers in said for name, mode in (LOSS if numbers is None else numbers).items()}
     known = ema.names(known) if ema else known
     if (right := known.get(best.metric)) is not None:
-        return BestRule(best.metric, best.mode or right, against=best.mode not in (None, right))
+        return BestRule(best.metric, best.mode or right, contradicts=best.mode not in (None, right))
     if None not in said and known:
         raise RecipeError(_not_given(best.metric, known, parts, objective, model))
     if None in said and best.mode is None:
@@ -58,12 +58,20 @@ def _said(part: Evaluation, objective: Objective, model: nn.Module) -> Numbers |
 def _not_given(metric: str, known: Numbers, parts: Sequence[Evaluation], objective: Objective, model: nn.Module) -> str:
     late = [part.kind() for part in parts if part.only_at_end and metric in (_said(part, objective, model) or {})]
     why = f" (evaluate.parts: {late[0]} gives it at the end only, when nothing is left to choose)" if late else ""
-    return missing(metric, known, why) + f" Write {_line(known)}, or checkpoint.best: null for no best checkpoint."
+    write = f" Write checkpoint.best: {next(iter(known))}, or checkpoint.best: null for no best checkpoint."
+    return missing(metric, known, why) + write
 
 
-def _line(known: Numbers) -> str:
-    """The setting for the first known number."""
-    return f"checkpoint.best: {next(iter(known))}"
+def mode_warning(rule: BestRule) -> tuple[str, str] | None:
+    """What is wrong with a mode that contradicts the evaluation, and what to do."""
+    if not rule.contradicts:
+        return None
+    better = "higher" if rule.mode == "min" else "lower"
+    return (
+        f"checkpoint.best.mode = {rule.mode} keeps the model with the {rule.describe()}, the worst one: a {better} "
+        f"{rule.metric} is better.",
+        f"Leave mode out: checkpoint.best: {rule.metric}.",
+    )
 
 
 def gives_numbers(

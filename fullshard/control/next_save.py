@@ -19,7 +19,7 @@ AHEAD_S, BYTES_PER_S = 30.0, 1e9
 
 
 @dataclass
-class Approach:
+class NextSave:
     """What may lead to a save."""
 
     due: Sequence[Due]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from fullshard.checkpoint.saver import Saver
 from fullshard.contracts.progress import Progress
-from fullshard.control.next_save import Approach
+from fullshard.control.next_save import NextSave
 from fullshard.control.triggers import Due
 from fullshard.log.report import Report
 
@@ -21,7 +21,7 @@ class Saves:
 
     saver: Saver
     due: Due
-    approach: Approach
+    next_save: NextSave
     at_end: bool
     report: Report
     step: int = field(default=-1, init=False)
@@ -31,30 +31,30 @@ class Saves:
     """The minutes between two saves have passed, by the clock of rank 0."""
 
     def begin(self, step: int) -> None:
-        """Takes host memory at once where the first save comes soon."""
-        if self.approach.soon(step):
-            self.saver.approach()
+        """Takes host memory at once if the first save comes soon."""
+        if self.next_save.soon(step):
+            self.saver.reserve_memory()
 
     def flags(self, step: int) -> tuple[bool, bool, bool]:
-        """What this rank would have all ranks do: fail with a save that went wrong, save now because of the time, take
-        memory for a save that comes near."""
+        """What this rank asks of all ranks: fail because a save failed, save because of the time, take memory because
+        a save is near."""
         self.saver.report()
         main, since_save = self.saver.world.is_main, time.monotonic() - self._at
         overdue = main and self.due.after_seconds(since_save)
-        near = main and self.approach.near(step, since_save_s=since_save)
+        near = main and self.next_save.near(step, since_save_s=since_save)
         return self.saver.failed, overdue, near
 
     def follow(self, step: int, *, failed: bool, overdue: bool, near: bool) -> None:
         """Does what the ranks agreed on in the step before."""
-        # The last save answered a flag raised before it.
+        # A save since then has answered the flag.
         self._overdue = overdue and self.step < step - 1
         if failed:
             self.saver.settle()
         if near:
-            self.saver.approach()
+            self.saver.reserve_memory()
 
     def due_after(self, step: int, epoch: int | None = None) -> bool:
-        """Whether the recipe asks for a save after this step, and after this epoch where one ends with it."""
+        """Whether the recipe asks for a save after this step, or after this epoch if one ends with it."""
         by_epoch = epoch is not None and self.due.after_epoch(epoch)
         return by_epoch or self.due.after_step(step) or self._overdue
 
@@ -63,7 +63,7 @@ class Saves:
         self.saver.finish_copy()
 
     def save(self, progress: Progress, *, best: bool = False) -> None:
-        """Saves now, or starts to in the background."""
+        """Saves now, or starts a save in the background."""
         begun, progress.seconds = time.monotonic(), self.report.seconds
         with self.report.phase("save"):
             self.saver.save(progress, best)
@@ -71,7 +71,7 @@ class Saves:
         self.report.event("saved", progress.step, stall_seconds=round(self._at - begun, 4))
 
     def settle(self) -> None:
-        """Waits for a save in the background, and raises what went wrong with it."""
+        """Waits for a save in the background, and raises its error."""
         with self.report.phase("save"):
             self.saver.settle()
 
@@ -81,6 +81,3 @@ class Saves:
             return "not exported (checkpoint.at_end = false)"
         with self.report.phase("save"):
             return self.saver.export(progress)
-
-
-__all__ = ["Saves"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ from fullshard.errors import CheckpointError
 SPACE = "Check disk space and permissions; earlier checkpoints are complete."
 
 
-def together(act: Callable[[], Any], problem: str, *, advice: str = SPACE, group: Any = None) -> None:
-    """Runs `act`; if it fails on one rank, raises the same error on every rank."""
+@contextlib.contextmanager
+def all_or_fail(problem: str, *, advice: str = SPACE, group: Any = None) -> Iterator[None]:
+    """If the body fails on one rank, raises the same error on every rank. All ranks meet at its end."""
     reason = None
     try:
-        act()
+        yield
     except (Exception, CheckpointException) as error:  # the other ranks must know, whatever it is
         reason = _reason(error)
     reasons = [found for found in dict.fromkeys(reduce.gather_objects(reason, group=group)) if found]
     if reasons:
-        raise CheckpointError(f"{problem} ({'; '.join(reasons)}). {advice}")
+        raise CheckpointError(f"{problem} ({'; '.join(reasons)}). {advice}") from None
 
 
 def _reason(error: BaseException) -> str:

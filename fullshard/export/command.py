@@ -91,7 +91,7 @@ def _check(checkpoint: Path, console: Console) -> None:
     console.say(f"Checking {checkpoint}")
     with _bar(console, "Checking", len(described)) as bar:
         local = not folder.is_remote(checkpoint)
-        found = integrity.problems(checkpoint, described, checksums=local, done=lambda size: bar.advance())
+        found = integrity.file_problems(checkpoint, described, checksums=local, done=lambda size: bar.advance())
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(found[:3])}{more}. Export another one.")

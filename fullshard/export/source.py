@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint.reader import CheckpointTensors, weights_of
+from fullshard.checkpoint.reader import CheckpointTensors, open_tensors
 from fullshard.checkpoint.tensor_files import TensorEntry
 from fullshard.config.part import decode, part_class
 from fullshard.contracts.model import Family, Weights
@@ -29,6 +29,8 @@ from fullshard.errors import CheckpointError, FullshardError
 
 LARGE = 32 * 2**20
 """Bytes from which a tensor is not read whole."""
+_EMA = "/ema"
+"""The suffix of averaged weights in the optimizer's state."""
 MOVED = "Where the run's base model has moved, say where it is now: --base PATH."
 
 
@@ -231,6 +233,21 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     parameters: dict[str, torch.Tensor] = dict(module.named_parameters())
     aliases = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     return parameters | {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in aliases}
+
+
+def weights_of(checkpoint: Path, which: str | None) -> CheckpointTensors:
+    """The model's tensors, `ema` or `model`; None: averaged if the run kept an average."""
+    model, optimizer = (open_tensors(checkpoint).section(section) for section in ("model", "optimizer"))
+    averages = {name for name in model.entries if name + _EMA in optimizer.entries}
+    if which == "ema" and not averages:
+        raise CheckpointError(f"{checkpoint} holds no averaged weights: the run had no ema. Leave --weights out.")
+    if which == "model" or not averages:
+        return model
+
+    def read(name: str, start: int, stop: int) -> torch.Tensor:
+        return optimizer.read(name + _EMA, start, stop) if name in averages else model.read(name, start, stop)
+
+    return CheckpointTensors(model.entries | {name: optimizer.entries[name + _EMA] for name in averages}, read)
 
 
 def _check_fit(checkpoint: Path, module: nn.Module, stored: CheckpointTensors) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
-from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, TorchStream, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
+from fullshard.export.torch_file import TorchStream
 
 FORMS = ("hf", "adapter", "merged", "state")
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fullshard.checkpoint.formats import Sharded
 from fullshard.checkpoint.saver import Saver
-from fullshard.checkpoint.sharded import Sharded
 from fullshard.checkpoint.write import Target
 from fullshard.config.part import plain
 from fullshard.contracts.world import World
+from fullshard.control.next_save import NextSave
 from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce
@@ -20,8 +21,8 @@ from fullshard.log.console import Console
 from fullshard.log.report import Report
 from fullshard.proofs.same_run import require_equal_values
 from fullshard.recipe import Recipe
-from fullshard.setup.background_saves import go_background, saves_to_come
 from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import effective_best
 from fullshard.setup.sharded_model import ShardedModel
 from fullshard.step import Learner
 
@@ -40,30 +41,38 @@ def make_saves(
     checkpoint: Path | None,
 ) -> Saves:
     """Loads the checkpoint to resume from, and makes what saves the run from there on."""
-    settings = recipe.checkpoint
+    settings, best = recipe.checkpoint, effective_best(recipe, inputs) is not None
     saver = _saver(recipe, inputs, world, model, learner, report.console)
     if checkpoint is not None:
         saver.restore(checkpoint)
     require_equal_values(model.module)
-    go_background(saver, settings.asynchronous)
+    saver.save_in_background(settings.asynchronous)
     due = Due(settings.every_steps, settings.every_epochs, settings.every_minutes)
-    return Saves(saver, due, saves_to_come(recipe, inputs, saver, due), settings.at_end, report)
+    validations = Due(recipe.evaluate.every_steps, recipe.evaluate.every_epochs)
+    next_save = NextSave(
+        due=[due, validations] if best else [due],
+        at_end=settings.at_end or best,
+        steps_per_epoch=inputs.plan.steps_per_epoch,
+        total_steps=inputs.plan.total_steps,
+        num_bytes=saver.background.num_bytes if saver.background else 0,
+    )
+    return Saves(saver, due, next_save, settings.at_end, report)
 
 
 def _saver(
     recipe: Recipe, inputs: RunInputs, world: World, model: ShardedModel, learner: Learner, console: Console
 ) -> Saver:
-    if recipe.checkpoint.format == "full" and not recipe.optimizer.saves_full:
+    full = recipe.checkpoint.format == "full"
+    if full and not recipe.optimizer.saves_full:
         raise RecipeError(
             f"checkpoint.format = full cannot hold the state of optimizer.kind = {recipe.optimizer.kind()}, which is "
             "quantised slice by slice. Use checkpoint.format: sharded, or optimizer.kind: adamw."
         )
-    # A GPU's host has cores to spare beside the one that feeds it.
+    # A GPU's host has more cores than the one that feeds it.
     sharded = Sharded(threads=4 if world.device.type == "cuda" else 1)
-    target = Target(recipe.checkpoints, recipe.checkpoint.keep, None if recipe.checkpoint.format == "full" else sharded)
     return Saver(
         folder=recipe.folder,
-        target=target,
+        target=Target(recipe.checkpoints, recipe.checkpoint.keep, None if full else sharded),
         export_best=recipe.checkpoint.export == "best",
         model=learner.model,
         optimizer=learner.optimizer,
@@ -77,6 +86,3 @@ def _saver(
         average=learner.average,
         group=reduce.host_group(max(TIMEOUT_S, recipe.topology.timeout_s)),
     )
-
-
-__all__ = ["make_saves"]

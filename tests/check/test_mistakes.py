@@ -783,7 +783,7 @@ def a_checkpoint_that_was_cut_in_train(seed: Seed) -> None:
     "train: started",
     "--resume runs/run/checkpoint-7",
     "no such folder",
-    remedy="Checkpoints beside it",
+    remedy="Checkpoints in ",
     by="train",
 )
 def a_checkpoint_that_is_not_there(seed: Seed) -> None:

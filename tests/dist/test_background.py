@@ -46,25 +46,25 @@ class FullDisk(Evaluation):
 
 def outcome(chosen: dict[str, Any], memory: int | None = None, later: int | None = None) -> tuple[str, str]:
     """How a rank's run ended, on a host with so much memory left, and another amount when a save comes near."""
-    import fullshard.checkpoint.host_capacity
+    import fullshard.checkpoint.background
     from fullshard.recipes.read import read as read_recipe
     from fullshard.run import execute
 
-    before, asked = fullshard.checkpoint.host_capacity.memory_left, []
+    before, asked = fullshard.checkpoint.background.memory_left, []
 
     def left() -> int:
         asked.append(1)
         given = memory if len(asked) == 1 or later is None else later
         return before() if given is None else given
 
-    fullshard.checkpoint.host_capacity.memory_left = left
+    fullshard.checkpoint.background.memory_left = left
     FullDisk.seen.clear()
     try:
         return "stopped", execute(read_recipe(chosen), resume="auto").stopped
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
-        fullshard.checkpoint.host_capacity.memory_left = before
+        fullshard.checkpoint.background.memory_left = before
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
@@ -143,7 +143,7 @@ def test_memory_that_is_gone_when_a_save_comes_near_makes_training_wait(ranks: R
 
 def watched(chosen: dict[str, Any], refuse_on: int | None = None) -> tuple[tuple[str, str], int]:
     """How a rank's run ended, and how often it took memory for a copy; one rank may be refused it."""
-    from fullshard.checkpoint.staging import Region
+    from fullshard.checkpoint.background import Region
 
     opened, taken = Region.open, []
 

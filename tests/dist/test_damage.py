@@ -263,10 +263,10 @@ REWRITTEN: dict[Callable[[dict[str, torch.Tensor]], None], str] = {
     no_moments: r"optimizer's state is not what was saved \(a norm of 0\.\d+ was saved for exp_avg, 0\.0 was read\)",
     no_squares: r"a norm of [\d.e-]+ was saved for exp_avg_sq, 0\.0 was read",
     no_steps: r"step counts \[3\.0, 3\.0\] were saved, \[0\.0, 0\.0\] were read",
-    one_tensor_less: "1 tensor is missing in it, first model/model.norm.weight",
-    one_state_less: "1 tensor is missing in it, first optimizer/model.norm.weight/exp_avg",
-    one_tensor_more: "1 in it is not known here, first model/model.extra.weight",
-    another_shape: r"1 is of another shape, first model/model.norm.weight \[17\] in it, \[16\] here",
+    one_tensor_less: "1 tensor missing from it, first model/model.norm.weight",
+    one_state_less: "1 tensor missing from it, first optimizer/model.norm.weight/exp_avg",
+    one_tensor_more: "1 tensor not part of this run, first model/model.extra.weight",
+    another_shape: r"1 tensor of another shape, first model/model.norm.weight \[17\] \(this run has \[16\]\)",
 }
 
 

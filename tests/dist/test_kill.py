@@ -108,7 +108,7 @@ def check(where):
     files.recover(run)
     first = files.candidates(run)[0]
     for path in files.published(run):
-        found = integrity.problems(path, files.read_manifest(path)["files"])
+        found = integrity.file_problems(path, files.read_manifest(path)["files"])
         assert not found, (where, found)
     assert files.pointed(run, "last") == first, (where, os.listdir(run))
     assert files.pointed(run, "best") in files.published(run), where

@@ -274,7 +274,11 @@ def test_a_refused_change_can_be_wanted_and_harmless_ones_pass_with_a_note(
     [
         ([], 0, r"train resumes from \S*/checkpoint-{last}, step {last} of {last}|is finished"),
         (["duration.steps=90"], 0, r"train resumes from \S*/checkpoint-{last}, step {last} of 90"),
-        (["duration.steps=90"], 0, r"learning rate at step {last} was \S+ and is \S+ by this recipe; .* to 90\."),
+        (
+            ["duration.steps=90"],
+            0,
+            r"learning rate at step {last} was \S+ and is \S+ by this recipe; .* then, 90 now\.",
+        ),
         (["seed=1"], 2, "cannot be resumed with this recipe, .*seed: 0 then, 1 now"),
         (["seed=1", "--resume-anyway"], 0, "Resumed anyway, .*seed: 0 then, 1 now.*--resume-anyway"),
     ],
@@ -295,11 +299,11 @@ def test_check_says_what_a_resumed_run_goes_on_from_and_what_has_changed(
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("wider", r"model/model.embed_tokens.weight \[97, 32\] in it, \[97, 48\] here"),
-        ("deeper", "missing in it, first model/model.layers.3"),
+        ("wider", r"model/model.embed_tokens.weight \[97, 32\] \(this run has \[97, 48\]\)"),
+        ("deeper", "missing from it, first model/model.layers.3"),
         (
             {"lora": 4},
-            "missing in it, first model/.*lora_A.*; 126 in it are not known here, first model/model.layers.0",
+            "missing from it, first model/.*lora_A.*; 126 tensors not part of this run, first model/model.layers.0",
         ),
     ],
     ids=str,

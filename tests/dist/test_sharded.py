@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fullshard.checkpoint.formats import OneByOne, Sharded
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.checkpoint.sharded import OneByOne, Sharded
 from fullshard.checkpoint.write import Snapshot, Target, write
 from fullshard.dist import reduce
 
@@ -23,7 +23,7 @@ def saves(run: Path) -> list[bool]:
     for step, rows in ((1, whole), (2, whole + 1), (3, whole[:5])):
         tensors = {"model/w": distribute_tensor(rows, mesh, [Shard(0)]), "model/b": torch.tensor(float(step))}
         before = sharded._plan
-        snapshot = Snapshot(step, tensors, [], reduce.HostCopy(torch.zeros(0)), {}, {}, False)
+        snapshot = Snapshot(step, tensors, {}, {}, {}, best=False)
         write(snapshot, Target(run, None, sharded), group=group)
         planned.append(sharded._plan is not before)
     return planned
@@ -49,7 +49,7 @@ def test_a_save_that_training_waits_for_holds_one_copy_at_a_time() -> None:
     quantised = OptimState8bit.zeros((4, 256), block_size=256)
     quantised.copy_(torch.linspace(-1, 1, 1024).view(4, 256))
     state["quantised"], numbers = quantised, quantised.dequantize().clone()
-    planner = OneByOne(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = OneByOne()
     planner.set_up_planner(dict(state), is_coordinator=True)
     kept = []
     for item in planner.create_local_plan().items:

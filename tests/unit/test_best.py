@@ -16,7 +16,7 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.progress import Progress
 from fullshard.control.best import BestRule, judge, only_worse, outcome
-from fullshard.control.best_rule import best_rule, gives_numbers
+from fullshard.control.best_rule import best_rule, gives_numbers, mode_warning
 from fullshard.errors import RecipeError
 from fullshard.evaluations.loss import Loss
 from fullshard.families.diffusion.evaluations.fid import Fid
@@ -83,7 +83,7 @@ def test_the_direction_follows_from_the_number(metric: str, part: Evaluation, mo
     contradicted = rule(metric, part, mode=other)
     assert contradicted is not None
     assert contradicted.mode == other, "what the recipe states is done"
-    text, remedy = contradicted.warning() or ("", "")
+    text, remedy = mode_warning(contradicted) or ("", "")
     assert f"checkpoint.best.mode = {other}" in text
     assert f"a {'higher' if mode == 'max' else 'lower'} {metric} is better" in text
     assert f"checkpoint.best: {metric}." in remedy
@@ -92,7 +92,7 @@ def test_the_direction_follows_from_the_number(metric: str, part: Evaluation, mo
 def test_a_stated_direction_that_agrees_is_no_warning() -> None:
     stated = rule("accuracy", Loss(), mode="max")
     assert stated is not None
-    assert stated.warning() is None
+    assert mode_warning(stated) is None
 
 
 def test_matryoshka_names_are_known_before_the_run() -> None:

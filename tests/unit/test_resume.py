@@ -8,7 +8,8 @@ import pytest
 
 from fullshard.checkpoint.integrity import UNREAD
 from fullshard.checkpoint.paths import place
-from fullshard.control.resume import choose, flat
+from fullshard.config.part import flat
+from fullshard.control.resume import choose
 from fullshard.errors import CheckpointError
 
 LOCAL = [Path("runs/a/checkpoint-9"), Path("runs/a/checkpoint-6")]

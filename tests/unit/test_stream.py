@@ -11,8 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, load_file
 
-from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, TorchStream
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.errors import CheckpointError
+from fullshard.export.torch_file import TorchStream
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from fullshard import load
-from fullshard.checkpoint.reader import open_tensors, weights_of
+from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
 from fullshard.contracts.ema import Ema
 from fullshard.errors import CheckpointError
+from fullshard.export.source import weights_of
 from fullshard.log.metrics import FILE, read
 from tests.families.diffusion.test_runs import LR, SHAPE, STEPS, WIDTH, settings
 from tests.near import assert_near

@@ -121,10 +121,10 @@ def test_a_named_checkpoint_must_be_there_and_whole(tmp_path: Path) -> None:
     assert files.named(str(path)) == path.resolve()
     assert files.named(tmp_path / "last") == path.resolve()
     assert files.named(tmp_path) == path.resolve(), "a run folder means its last one"
-    with pytest.raises(CheckpointError, match=r"no such folder. Checkpoints beside it: .*checkpoint-10"):
+    with pytest.raises(CheckpointError, match=r"no such folder. Checkpoints in .*: .*checkpoint-10"):
         files.named(str(tmp_path / "checkpoint-11"))
     (path / files.MANIFEST).unlink()
-    with pytest.raises(CheckpointError, match=r"not a finished checkpoint .*Checkpoints beside it: none"):
+    with pytest.raises(CheckpointError, match=r"not a finished checkpoint .*Checkpoints in .*: none"):
         files.named(str(path))
 
 
@@ -137,15 +137,15 @@ def test_the_manifest_has_sizes_and_checksums(tmp_path: Path) -> None:
 def test_damage_is_named_by_file(tmp_path: Path) -> None:
     path = make(tmp_path, 1, content="tensors")
     described = files.read_manifest(path)["files"]
-    assert integrity.problems(path, described) == []
+    assert integrity.file_problems(path, described) == []
     (path / "__0_0.distcp").write_text("tensorS")
-    assert integrity.problems(path, described, checksums=False) == []
-    [line] = integrity.problems(path, described)
+    assert integrity.file_problems(path, described, checksums=False) == []
+    [line] = integrity.file_problems(path, described)
     assert line.startswith(f"{path}/__0_0.distcp was changed")
     (path / "__0_0.distcp").write_text("tens")
-    assert integrity.problems(path, described) == [f"{path}/__0_0.distcp is 4 bytes long, but was written with 7"]
+    assert integrity.file_problems(path, described) == [f"{path}/__0_0.distcp is 4 bytes long, but was written with 7"]
     (path / "__0_0.distcp").unlink()
-    assert integrity.problems(path, described) == [f"{path}/__0_0.distcp is missing"]
+    assert integrity.file_problems(path, described) == [f"{path}/__0_0.distcp is missing"]
 
 
 def test_ranks_share_the_files_out(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity
-from fullshard.checkpoint.completeness import problems as look
 from fullshard.checkpoint.dcp_files import METADATA, Reader
+from fullshard.checkpoint.integrity import problems as look
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
 from fullshard.control.resume import resume_point
@@ -121,7 +121,7 @@ def test_a_pickle_that_would_run_code_is_refused_everywhere(tmp_path: Path, kind
     path = make(tmp_path)
     (path / METADATA).write_bytes(PICKLES[kind](path))
     seal(path)
-    assert integrity.problems(path, files.read_manifest(path)["files"]) == [], "the manifest alone cannot know"
+    assert integrity.file_problems(path, files.read_manifest(path)["files"]) == [], "the manifest alone cannot know"
     assert "would run code" in look(path)[0]
     for read in (open_tensors, lambda place: dcp_load(place, tensors())):
         with pytest.raises(CheckpointError, match=rf"{METADATA} would run code.*Do not use this checkpoint"):
@@ -308,8 +308,8 @@ STATES: dict[str, tuple[Any, str]] = {
     "no progress": ({}, "progress: Field required"),
     "a list": ({"progress": [1]}, "progress: "),
     "a step in words": ({"progress": {"step": "soon"}}, "progress.step: "),
-    "a negative step": ({"progress": {"step": -4}}, "is of step -4, and the manifest beside it of step 4"),
-    "another step": ({"progress": {"step": 5}}, "is of step 5, and the manifest beside it of step 4"),
+    "a negative step": ({"progress": {"step": -4}}, "says step -4, but the manifest says step 4"),
+    "another step": ({"progress": {"step": 5}}, "says step 5, but the manifest says step 4"),
     "sums in words": ({"progress": {"step": 4, "epoch_sums": {"loss": "x"}}}, "progress.epoch_sums.loss: "),
     "identity": ({"progress": {"step": 4}, "identity": [1]}, "identity: "),
     "recipe": ({"progress": {"step": 4}, "recipe": "rm -rf"}, "recipe: "),

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.write import Snapshot, Target, _publish
-from fullshard.dist.reduce import HostCopy
 from tests import bucket
 from tests.unit.checkpoint.test_folder import names
 
@@ -25,7 +23,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def publish(run: Path, step: int, *, best_step: int | None, keep: int = 1) -> None:
     files.begin(run, step)
     facts = {"progress": {"step": step, "best_step": best_step}}
-    snapshot = Snapshot(step, {}, [], HostCopy(torch.zeros(0)), facts, {}, best=best_step == step)
+    snapshot = Snapshot(step, {}, {}, facts, {}, best=best_step == step)
     _publish(Target(run, keep, None), snapshot, {"step": step, "files": {}})
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fullshard.check import capacity
 from fullshard.check.remote_store import look as check
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import paths, remote
+from fullshard.checkpoint import paths
 from fullshard.cli import app
 from fullshard.errors import CheckpointError, RecipeError, SetupError
 from fullshard.recipes.read import read
@@ -64,7 +64,7 @@ def test_a_name_means_a_checkpoint_a_pointer_or_a_run(run: Path) -> None:
     files.point(run, "best", path)
     for named, step in ((path, 3), (run / "best", 3), (run / "last", 4), (run, 4)):
         assert files.step_of(files.named(str(named))) == step
-    with pytest.raises(CheckpointError, match=r"checkpoint-5: no such folder. Checkpoints beside it: .*checkpoint-4"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-5: no such folder. Checkpoints in .*: .*checkpoint-4"):
         files.named(str(run / "checkpoint-5"))
     (path / files.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match="it has no manifest.json"):
@@ -142,15 +142,15 @@ def test_texts_go_along_and_come_back(run: Path, tmp_path: Path) -> None:
     (here / "metrics.jsonl").write_text("1\n2\n")
     (here / "other.bin").write_text("stays")
     paths.make(run)
-    remote.send_texts(here, run, warn=pytest.fail)
-    remote.fetch_texts(there, run)
+    paths.send_texts(here, run, warn=pytest.fail)
+    paths.fetch_texts(there, run)
     assert inside(there) == ["metrics.jsonl"]
     (here / "metrics.jsonl").write_text("1\n2\n3\n")  # lost its machine before the next copy, and came back
-    remote.fetch_texts(here, run)
+    paths.fetch_texts(here, run)
     assert (here / "metrics.jsonl").read_text() == "1\n2\n3\n"
     (there / "metrics.jsonl").write_text("1\n2\nthree\nfour\n")  # the run has gone on elsewhere since
-    remote.send_texts(there, run, warn=pytest.fail)
-    remote.fetch_texts(here, run)
+    paths.send_texts(there, run, warn=pytest.fail)
+    paths.fetch_texts(here, run)
     assert (here / "metrics.jsonl").read_text() == "1\n2\nthree\nfour\n"
 
 
@@ -160,7 +160,7 @@ def test_texts_that_cannot_be_copied_are_told_and_stop_nothing(tmp_path: Path) -
     for name in ("metrics.jsonl", "log.txt"):
         (tmp_path / name).write_text("x")
     said: list[str] = []
-    remote.send_texts(tmp_path, run, warn=said.append)
+    paths.send_texts(tmp_path, run, warn=said.append)
     assert len(said) == 1
     assert said[0].startswith(f"metrics.jsonl could not be copied to {run} (LibraryError: 503 SlowDown")
     assert inside(run) == ["log.txt"]
@@ -171,11 +171,11 @@ def test_a_model_counts_when_it_is_whole(run: Path, tmp_path: Path) -> None:
     (model / "deep").mkdir(parents=True)
     for name in ("config.json", "deep/weights.bin"):
         (model / name).write_text(name)
-    remote.upload_model(model, run)
-    assert remote.is_exported(run)
+    paths.upload_model(model, run)
+    assert paths.is_exported(run)
     assert (run / "model" / "deep" / "weights.bin").read_text() == "deep/weights.bin"
     (model / "config.json").unlink()
-    remote.upload_model(model, run)
+    paths.upload_model(model, run)
     assert inside(run / "model") == ["deep"], "what was there before has gone"
 
 
@@ -185,12 +185,12 @@ def test_half_an_upload_is_no_model(tmp_path: Path) -> None:
     model.mkdir()
     for name in ("config.json", "weights.bin"):
         (model / name).write_text(name)
-    remote.upload_model(model, run)
+    paths.upload_model(model, run)
     (tmp_path / "b" / bucket.REFUSING).write_text("weights")
     with pytest.raises(bucket.LibraryError):
-        remote.upload_model(model, run)
+        paths.upload_model(model, run)
     assert (run / "model").exists()
-    assert not remote.is_exported(run)
+    assert not paths.is_exported(run)
 
 
 @pytest.mark.parametrize(

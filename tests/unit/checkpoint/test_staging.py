@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.checkpoint import staging
-from fullshard.checkpoint.background import Background
-from fullshard.checkpoint.staging import Region, sizes_of
+from fullshard.checkpoint import background as staging
+from fullshard.checkpoint.background import Background, Region, sizes_of
 from fullshard.checkpoint.write import Snapshot, Written
-from fullshard.dist.reduce import HostCopy
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -117,7 +115,7 @@ def saved(background: Background, tensors: dict[str, torch.Tensor], then: Any) -
 
     background.reserve()
     assert background.shortage() is None
-    background.start(Snapshot(1, tensors, [], HostCopy(torch.zeros(0)), {}, {}, best=False), write)
+    background.start(Snapshot(1, tensors, {}, {}, {}, best=False), write)
     then()
     background.settle()
     return kept

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from fullshard.checkpoint import completeness
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
 from fullshard.commands.verify import problems
@@ -126,7 +126,7 @@ def test_best_and_last_are_what_they_point_to(tmp_path: Path) -> None:
     shutil.rmtree(last)
     result = verify(tmp_path / "last")
     assert result.exit_code == 2
-    assert f"Checkpoints beside it: {best}" in result.output
+    assert f"Checkpoints in {tmp_path}: {best}" in result.output
 
 
 def test_json_has_the_same_for_machines(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_newer_checkpoint_is_refused_by_everyone_with_the_version_that_wrote_i
     # A run does not go on from the older one beside it, and give up what was trained since.
     told: list[str] = []
     with pytest.raises(CheckpointError, match=re.escape(words)) as refused:
-        choose(files.candidates(tmp_path), "auto", problems=completeness.problems, warn=told.append)
+        choose(files.candidates(tmp_path), "auto", problems=integrity.problems, warn=told.append)
     assert "pip install --upgrade fullshard" in str(refused.value)
     assert told == []
     exported = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")])
@@ -256,7 +256,7 @@ def test_train_and_verify_mean_the_same_by_whole(tmp_path: Path, format: str) ->
     stored_by(path, tensors={key: entry for key, entry in listed.items() if key != name})
     assert verify(path).exit_code == 2
     with pytest.raises(CheckpointError, match=f"{name}: listed as None"):
-        choose([path], "auto", problems=completeness.problems, warn=lambda line: None)
+        choose([path], "auto", problems=integrity.problems, warn=lambda line: None)
     # On several ranks one of them finds it.
-    shares = [completeness.problems(path, rank=rank, world=3) for rank in range(3)]
+    shares = [integrity.problems(path, rank=rank, world=3) for rank in range(3)]
     assert [bool(found) for found in shares] == [True, False, False]

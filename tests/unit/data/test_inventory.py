@@ -58,7 +58,7 @@ def test_a_folder_that_has_moved_is_no_change(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_lists_no_files_says_so(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", 3)
-    assert "the checkpoint does not say what of it" in _other_data({}, of(tmp_path), [])
+    assert "the checkpoint does not say what" in _other_data({}, of(tmp_path), [])
     assert _other_data(of(tmp_path), of(tmp_path), []).endswith("the order of its files")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.control.next_save import AHEAD_S, SOON_STEPS, Approach
+from fullshard.control.next_save import AHEAD_S, SOON_STEPS, NextSave
 from fullshard.control.triggers import Due
 
 NEVER = Due(None, None)
@@ -17,11 +17,11 @@ class Clock:
         return self.now
 
 
-def approach(due: Due, *, clock: Clock | None = None, at_end: bool = False, num_bytes: int = 0) -> Approach:
-    return Approach([due], at_end, steps_per_epoch=100, total_steps=1000, num_bytes=num_bytes, clock=clock or Clock())
+def next_save(due: Due, *, clock: Clock | None = None, at_end: bool = False, num_bytes: int = 0) -> NextSave:
+    return NextSave([due], at_end, steps_per_epoch=100, total_steps=1000, num_bytes=num_bytes, clock=clock or Clock())
 
 
-def first_near(asked: Approach, clock: Clock, *, step_s: float, first_s: float = 0.0) -> int | None:
+def first_near(asked: NextSave, clock: Clock, *, step_s: float, first_s: float = 0.0) -> int | None:
     """The first step before which a save is near, in a run with such steps."""
     for step in range(1000):
         if asked.near(step, since_save_s=clock.now):
@@ -32,8 +32,8 @@ def first_near(asked: Approach, clock: Clock, *, step_s: float, first_s: float =
 
 def test_no_save_ever_is_never_near() -> None:
     clock = Clock()
-    assert first_near(approach(NEVER, clock=clock), clock, step_s=1.0) is None
-    assert not any(approach(NEVER).soon(step) for step in range(1000))
+    assert first_near(next_save(NEVER, clock=clock), clock, step_s=1.0) is None
+    assert not any(next_save(NEVER).soon(step) for step in range(1000))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_no_save_ever_is_never_near() -> None:
 def test_it_is_near_the_time_ahead_that_memory_takes(due: Due, at_end: bool, saved: int) -> None:
     for step_s, num_bytes in ((1.0, 0), (0.5, 0), (1.0, 20_000_000_000)):
         clock = Clock()
-        asked = approach(due, clock=clock, at_end=at_end, num_bytes=num_bytes)
+        asked = next_save(due, clock=clock, at_end=at_end, num_bytes=num_bytes)
         steps = (AHEAD_S + num_bytes / 1e9) / step_s
         near = first_near(asked, clock, step_s=step_s, first_s=90.0)  # compiling says nothing about the pace
         assert near == saved - steps
@@ -51,16 +51,16 @@ def test_it_is_near_the_time_ahead_that_memory_takes(due: Due, at_end: bool, sav
 
 def test_slow_steps_leave_a_few_of_them() -> None:
     clock = Clock()
-    assert first_near(approach(Due(50, None), clock=clock), clock, step_s=600.0) == 50 - SOON_STEPS
-    assert [approach(Due(50, None)).soon(step) for step in (0, 46, 47, 49, 50)] == [False, False, True, True, False]
+    assert first_near(next_save(Due(50, None), clock=clock), clock, step_s=600.0) == 50 - SOON_STEPS
+    assert [next_save(Due(50, None)).soon(step) for step in (0, 46, 47, 49, 50)] == [False, False, True, True, False]
 
 
 def test_minutes_are_counted_by_the_clock() -> None:
     clock = Clock()
-    near = first_near(approach(Due(None, None, every_minutes=10), clock=clock), clock, step_s=1.0)
+    near = first_near(next_save(Due(None, None, every_minutes=10), clock=clock), clock, step_s=1.0)
     assert near == pytest.approx(600 - AHEAD_S, abs=1)
 
 
 def test_a_save_after_the_first_step_is_soon_from_the_start() -> None:
-    assert approach(Due(1, None)).soon(0)
-    assert not approach(Due(10, None)).soon(0)
+    assert next_save(Due(1, None)).soon(0)
+    assert not next_save(Due(10, None)).soon(0)

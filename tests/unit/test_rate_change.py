@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fullshard.contracts.progress import Progress
-from fullshard.control.resumed_rate import jump
+from fullshard.control.resume import rate_change
 
 
 def recipe(**changes: Any) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def recipe(**changes: Any) -> dict[str, Any]:
 
 
 def said(before: dict[str, Any], now: dict[str, Any], step: int, *, steps_per_epoch: int = 50) -> str | None:
-    return jump(before, now, Progress(step=step, schedule_step=step), steps_per_epoch=steps_per_epoch)
+    return rate_change(before, now, Progress(step=step, schedule_step=step), steps_per_epoch=steps_per_epoch)
 
 
 def rates(total: int) -> list[float]:
@@ -40,21 +40,21 @@ def rates(total: int) -> list[float]:
 
 
 def test_a_longer_cosine_says_both_rates() -> None:
-    line = said(recipe(), recipe(duration={"steps": 200}), 90)
+    line = said(recipe(), recipe(duration={"steps": 200}, optimizer={"betas": [0.9, 0.99]}), 90)
     had, has, following = rates(100)[89], rates(200)[89], rates(200)[90]
     assert line == (
         f"The learning rate at step 90 was {had:.3g} and is {has:.3g} by this recipe; the next step has "
-        f"{following:.3g}. Changed: duration.steps went from 100 to 200."
+        f"{following:.3g}. Changed: duration.steps: 100 then, 200 now."
     )
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"duration": {"epochs": 4.0, "steps": None}}, "duration.epochs went from not set to 4"),
-        ({"schedule": {"kind": "linear"}}, "schedule.kind went from cosine to linear"),
-        ({"optimizer": {"lr": 1e-3}}, "optimizer.lr went from 0.0003 to 0.001"),
-        ({"schedule": {"warmup": 80}}, "schedule.warmup went from 0 to 80"),
+        ({"duration": {"epochs": 4.0, "steps": None}}, "duration.epochs: not set then, 4.0 now"),
+        ({"schedule": {"kind": "linear"}}, "schedule.kind: cosine then, linear now"),
+        ({"optimizer": {"lr": 1e-3}}, "optimizer.lr: 0.0003 then, 0.001 now"),
+        ({"schedule": {"warmup": 80}}, "schedule.warmup: 0 then, 80 now"),
     ],
 )
 def test_whatever_moves_the_rate_is_named(change: dict[str, Any], words: str) -> None:

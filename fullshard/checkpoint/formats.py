@@ -1,0 +1,166 @@
+"""The two formats of a checkpoint's tensors: `sharded`, where every rank writes its slices as DCP files, and `full`,
+with one safetensors file for the model and one for the optimizer.
+
+Must not know what the tensors are, nor when a save is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from fullshard.checkpoint.dcp_files import Hashed, Writer
+from fullshard.checkpoint.reader import SECTIONS
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
+from fullshard.checkpoint.tensors import Tensors, flat
+from fullshard.dist.all_or_fail import all_or_fail
+from fullshard.dist.gather import gather_to_main, scatter_from_main
+from fullshard.dist.values import local, slices
+from fullshard.errors import CheckpointError
+
+
+class OneByOne(DefaultSavePlanner):
+    """Copies one tensor at a time to the host in each writing thread. DCP would hold all tensors of a file, which in a
+    synchronous save is a copy of the whole state."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._written = threading.local()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        for part in getattr(self._written, "parts", ()):  # DCP asks for the next tensor when the last one is written
+            part.untyped_storage().resize_(0)
+        self._written.parts = []
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach()
+            # A tensor subclass that is already on the host may return itself as its copy.
+            part = type(data) is torch.Tensor and data.untyped_storage().nbytes() != data.nbytes
+            if data.device.type != "cpu" or part:
+                data = data.to("cpu", copy=True)
+                self._written.parts = list(flat("", data).values())
+        return data
+
+
+class Sharded:
+    """Writes the slices of one run, save after save.
+
+    Which rank writes what is the same in every save, so it is planned once: planning would hold up the thread that
+    feeds the device."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads = threads
+        self._form: list[Any] = []
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
+        """The metadata of the whole checkpoint, on rank 0."""
+
+    def write(self, folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
+        """Writes this rank's slices; returns the checksums of its files. Every rank fails if one does."""
+        problem, writer = f"{folder} cannot be written", Writer(folder, threads=self._threads)
+        if self._plan is None or self._form != _form(tensors):
+            self.agree(tensors, problem, group=group)
+        with all_or_fail(problem, group=group):
+            assert self._plan is not None
+            planner = OneByOne()
+            planner.set_up_planner(dict(tensors), is_coordinator=_is_main())
+            plan = planner.finish_plan(writer.prepare_local_plan(self._plan))
+            results = writer.write_data(plan, planner).wait()
+        written = gather_to_main(results, group=group)
+        with all_or_fail(problem, group=group):
+            if _is_main():
+                assert self._metadata is not None
+                writer.finish(self._metadata, written)
+        return writer.digests
+
+    def agree(self, tensors: Tensors, problem: str, *, group: Any) -> None:
+        """Plans which rank writes what, for tensors of this form; before the first save if the form is known."""
+        planner = DefaultSavePlanner()
+        with all_or_fail(problem, group=group):
+            planner.set_up_planner(dict(tensors), is_coordinator=_is_main())
+            mine = planner.create_local_plan()
+        plans = gather_to_main(mine, group=group)
+        with all_or_fail(problem, group=group):
+            if _is_main():
+                plans, self._metadata = planner.create_global_plan(plans)
+                plans = Writer(Path(), threads=1).prepare_global_plan(plans)
+        self._plan, self._form = scatter_from_main(plans, group=group), _form(tensors)
+
+
+def _form(tensors: Tensors) -> list[Any]:
+    """All that a plan depends on; the same on every rank."""
+    return [
+        (name, t.dtype, t.shape, t._spec.placements if isinstance(t, DTensor) else None) for name, t in tensors.items()
+    ]
+
+
+def _is_main() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+def write_full(folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
+    """Writes both files on rank 0; returns their checksums there. Every rank fails if one does.
+
+    Slices are sent to rank 0 one tensor at a time, through host memory: no GPU holds a second slice, no host a second
+    tensor."""
+    digests = {}
+    with all_or_fail(f"{folder} cannot be written", group=group):
+        for section in SECTIONS:
+            prefix, path = f"{section}/", folder / f"{section}.safetensors"
+            part = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            if other := [name for name, tensor in part.items() if type(local(tensor)) is not torch.Tensor]:
+                held = f"{prefix}{other[0]}, which is quantised by slices"
+                raise CheckpointError(f"checkpoint.format = full cannot hold {held}; use sharded")
+            if _is_main():
+                digests[path.name] = _write_file(path, part, group)
+            else:
+                for tensor in part.values():
+                    _send_slice(tensor, group)
+    return digests
+
+
+def _write_file(path: Path, tensors: Tensors, group: Any) -> str:
+    entries = {name: TensorEntry.of(tensor) for name, tensor in tensors.items()}
+    arriving = {name: _pieces(tensor, group) for name, tensor in tensors.items()}
+    try:
+        with path.open("wb") as file:
+            hashed = Hashed(file)
+            with SafetensorsStream(cast(Any, hashed), entries=entries) as stream:
+                for name, pieces in arriving.items():
+                    stream.add_rows(name, entries[name], pieces)
+            os.fsync(hashed.fileno())
+        return hashed.sha256.hexdigest()
+    finally:
+        for pieces in arriving.values():  # after an error the other ranks still send: receive before raising
+            deque(pieces, maxlen=0)
+
+
+def _pieces(tensor: torch.Tensor, group: Any) -> Iterator[torch.Tensor]:
+    """The slices of all ranks in order, on rank 0, one at a time."""
+    if not isinstance(tensor, DTensor):
+        yield tensor.detach().cpu()
+        return
+    mine = tensor.to_local().detach().cpu()
+    for rank, rows in slices(tensor):
+        if rank == 0:
+            yield mine
+        elif rows:
+            received = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+            torch.distributed.recv(received, src=rank, group=group)
+            yield received
+
+
+def _send_slice(tensor: torch.Tensor, group: Any) -> None:
+    """Sends this rank's slice to rank 0, unless rank 0 has the same."""
+    if isinstance(tensor, DTensor) and dict(slices(tensor)).get(torch.distributed.get_rank()):
+        torch.distributed.send(tensor.to_local().detach().cpu().contiguous(), dst=0, group=group)
