@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 from fullshard.checkpoint.saver import Saver
 from fullshard.contracts.progress import Progress
-from fullshard.control.next_save import NextSave
-from fullshard.control.triggers import Due
+from fullshard.control.triggers import Due, NextSave
 from fullshard.log.report import Report
 
 

@@ -12,9 +12,8 @@ from fullshard.checkpoint.saver import Saver
 from fullshard.checkpoint.write import Target
 from fullshard.config.part import plain
 from fullshard.contracts.world import World
-from fullshard.control.next_save import NextSave
 from fullshard.control.saves import Saves
-from fullshard.control.triggers import Due
+from fullshard.control.triggers import Due, NextSave
 from fullshard.dist import reduce
 from fullshard.errors import RecipeError
 from fullshard.log.console import Console

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fullshard.control.next_save import AHEAD_S, SOON_STEPS, NextSave
-from fullshard.control.triggers import Due
+from fullshard.control.triggers import AHEAD_S, SOON_STEPS, Due, NextSave
 
 NEVER = Due(None, None)
 
