@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from pydantic import Field
@@ -80,7 +80,6 @@ class OfAverage:
 
     def run(self, inputs: EvaluationInputs) -> Findings:
         """What the evaluation finds, with the prefix."""
-        from dataclasses import replace
 
         def show(name: str, *args: Any, **settings: Any) -> Any:
             return inputs.show(f"{self.prefix}{name}", *args, **settings)

@@ -29,7 +29,8 @@ class Report:
     meters: Meters = field(default_factory=Meters, init=False)
     workers: int = field(default=0, init=False)
     """Loader processes of each rank."""
-    _bar: Bar | None = field(default=None, init=False)
+    _bar: Bar = field(init=False)
+    """Of the epoch."""
 
     def measure(
         self, progress: Progress, *, flops_per_token: float, quantities: Sequence[Quantity], workers: int
@@ -64,12 +65,10 @@ class Report:
 
     def advance(self) -> None:
         """A step that is not logged."""
-        assert self._bar is not None
         self._bar.advance()
 
     def log(self, **numbers: float) -> None:
         """A step that is logged: step, epoch, loss, lr, grad_norm and whatever else was measured."""
-        assert self._bar is not None
         with self.phase("log"):
             record = self.meters.record(memory_bytes=peaks(self.world.device), **numbers)
             self.write(record)

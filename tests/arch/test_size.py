@@ -12,8 +12,8 @@ from fullshard.config.part import Section
 from fullshard.recipe import Recipe
 from tests.arch.package import FILES, MODULES, PACKAGE, family, functions, in_engine, lines, modules_imported, tree
 
-ENGINE, PACKAGE_LINES, TOUR_LINES = 15_450, 40_350, 2_500
-"""The most lines that each may have. The aims are 14,000, 39,393 and 2,500: lower these with every part that shrinks,
+ENGINE, PACKAGE_LINES, TOUR_LINES = 14_900, 39_850, 2_500
+"""The most lines that each may have. The aims for the first two are 14,000 and 39,393: lower these as parts shrink,
 and never raise them."""
 FAMILIES = ("diffusion", "embedding", "language")
 SOURCES = [path for path in FILES if path.name != "__init__.py"]
