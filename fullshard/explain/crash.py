@@ -1,4 +1,4 @@
-"""What a run leaves when it crashes: a crash folder in the run folder, and last lines that explain it.
+"""What a run leaves when it crashes: a crash folder in the run folder, and last lines that say how it ended.
 
 All ranks of one crash write into one folder, which each finds by itself: the newest one, if it was created by this
 start of the run and this rank has not written there. Nothing here raises, and nothing hides the error itself.
@@ -13,16 +13,19 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import FullshardError, NumericalError
+from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, FullshardError, NumericalError
+from fullshard.explain import ended
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, Words, hand_over
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
@@ -233,6 +236,78 @@ def left_behind(crash: Path) -> dict[int, Words]:
     files = sorted(crash.glob("rank-*.txt"), key=lambda path: path.stat().st_mtime)
     ranks = {int(path.stem.removeprefix("rank-")): path for path in files if path.stem[5:].isdigit()}
     return {rank: Words(path.read_text(encoding="utf-8", errors="replace"), crash) for rank, path in ranks.items()}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that failed, as its launcher saw it."""
+
+    code: int
+    """Its exit code; negative: the signal that ended it."""
+    process: int
+    time: float
+    words: Words = Words()
+
+
+class End:
+    """How a run ended in which ranks failed: which rank was the first, what it said, and the run's exit code."""
+
+    def __init__(self, failures: Mapping[int, Failure]) -> None:
+        """`failures` by rank, in the order in which the launcher saw them."""
+        self._failures = failures
+        self._said = {rank: failure.words for rank, failure in failures.items()}
+        self._victims = {rank for rank, words in self._said.items() if is_victim(words.text)}
+        self.rank = self._first()
+        self._code = failures[self.rank].code
+        self._has_meaning = self._code in (EXIT_PREEMPTED, EXIT_USER, EXIT_NUMERICAL)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the run: the first rank's, if it has a meaning."""
+        return self._code if self._has_meaning else 1
+
+    def follows(self, number: int, *, at_once: bool) -> bool:
+        """Whether the signal that the launcher passed on ended the ranks, before they could react."""
+        ended_by_it = at_once or self.rank in self._victims or -self._code in (number, signal.SIGTERM)
+        return ended_by_it and not self._has_meaning
+
+    def report(self, *, killed: str) -> Iterator[str]:
+        """The launcher's last lines, unless the rank printed them itself. `killed` is the reason, if it was SIGKILL."""
+        message = self._said[self.rank].message
+        if self._code == EXIT_PREEMPTED:
+            if message:
+                yield message
+        elif self._has_meaning:
+            if self.rank != 0 and message and message != self._said.get(0, Words()).message:
+                yield f"Error: rank {self.rank}: {message}"
+        else:
+            # A killed rank leaves no message, and is the cause.
+            rank = culprit(self._said, otherwise=self.rank) if self._code > 0 else self.rank
+            failure, traced = self._failures[rank], bool(self._said[rank].text)
+            how = ended.how(failure.code, traced=traced, victim=rank in self._victims, killed=killed)
+            line = f"Rank {rank} (process {failure.process}) {how}."
+            yield f"{line} The other ranks were stopped." if len(self._failures) > 1 else line
+            if explanation := closing(self._said, rank=rank, line=line):
+                yield explanation
+
+    def _first(self) -> int:
+        """The rank that failed first.
+
+        The launcher looks ten times a second, so a rank that lost a peer may be seen before that peer. Among those that
+        ended within two seconds, a rank that was killed, or that said why it stopped, goes first, and the victims
+        last. The launcher ended the later ones."""
+        start = min(failure.time for failure in self._failures.values())
+
+        def order(rank: int) -> int:
+            code = self._failures[rank].code
+            if code < 0 and code != -signal.SIGTERM:
+                return 0
+            if code in (EXIT_USER, EXIT_NUMERICAL):
+                return 1
+            return 3 if rank in self._victims else 2
+
+        near = [rank for rank, failure in self._failures.items() if failure.time <= start + 2]
+        return min(near, key=order)  # of equals the one seen first
 
 
 def culprit(said: Mapping[int, Words], *, otherwise: int) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from fullshard.formatting.readable import size
+from fullshard.explain.ended import HostMemory, how, out_of_memory, why_killed
 
 _UNLIMITED = 2**60
 """Control groups of version 1 write a number beyond this for "no limit"."""
@@ -26,14 +27,6 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file", "memory.events")
 """Where a control group keeps its limit, its usage, its page cache and its count of kills."""
 _EVERY_S, _SEEN_S = 0.2, 10.0
-_FULL, _FULLER = 0.75, 0.9
-"""If at least this share of memory was in use a moment before, a kill was most likely for lack of it: the rest may have
-filled up in between. The greater share applies if the kernel counts its kills and did not count this one: other
-programs kill for lack of memory too."""
-_ADVICE = (
-    "Use fewer data.workers, checkpoint.asynchronous: false (saving in the background keeps a copy of the state in "
-    "host memory), no sharding.cpu_offload, fewer ranks per node, or ask for more memory for the job."
-)
 
 
 def memory_left(root: Path = Path("/")) -> int:
@@ -137,32 +130,12 @@ class MemoryWatch:
             while self._seen[0][0] < now - _SEEN_S:
                 self._seen.popleft()
 
-    def why_killed(self) -> str:
-        """The reason for SIGKILL, to follow "was ended by SIGKILL: "."""
-        if reason := self.out_of_memory():
-            return f"{reason}: {self._in_use()}. {_ADVICE}"
-        if self._counted() is None:
-            return f"killed by the system, often for lack of memory ({self._in_use()}), or by a scheduler"
-        return f"killed from outside, by a person or a scheduler, and not for lack of memory ({self._in_use()})"
-
-    def out_of_memory(self) -> str | None:
-        """How certain it is that the kernel killed a process for lack of memory; None if that is unlikely."""
-        if counted := self._counted():
-            return "killed by the kernel, out of host memory"
-        full = _FULL if counted is None else _FULLER
-        share = max((used / total for _, used, total in self._seen), default=0.0)
-        return "killed by the kernel, most likely out of host memory" if share >= full else None
-
-    def _counted(self) -> int | None:
-        """The kernel's kills for lack of memory since this watch began; None if it does not count them."""
+    def before_the_end(self) -> HostMemory:
+        """What was seen, and the kernel's kills since this watch began."""
         kills = oom_kills(self._root)
-        return None if kills is None or self._kills is None else kills - self._kills
-
-    def _in_use(self) -> str:
-        if not self._seen:
-            return "its use is not known here"
-        _, used, total = max(self._seen, key=lambda seen: seen[1])
-        return f"{size(used)} of {size(total)} were in use a moment before"
+        counted = None if kills is None or self._kills is None else kills - self._kills
+        _, used, total = max(self._seen, key=lambda seen: seen[1], default=(0.0, None, 1))
+        return HostMemory(used, total, counted)
 
 
 @contextlib.contextmanager
@@ -210,8 +183,10 @@ def watch_parent(process: int, rank: int) -> str | None:
                 return None
             break  # the pipe is closed
         watch.look()
-    killed = f"Rank {rank} (process {process}) was ended by SIGKILL: {watch.why_killed()}"
-    return killed if watch.out_of_memory() else None
+    memory = watch.before_the_end()
+    if not out_of_memory(memory):
+        return None
+    return f"Rank {rank} (process {process}) {how(-signal.SIGKILL, killed=why_killed(memory))}."
 
 
 if __name__ == "__main__":

@@ -17,14 +17,15 @@ import sys
 import time
 import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
-from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, SetupError
+from fullshard.errors import EXIT_PREEMPTED, SetupError
 from fullshard.explain import crash
-from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, Words, handed_over
+from fullshard.explain.ended import why_killed
+from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
 from fullshard.launch import signals
 from fullshard.launch.addresses import is_local, split_address
 from fullshard.launch.host_memory import MemoryWatch, watched
@@ -154,31 +155,18 @@ def _config(ranks: Ranks, folder: str) -> Any:
 
 
 def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
-    """The exit code of a run in which ranks failed; reports the first one, unless that rank did."""
-    said = {number: handed_over(each.error_file_data) for number, each in failures.items()}
-    victims = {number for number, words in said.items() if crash.is_victim(words.text)}
-    rank, failure = _first(failures, victims)
-    code, message = failure.exitcode, said[rank].message
-    if code == EXIT_PREEMPTED:
-        if message:
-            _print(message)
-        return code
-    if code in (EXIT_USER, EXIT_NUMERICAL):
-        if rank != 0 and message and message != said.get(0, Words()).message:
-            _print(f"Error: rank {rank}: {message}")
-        return code
-    ended_by_it = received.at_once or rank in victims or -code in (received.first, signal.SIGTERM)
-    if received.first is not None and ended_by_it:
+    """Reports how a run ended in which ranks failed; its exit code."""
+    end = crash.End({rank: _seen(failure) for rank, failure in failures.items()})
+    if received.first is not None and end.follows(received.first, at_once=received.at_once):
         return _stopped(received.first, at_once=received.at_once)
-    if code > 0:  # a killed rank leaves no message, and is the cause
-        rank = crash.culprit(said, otherwise=rank)
-    traced, killed = bool(said[rank].text), memory.why_killed()
-    how = _how(failures[rank].exitcode, traced=traced, victim=rank in victims, killed=killed)
-    line = f"Rank {rank} (process {failures[rank].pid}) {how}."
-    _print(f"{line} The other ranks were stopped." if len(failures) > 1 else line)
-    if explanation := crash.closing(said, rank=rank, line=line):
-        _print(explanation)
-    return 1
+    for line in end.report(killed=why_killed(memory.before_the_end())):
+        _print(line)
+    return end.exit_code
+
+
+def _seen(failure: ProcessFailure) -> crash.Failure:
+    words = handed_over(failure.error_file_data)
+    return crash.Failure(failure.exitcode, failure.pid, failure.timestamp, words)
 
 
 def _stopped(number: int, *, at_once: bool) -> int:
@@ -188,41 +176,6 @@ def _stopped(number: int, *, at_once: bool) -> int:
         return 128 + number
     _print(f"{signals.AT_ONCE}." if at_once else signals.unsaved(number))
     return EXIT_PREEMPTED
-
-
-def _first(failures: Mapping[int, ProcessFailure], victims: Collection[int] = ()) -> tuple[int, ProcessFailure]:
-    """The rank that failed first.
-
-    The agent lists ranks in the order it saw them end. It looks ten times a second, so a rank that lost a peer may come
-    before that peer: among those that ended within two seconds, a rank that was killed, or that said why it stopped,
-    goes first, and the victims last. The agent ended the later ones."""
-    start = min(failure.timestamp for failure in failures.values())
-    near = [(rank, failure) for rank, failure in failures.items() if failure.timestamp <= start + 2]
-
-    def order(rank: int, code: int) -> int:
-        if code < 0 and code != -signal.SIGTERM:
-            return 0
-        if code in (EXIT_USER, EXIT_NUMERICAL):
-            return 1
-        return 3 if rank in victims else 2
-
-    return min(near, key=lambda item: order(item[0], item[1].exitcode))  # of equals the one seen first
-
-
-def _how(code: int, *, traced: bool = False, victim: bool = False, killed: str = "killed by the system") -> str:
-    if victim:
-        return "lost the connection to another rank, and no rank of this node ended before it"
-    if code >= 0:
-        return f"ended with exit code {code}{'; its traceback is above' if traced else ''}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    meaning = {
-        "SIGKILL": f": {killed.rstrip('.')}",
-        "SIGSEGV": ": it crashed in native code",
-        "SIGABRT": ": native code gave up; its message is above",
-        "SIGBUS": ": it ran out of shared memory, or a mapped file became shorter",
-        "SIGTERM": ": something outside the run ended it",
-    }
-    return f"was ended by {name}{meaning.get(name, '')}"
 
 
 def _print(line: str) -> None:

@@ -16,8 +16,8 @@ import pytest
 
 from fullshard.errors import NumericalError, RecipeError, SetupError
 from fullshard.explain import crash
+from fullshard.explain.ended import how
 from fullshard.explain.error_file import handed_over
-from fullshard.launch.local import _how
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.REPORTED_BY_LAUNCHER)
 
@@ -232,7 +232,7 @@ def test_of_two_causes_the_one_seen_first_is_taken() -> None:
 
 def test_a_killed_rank_is_told_by_the_launcher(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     said = launched(run, tmp_path, monkeypatch, {0: RuntimeError("Connection closed by peer")})
-    line = f"Rank 1 (process 7) {_how(-signal.SIGKILL)}. The other ranks were stopped."
+    line = f"Rank 1 (process 7) {how(-signal.SIGKILL)}. The other ranks were stopped."
     words = crash.closing({**said, 1: handed_over(None)}, rank=1, line=line)
     assert "A rank was killed by the system (rank-killed)" in words
     assert (run / "crash-1" / "rank-1.txt").read_text() == line + "\n"
@@ -241,6 +241,21 @@ def test_a_killed_rank_is_told_by_the_launcher(run: Path, tmp_path: Path, monkey
     assert "(rank-killed)" in alone
     assert "rash folder" not in alone, "nobody was left who could have written one"
     assert crash.closing({1: crash.Words()}, rank=1, line="Rank 1 ended.") == ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [
+        ({0: (1, 10), 1: (-9, 10)}, 1),  # lost its peer, and the peer
+        ({0: (1, 10), 1: (-9, 45)}, 0),  # the agent lost patience with rank 1
+        ({0: (1, 10), 1: (2, 10)}, 1),
+        ({1: (1, 10), 0: (75, 10)}, 1),
+        ({1: (7, 10), 0: (-15, 10)}, 1),
+        ({1: (75, 10), 0: (75, 10)}, 1),
+    ],
+)
+def test_which_rank_was_first(codes: dict[int, tuple[int, int]], first: int) -> None:
+    assert crash.End({rank: crash.Failure(code, 1, when) for rank, (code, when) in codes.items()}).rank == first
 
 
 def test_what_is_no_handover_is_no_words() -> None:

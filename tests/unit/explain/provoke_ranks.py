@@ -263,9 +263,9 @@ def rank_killed__torchrun() -> str:
 
 
 def rank_killed__fullshard() -> str:
-    from fullshard.launch.local import _how
+    from fullshard.explain.ended import how
 
-    return f"Rank 1 (process 77) {_how(-signal.SIGKILL)}. The other ranks were stopped."
+    return f"Rank 1 (process 77) {how(-signal.SIGKILL)}. The other ranks were stopped."
 
 
 def no_cuda() -> None:

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
-from fullshard.launch.local import Local, _first, variables
+from fullshard.launch.local import Local, variables
 
 TELL = """
 import json, os, pathlib
@@ -261,27 +260,6 @@ def test_two_nodes_meet_at_the_master(tmp_path: Path) -> None:
     assert [e["RANK"] for e in environs] == ["0", "1", "2", "3"]
     assert [e["GROUP_RANK"] for e in environs] == ["0", "0", "1", "1"]
     assert {(e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in environs} == {("4", "127.0.0.1")}
-
-
-def failure(code: int, *, timestamp: int) -> ProcessFailure:
-    found = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file="none")
-    found.timestamp = timestamp
-    return found
-
-
-@pytest.mark.parametrize(
-    ("codes", "first"),
-    [
-        ({0: (1, 10), 1: (-9, 10)}, 1),  # lost its peer, and the peer
-        ({0: (1, 10), 1: (-9, 45)}, 0),  # the agent lost patience with rank 1
-        ({0: (1, 10), 1: (2, 10)}, 1),
-        ({1: (1, 10), 0: (75, 10)}, 1),
-        ({1: (7, 10), 0: (-15, 10)}, 1),
-        ({1: (75, 10), 0: (75, 10)}, 1),
-    ],
-)
-def test_which_rank_was_first(codes: dict[int, tuple[int, int]], first: int) -> None:
-    assert _first({rank: failure(code, timestamp=when) for rank, (code, when) in codes.items()})[0] == first
 
 
 def test_nodes_that_do_not_meet_are_an_error_in_words() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.explain.ended import why_killed
 from fullshard.launch import host_memory
 from fullshard.launch.host_memory import MemoryWatch, watch_parent
 
@@ -31,7 +32,7 @@ def test_a_kill_that_the_kernel_counted_is_certain(tmp_path: Path) -> None:
     watch.look()
     machine(tmp_path, free=110, kills=5)  # it is free again
     watch.look()
-    said = watch.why_killed()
+    said = why_killed(watch.before_the_end())
     assert said.startswith(
         "killed by the kernel, out of host memory: 118.0 GiB of 125.0 GiB were in use a moment before. "
     )
@@ -46,7 +47,8 @@ def test_a_kill_that_the_kernel_counted_is_certain(tmp_path: Path) -> None:
     (2, 3, "killed by the kernel, most likely out of host memory: 123.0 GiB of 125.0 GiB"),
 ])  # fmt: skip
 def test_without_a_count_the_memory_in_use_speaks(tmp_path: Path, free: int, kills: int | None, said: str) -> None:
-    assert MemoryWatch(machine(tmp_path, free=free, kills=kills)).why_killed().startswith(said)
+    watch = MemoryWatch(machine(tmp_path, free=free, kills=kills))
+    assert why_killed(watch.before_the_end()).startswith(said)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -65,7 +67,9 @@ def test_a_control_group_counts_and_limits_too(tmp_path: Path, version: int) -> 
     assert host_memory.memory_total(tmp_path) == 64 * 2**30
     watch = MemoryWatch(tmp_path)
     counter.write_text("low 0\noom_kill 1\n")
-    assert watch.why_killed().startswith("killed by the kernel, out of host memory: 60.0 GiB of 64.0 GiB")
+    assert why_killed(watch.before_the_end()).startswith(
+        "killed by the kernel, out of host memory: 60.0 GiB of 64.0 GiB"
+    )
 
 
 FORKED = """
