@@ -295,6 +295,15 @@ class Collator:
         """A sample of the same shape without loss terms, to fill up a batch."""
         return {name: np.full_like(array, IGNORE) if name == "labels" else array for name, array in sample.items()}
 
+    def touching(self, samples: Sequence[Features]) -> Sequence[Features]:
+        """The samples, with a row of no weight added if none of them needs what another rank's samples need, such as
+        the vision tower: every rank must run it, or the others would wait."""
+        return samples
+
+    def without_media(self, sample: Features) -> Features:
+        """The same sample with its tokens alone, so that it can be cut anywhere."""
+        return sample
+
     def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:
         """Random changes to a training batch; `draws` holds a random key for each sample."""
         return batch

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from fullshard.config.part import Part, kinds
+from fullshard.contracts.optimizer import Group
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +148,10 @@ class Family(Part):
         """The line of Python that loads what was exported; None if nothing but fullshard can."""
         loader = (self.adapter_loader if adapter else None) or self.loader
         return f"{loader}({folder!r})" if loader else None
+
+    def groups(self, module: nn.Module) -> list[Group]:
+        """Parameter groups that follow from its settings; those of optimizer.groups come first."""
+        return []
 
     def stop_tokens(self, module: nn.Module) -> set[int]:
         """Tokens that end a text, besides those of the tokenizer."""

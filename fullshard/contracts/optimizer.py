@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -71,6 +71,10 @@ class Optimizer(Part):
 
     by_name: list[Group] | None = Field(None, alias="groups")
     """Parameters by name pattern, with a learning rate, decay, freezing or recomputation of their own."""
+
+    def with_groups(self, groups: list[Group]) -> Self:
+        """The same optimizer with more groups, after its own."""
+        return self.model_copy(update={"by_name": [*(self.by_name or []), *groups]}) if groups else self
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """The live optimizer over the trainable parameters."""

@@ -122,9 +122,9 @@ class Loader:
         return _or_raise(self._batches[next(self.turns(0))])
 
     def long_sample(self, among: int = 32) -> Features:
-        """The longest of the first samples, the same on every rank."""
+        """The longest of the first samples, the same on every rank; its tokens alone."""
         first = (self._batches.samples[index] for index in range(min(among, self.num_samples)))
-        return max(first, key=lambda sample: len(sample.get("input_ids", ())))
+        return self._batches.collator.without_media(max(first, key=lambda sample: len(sample.get("input_ids", ()))))
 
     def collate(self, rows: Sequence[Features], *, length: int | None) -> Batch:
         """A micro-batch of other rows."""
@@ -181,7 +181,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
     """One collated micro-batch for given indices; runs in a worker."""
 
     def __init__(self, samples: Samples | Sequence[Features], collator: Collator, seed: int) -> None:
-        self.samples, self._collator, self._seed = samples, collator, seed
+        self.samples, self.collator, self._seed = samples, collator, seed
         self._length: int | None = getattr(samples, "fixed_length", None)
 
     def __getitem__(self, turn: Turn) -> Batch | FullshardError:
@@ -191,7 +191,7 @@ class _Batches(torch.utils.data.Dataset[Any]):
         try:
             real = [self.samples[int(index)] for index in found]
             # A filler has the shape of a real sample, so all ranks run the same work.
-            blank = self._collator.blank(real[0] if real else self.samples[0])
+            blank = self.collator.blank(real[0] if real else self.samples[0])
             rows = real + [blank] * (len(places) - len(real))
             return self.of(rows, ids, length=self._length, stream=stream)
         except FullshardError as error:
@@ -201,9 +201,9 @@ class _Batches(torch.utils.data.Dataset[Any]):
     def of(self, rows: Sequence[Features], ids: np.ndarray, *, length: int | None, stream: int = FIXED) -> Batch:
         """One micro-batch of these rows, which have the indices `ids`."""
         keys = draws(ids, seed=self._seed, stream=stream)
-        batch = self._collator.collate(rows, length=length)
+        batch = self.collator.collate(rows, length=length)
         if stream != FIXED:
-            batch = self._collator.augment(batch, keys)
+            batch = self.collator.augment(batch, keys)
         return {**batch, "sample_ids": torch.from_numpy(ids), "draws": torch.from_numpy(keys)}
 
 

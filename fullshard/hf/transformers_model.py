@@ -47,6 +47,8 @@ class TransformersModel(TokenHubModel):
 
     headless: ClassVar[bool] = False
     """Whether the model is only the backbone."""
+    auto: ClassVar[str] = "AutoModelForCausalLM"
+    """Transformers' class that builds it."""
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = tuple(
         (stored, scratch) for stored in ("path", "base") for scratch in ("architecture", "size")
     )
@@ -173,7 +175,7 @@ class TransformersModel(TokenHubModel):
         # varlen is switched on later; the model is built with the kernel that it replaces.
         attention = None if self.attention in ("auto", "varlen") else self.attention
         code = self.trust_remote_code
-        module = empty_model(config, attention=attention, trust_remote_code=code, headless=self.headless)
+        module = empty_model(config, attention=attention, trust_remote_code=code, auto=self.auto)
         # Before adapters, which replace layers.
         self._bind(module)
         module._weight_conversions = stored_conversions(module)  # type: ignore[assignment]
@@ -188,6 +190,7 @@ class TransformersModel(TokenHubModel):
                 alpha=settings.alpha,
                 dropout=settings.dropout,
                 targets=settings.targets,
+                exclude=self._without_adapters(module),
                 task="FEATURE_EXTRACTION" if self.headless else "CAUSAL_LM",
                 base=base,
                 revision=revision,
@@ -196,6 +199,11 @@ class TransformersModel(TokenHubModel):
             add_stored(module, adapter, base=str(base), revision=revision)
         freeze(module, self.freeze)
         return module
+
+    def _without_adapters(self, module: nn.Module) -> list[str]:
+        """Modules that get no adapters."""
+        # The pooler is unused: an adapter there would never learn.
+        return ["pooler"] if self.headless and hasattr(module, "pooler") else []
 
     def _bind(self, module: nn.Module) -> None:
         """Gives the module the method that objectives call."""

@@ -56,6 +56,8 @@ class Picture:
     """The path in UTF-8, as in the record, or the encoded image."""
     is_file: bool
     tokens: int
+    size: tuple[int, int]
+    """Width and height."""
 
 
 def given(value: Any, column: str) -> Given | None:
@@ -91,7 +93,7 @@ def look_at(
         except Exception as error:  # depends on the format
             return Unreadable(_complaint(image, error, root))
         try:
-            return Picture(data, isinstance(image.value, str), num_tokens(*size))
+            return Picture(data, isinstance(image.value, str), num_tokens(*size), size)
         except ValueError as error:  # a shape that the model does not take
             return Unreadable(_complaint(image, error, root))
 

@@ -44,7 +44,8 @@ def make_learner(
         say(line)
     model = sharded_model(recipe, inputs.module, world, precision, say=say)
     aux = frozen_models(recipe, inputs, world, precision)
-    optimizer = recipe.optimizer.open(model.module.named_parameters())
+    settings = recipe.optimizer.with_groups(recipe.model.groups(model.module))
+    optimizer = settings.open(model.module.named_parameters())
     for group in optimizer.param_groups:
         group.setdefault("initial_lr", recipe.optimizer.lr)
     return model, Learner(

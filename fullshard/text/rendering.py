@@ -30,6 +30,8 @@ class Layout:
     spans: list[Span]
     marked: bool
     """Whether the template itself marks what the model says."""
+    media: Sequence[Span] = ()
+    """What stands for images and other media, which is never learned."""
 
 
 @dataclass(frozen=True)

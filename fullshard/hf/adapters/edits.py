@@ -34,10 +34,11 @@ def add_lora(
     base: str | None,
     revision: str | None = None,
     task: str | None = "CAUSAL_LM",
+    exclude: Sequence[str] = (),
 ) -> None:
     """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta.
 
-    An export names `base` and `revision` as the adapters' base model."""
+    Modules in `exclude`, and those inside them, get none. An export names `base` and `revision` as the base model."""
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -53,8 +54,7 @@ def add_lora(
         task_type=task,
         base_model_name_or_path=base,
         revision=revision,
-        # The pooler is unused: an adapter there would never learn.
-        exclude_modules=r"(.*\.)?pooler\..*" if task == "FEATURE_EXTRACTION" and hasattr(module, "pooler") else None,
+        exclude_modules=rf"({'|'.join(map(re.escape, exclude))})(\..*)?" if exclude else None,
         # GPT-2's Conv1D stores its matrix transposed.
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in module.modules()),
     )

@@ -15,13 +15,13 @@ from fullshard.errors import RecipeError
 from fullshard.hf.architecture.causal import make_decoder
 
 
-def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, headless: bool = False) -> nn.Module:
-    """The causal language model of a config, or with `headless` its backbone; `attention`: its kernel, None for the
-    model's own."""
-    from transformers import AutoModel, AutoModelForCausalLM
+def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, auto: str) -> nn.Module:
+    """The model of a config that Transformers' class `auto` builds; `attention`: its kernel, None for the model's
+    own."""
+    import transformers
 
     _refuse_layerdrop(config)
-    if not headless:
+    if auto == "AutoModelForCausalLM":
         make_decoder(config, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config(decoder=True)):
         # A model with a cache of what came before takes no notice of texts that share a row.
@@ -30,8 +30,7 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, 
     chosen = {} if attention is None else {"attn_implementation": attention}
     try:
         with init_empty_weights(include_buffers=False):
-            auto = AutoModel if headless else AutoModelForCausalLM
-            module = auto.from_config(config, trust_remote_code=trust_remote_code, **chosen)
+            module = getattr(transformers, auto).from_config(config, trust_remote_code=trust_remote_code, **chosen)
     except Exception as error:
         # Whatever it is, it comes of the config: a key that is missing, of the wrong type, or at odds with another.
         reason = (str(error).strip().splitlines() or [""])[0].removesuffix("You can install it with pip:")

@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from fullshard.check import tokenizer as check
 from fullshard.check.findings import Finding
-from fullshard.families.language.encoders.chat import PLAIN, Chat
+from fullshard.families.language.encoders.chat import Chat
 from fullshard.families.language.encoders.text import Text
 from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, load_tokenizer, train_tokenizer
+from fullshard.text.chat import PLAIN
 
 TEXTS = ["The cat sat on the mat.", "  def f(x):\n      return x\n", "Über Straßen\tund Plätze"]
 

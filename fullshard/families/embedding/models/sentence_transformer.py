@@ -44,6 +44,7 @@ class SentenceTransformer(TransformersModel):
         "evaluate": {"parts": ["loss", "retrieval"]},
     }
     headless: ClassVar[bool] = True
+    auto: ClassVar[str] = "AutoModel"
     never_trained: ClassVar[tuple[str, ...]] = ("pooler.*",)
     loader: ClassVar[str | None] = "sentence_transformers.SentenceTransformer"
     adapter_loader: ClassVar[str | None] = None

@@ -14,8 +14,9 @@ from fullshard.config.part import decode, kinds
 from fullshard.contracts.data import IGNORE, NOTHING_LEARNED, Encoder, Features
 from fullshard.data.prepare import choose_encoder
 from fullshard.errors import DataError, RecipeError
-from fullshard.families.language.encoders.chat import PAIRS, PLAIN, Chat
+from fullshard.families.language.encoders.chat import Chat
 from fullshard.families.language.encoders.text import Text
+from fullshard.text.chat import PAIRS, PLAIN
 
 LONG = 10_000
 CHAT = [

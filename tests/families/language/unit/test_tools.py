@@ -19,7 +19,8 @@ from fullshard.data.prepare import prepare, remarks
 from fullshard.data.records import ArrowRecords
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError
-from fullshard.families.language.encoders.chat import PLAIN, Chat
+from fullshard.families.language.encoders.chat import Chat
+from fullshard.text.chat import PLAIN
 
 QWEN25 = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}

@@ -1,0 +1,1 @@
+"""Encoders of vision-language models."""

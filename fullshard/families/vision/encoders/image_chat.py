@@ -1,0 +1,147 @@
+"""Conversations with images; only the answers are learned, never an image's own tokens.
+
+Images are in parts of the messages or in the column `images`; they are read to the end when the data is encoded. Must
+not know ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from fullshard.contracts.data import DropReason, Encoded, Features, Record, Store, token_samples
+from fullshard.errors import DataError
+from fullshard.families.vision import record_images as found_images
+from fullshard.families.vision.fresh_processor import TEMPLATE
+from fullshard.families.vision.image_samples import ImageCollator, image_sample
+from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
+from fullshard.text.chat import FORMS, ChatEncoder, OpenChat
+from fullshard.text.conversation import LISTS, Message
+from fullshard.text.rendering import Layout, Template, render
+from fullshard.text.spans import replaced
+
+TOO_LONG = DropReason(
+    "with images that need more than data.sequence_length",
+    "raise data.sequence_length, or make images smaller with model.max_pixels",
+)
+
+
+class ImageChat(ChatEncoder):
+    """Conversations and question-answer pairs with images."""
+
+    forms: ClassVar[str] = FORMS.replace("chat:", "image_chat, with parts of type image or a column images:", 1)
+
+    image_root: Path | None = None
+    """Where relative paths of images start; null: the working directory."""
+    unreadable: Literal["error", "skip"] = "error"
+    """An image that is missing or damaged stops the run, or its record is left out and counted."""
+    too_long: Literal["error", "skip"] = "error"
+    """The same for a record whose images do not fit into data.sequence_length."""
+    allow_urls: bool = False
+    """Download images that are given as http(s) URLs, when the data is encoded."""
+
+    @staticmethod
+    def accepts(record: Record) -> bool:
+        return ChatEncoder.accepts(record) and bool(_images_of(record))
+
+    def open(self, processor: Any, *, length: int) -> OpenImageChat:
+        return OpenImageChat(self, processor, length=length)
+
+    def conversation(self, record: Record) -> list[Message]:
+        return self.with_images(record)[0]
+
+    def with_images(self, record: Record) -> tuple[list[Message], list[Any]]:
+        """The messages, with an image part for each image, and the images in order."""
+        plain = {key: found_images.text_only(record[key]) for key in LISTS if record.get(key) is not None}
+        messages = [dict(message) for message in super().conversation({**record, **plain})]
+        in_parts = [value for key in plain for value in found_images.part_images(record[key])]
+        return messages, found_images.place_images(messages, in_parts, found_images.column_images(record))
+
+    def texts(self, record: Record) -> list[str]:
+        contents = [message.get("content") for message in self.conversation(record)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        return [c for c in contents if isinstance(c, str)] + [part["text"] for part in parts if "text" in part]
+
+    def variables(self, record: Record) -> dict[str, Any]:
+        return {k: v for k, v in super().variables(record).items() if k not in found_images.COLUMNS}
+
+
+def _images_of(record: Record) -> list[Any]:
+    in_parts = [value for key in LISTS for value in found_images.part_images(record.get(key))]
+    return [*in_parts, *found_images.image_columns(record)]
+
+
+class OpenImageChat(OpenChat):
+    """Renders conversations, puts in what stands for each image, and tokenizes them."""
+
+    settings: ImageChat
+
+    def encode_many(self, records: Sequence[Record]) -> list[Encoded]:
+        return [self._encode(record) for record in records]
+
+    def collator(self, store: Store) -> ImageCollator:
+        return ImageCollator(self.settings, self.processor, root=self.settings.image_root, length=self.length)
+
+    def annotate_processor(self) -> None:
+        if self._is_plain:
+            self._tokenizer.chat_template = self._plain()
+
+    def _plain(self) -> str:
+        return TEMPLATE.format(image=self.processor.placeholder)
+
+    def _encode(self, record: Record) -> Encoded:
+        messages, images = self.settings.with_images(record)
+        urls = self.settings.allow_urls
+        given = [found_images.read_given(value, n, allow_urls=urls) for n, value in enumerate(images, start=1)]
+        pictures = look_at(given, root=self.settings.image_root, num_tokens=lambda width, height: 0)
+        if damaged := [picture for picture in pictures if isinstance(picture, Unreadable)]:
+            if self.settings.unreadable == "error":
+                raise damaged[0]
+            return Encoded(dropped=[UNREADABLE])
+        return self._sampled(messages, [p for p in pictures if isinstance(p, Picture)], record)
+
+    def _sampled(self, messages: list[Message], pictures: list[Picture], record: Record) -> Encoded:
+        _, template = super()._to_render(record)
+        template = Template(self._plain(), template.special_tokens, template.variables) if self._is_plain else template
+        rendered = render(messages, template)
+        layouts, shown = zip(*(self._with_images(layout, pictures) for layout in rendered.layouts), strict=True)
+        tokens = self._tokenise(list(layouts))
+        try:
+            samples = [
+                image_sample(each, some, self.processor, length=self.length)
+                for each, some in zip(tokens, shown, strict=True)
+            ]
+        except DataError:
+            if self.settings.too_long == "error":
+                raise
+            return Encoded(dropped=[TOO_LONG])
+        return self._counted(tokens, samples, rendered)
+
+    def _counted(self, tokens: Sequence[Features], samples: list[Features], rendered: Any) -> Encoded:
+        # Which samples are cut or left out depends on tokens and labels alone.
+        whole = [token_samples([each], length=self.length) for each in tokens]
+        return Encoded(
+            [sample for sample, found in zip(samples, whole, strict=True) if found.samples],
+            sum(found.truncated for found in whole),
+            [reason for found in whole for reason in found.dropped],
+            rendered.lost,
+            rendered.noted,
+        )
+
+    def _with_images(self, layout: Layout, pictures: list[Picture]) -> tuple[Layout, list[Picture]]:
+        """The layout with the texts of its images, and those images: a part of a conversation may have fewer."""
+        mark = self.processor.placeholder
+        shown = pictures[: layout.text.count(mark)]
+        texts = self.processor.image_texts([picture.size for picture in shown]) if shown else []
+        if layout.text.count(mark) > len(shown):
+            raise DataError(
+                f"the conversation contains {mark!r} more often than it has images; the model reads that as an image. "
+                "Remove it from the texts."
+            )
+        text, spans, media = replaced(layout.text, mark, texts, layout.spans)
+        return replace(layout, text=text, spans=spans, media=media), shown
+
+
+__all__ = ["ImageChat"]

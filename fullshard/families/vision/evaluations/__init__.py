@@ -1,0 +1,1 @@
+"""Evaluations of vision-language models."""

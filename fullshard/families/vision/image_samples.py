@@ -1,0 +1,135 @@
+"""Samples of tokens and images: what is stored of each, and their micro-batches.
+
+A sample keeps its images as paths or bytes; they are decoded and made into pixels for each micro-batch, by the loader's
+workers. Must not know conversations, files of records or ranks.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.contracts.data import IGNORE, Collator, Encoder, Features
+from fullshard.errors import DataError
+from fullshard.formatting.plural import counted
+from fullshard.images.reading import Picture, read_again
+from fullshard.multimodal.combine import combine
+from fullshard.text.tokens import collate_tokens
+
+MEDIA = "media."
+"""The prefix of a batch's keys that go to the model as they are."""
+
+
+def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, *, length: int) -> Features:
+    """The features of one sample: its tokens, cut to `length` after the last image, and its images."""
+    ids = tokens["input_ids"]
+    places = np.flatnonzero(ids == processor.image_token_id)
+    if len(places) and places[-1] >= length:
+        raise DataError(
+            f"{counted(len(pictures), 'image')} and the text before the last of them take "
+            f"{counted(int(places[-1]) + 1, 'token')}, but data.sequence_length = {length:,}. Raise it, give fewer or "
+            "smaller images (model.max_pixels), or set data.encode.too_long = skip to leave such records out."
+        )
+    positions = processor.positions(ids, [picture.size for picture in pictures])
+    kept = {"input_ids": ids[:length], "labels": tokens["labels"][:length], "mrope": positions[:length]}
+    if "token_type_ids" in tokens or processor.takes_types:
+        types = tokens.get("token_type_ids", (ids == processor.image_token_id).astype(np.int8))
+        kept["token_type_ids"] = types[:length]
+    return {
+        **kept,
+        "image_counts": np.array([len(pictures)], dtype=np.int32),
+        "image_sizes": np.array([len(picture.data) for picture in pictures], dtype=np.int64),
+        "image_files": np.array([picture.is_file for picture in pictures], dtype=bool),
+        "image_data": np.frombuffer(b"".join(picture.data for picture in pictures), dtype=np.uint8),
+    }
+
+
+class ImageCollator(Collator):
+    """Pads tokens, and decodes and processes the images of each micro-batch."""
+
+    def __init__(self, settings: Encoder, processor: Any, *, root: Path | None, length: int) -> None:
+        super().__init__(settings)
+        self._processor, self._root, self._length = processor, root, length
+
+    def collate(self, samples: Sequence[Features], *, length: int | None) -> dict[str, Any]:
+        import torch
+
+        batch = collate_tokens(samples, length=length)
+        rows, width = batch["input_ids"].shape
+        if samples[0]["mrope"].shape[1]:
+            # Padding goes on counting, as in `position_ids`.
+            positions = batch["position_ids"][..., None].repeat(1, 1, 3)
+            for row, sample in enumerate(samples):
+                positions[row, : len(sample["mrope"])] = torch.from_numpy(sample["mrope"].astype(np.int64))
+            batch[f"{MEDIA}mrope"] = positions
+        if "token_type_ids" in samples[0]:
+            types = torch.full((rows, width), self._processor.pad_type, dtype=torch.long)
+            for row, sample in enumerate(samples):
+                found = sample["token_type_ids"].astype(np.int64)
+                types[row, : len(found)] = torch.from_numpy(found)
+            batch[f"{MEDIA}token_type_ids"] = types
+        images = [self._processor.features(found) for sample in samples for found in self._images(sample)]
+        if images:
+            batch |= {f"{MEDIA}{name}": value for name, value in combine(images, along=self._along).items()}
+        return batch
+
+    def touching(self, samples: Sequence[Features]) -> Sequence[Features]:
+        """The samples, and a row of no weight with an image if none of them has one."""
+        return samples if any(sample["image_counts"].sum() for sample in samples) else [*samples, self._blank_image]
+
+    def without_media(self, sample: Features) -> Features:
+        text = sample["input_ids"] != self._processor.image_token_id
+        size = len(text)
+        kept = {name: array[text] if len(array) == size else array for name, array in sample.items()}
+        none = {name: sample[name][:0] for name in ("image_sizes", "image_files", "image_data")}
+        kept["labels"] = np.where(kept["labels"] == self._processor.image_token_id, IGNORE, kept["labels"])
+        kept["mrope"] = np.repeat(np.arange(len(kept["input_ids"]), dtype=np.int32)[:, None], kept["mrope"].shape[1], 1)
+        return {**kept, **none, "image_counts": np.zeros(1, dtype=np.int32)}
+
+    @cached_property
+    def _along(self) -> dict[str, int]:
+        """Along which dimension images are joined: a processor that puts a sample's images behind a dimension of one
+        joins them along the next."""
+        from PIL import Image
+
+        two = self._processor.features([Image.new("RGB", (32, 32))] * 2)
+        return {name: 1 for name, value in two.items() if value.ndim > 3 and len(value) == 1}
+
+    @cached_property
+    def _blank_image(self) -> Features:
+        """A sample with the smallest image, of which nothing is learned."""
+        from PIL import Image
+
+        file = io.BytesIO()
+        Image.new("RGB", (32, 32)).save(file, format="PNG")
+        picture = Picture(file.getvalue(), False, 0, (32, 32))
+        text = self._processor.image_texts([picture.size])[0]
+        ids = np.array(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        labels = np.full(len(ids), IGNORE, dtype=np.int32)
+        return image_sample({"input_ids": ids, "labels": labels}, [picture], self._processor, length=self._length)
+
+    def _images(self, sample: Features) -> list[list[Any]]:
+        """The decoded images of each document in a row that has some."""
+        ends = np.cumsum(sample["image_sizes"])
+        data = [
+            sample["image_data"][end - size : end].tobytes()
+            for end, size in zip(ends, sample["image_sizes"], strict=True)
+        ]
+        files = map(bool, sample["image_files"])
+        read = [
+            read_again(one, is_file=is_file, root=self._root)[2].convert("RGB")
+            for one, is_file in zip(data, files, strict=True)
+        ]
+        found, at = [], 0
+        for count in map(int, sample["image_counts"]):
+            found.append(read[at : at + count])
+            at += count
+        return [images for images in found if images]
+
+
+__all__ = ["MEDIA", "ImageCollator", "image_sample"]

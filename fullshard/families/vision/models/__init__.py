@@ -1,0 +1,1 @@
+"""Models of vision-language models."""

@@ -1,0 +1,126 @@
+"""Vision-language models of Transformers: language model, vision tower and projector, with their processor.
+
+Must not know objectives, ranks or sharding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from fullshard.config.part import did_you_mean
+from fullshard.contracts.optimizer import Group
+from fullshard.errors import RecipeError
+from fullshard.families.vision.fresh_processor import SETTINGS, fresh_processor
+from fullshard.families.vision.sizes import tiny_vision
+from fullshard.hf.architecture.config import load_config
+from fullshard.hf.architecture.sizes import check_overrides
+from fullshard.hf.transformers_model import TransformersModel
+from fullshard.multimodal import towers
+from fullshard.multimodal.processor import has_processor, load_processor
+from fullshard.multimodal.towers import Tower
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class Vlm(TransformersModel):
+    """An image-text-to-text model of Transformers."""
+
+    auto: ClassVar[str] = "AutoModelForImageTextToText"
+    loader: ClassVar[str | None] = "transformers.AutoModelForImageTextToText.from_pretrained"
+    forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
+    usual: ClassVar[dict[str, Any] | None] = {"objective": {"kind": "vision_lm"}, "evaluate": {"parts": ["loss"]}}
+
+    towers: dict[str, Tower] = Field(default_factory=dict)
+    """What is done with language, vision and projector: {vision: {freeze: true}, projector: {lr: 1e-4}}."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Images with fewer pixels are enlarged, where the processor can; null: the processor's own."""
+    max_pixels: int | None = Field(None, ge=1)
+    """Images with more pixels are reduced, where the processor can; null: the processor's own."""
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        return super().recognises(folder) and has_processor(folder)
+
+    def load_processor(self, folder: Path, *, where: str) -> Any:
+        tokenizer = super().load_processor(folder, where=where)
+        config = self._config()
+        if not has_processor(folder) and self.path is not None:
+            folder = self._folder()
+        if not has_processor(folder) and self.architecture is not None:
+            found = fresh_processor(config, tokenizer)
+        else:
+            code = self.trust_remote_code
+            kind = str(config.model_type)
+            found = load_processor(folder, tokenizer, model_type=kind, trust_remote_code=code, where=where)
+        found.limit(self.min_pixels, self.max_pixels)
+        found.follow(config)
+        return found
+
+    def build(self, *, processor: Any) -> nn.Module:
+        module: Any = super().build(processor=processor)
+        towers.check_names(self.towers, module.towers, model=type(module).__name__)
+        towers.freeze(module, self.towers, module.towers)
+        return module  # type: ignore[no-any-return]
+
+    def groups(self, module: nn.Module) -> list[Group]:
+        model: Any = module
+        return towers.groups(self.towers, model.towers)
+
+    def _bind(self, module: nn.Module) -> None:
+        super()._bind(module)
+        # Before adapters, which have configs of their own.
+        module.towers = towers.find(module)  # type: ignore[assignment]
+
+    def _without_adapters(self, module: nn.Module) -> list[str]:
+        model: Any = module
+        return towers.without_adapters(self.towers, model.towers)
+
+    def _config(self) -> Any:
+        if self.architecture is None:
+            return load_config(self._folder(), trust_remote_code=self.trust_remote_code, overrides=self.overrides)
+        return _make_config(self.architecture, self.size, self.overrides)
+
+    def _fit_vocabulary(self, config: Any, processor: Any) -> None:
+        super()._fit_vocabulary(config, processor)
+        if self.architecture is not None:
+            for name in ("image_token_id", "image_token_index"):
+                if hasattr(config, name):
+                    setattr(config, name, processor.image_token_id)
+
+
+def _make_config(architecture: str, size: str | None, overrides: dict[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    kind = architecture.replace("-", "_").lower()
+    if kind not in SETTINGS:
+        raise RecipeError(
+            f"model.architecture = {architecture!r} is not known as a vision-language model"
+            f"{did_you_mean(kind, SETTINGS)}. Known: {', '.join(SETTINGS)}. For another one write model.path, a folder "
+            "or hub name with weights and processor."
+        )
+    if size not in (None, "tiny"):
+        raise RecipeError(f"model.size = {size!r} is not a known size of {kind}. Known: tiny.")
+    config_class = CONFIG_MAPPING[kind]
+    default = config_class()
+    check_overrides(overrides, default, what=f"the config of {kind}")
+    keys = tiny_vision(default) if size == "tiny" else {}
+    try:
+        return config_class(**_merged(keys, overrides))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise RecipeError(
+            f"model.architecture = {kind!r}, size = {size!r}: Transformers does not accept this shape: {reason}. Give "
+            "the keys that it asks for in model.overrides."
+        ) from error
+
+
+def _merged(keys: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    both = {k: {**keys[k], **v} for k, v in overrides.items() if isinstance(keys.get(k), dict) and isinstance(v, dict)}
+    return {**keys, **overrides, **both}
+
+
+__all__ = ["Vlm"]

@@ -1,0 +1,263 @@
+"""The processor of a multimodal model: Transformers' own class, without the parts that cannot be loaded here.
+
+Transformers' video processors need torchvision, and many image models have one beside their image processor. Must not
+know records, batches or ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fullshard.errors import DataError, RecipeError
+
+_KEPT = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
+_PLACEHOLDERS = ("image_token", "boi_token", "image_placeholder")
+"""Attributes of processors that name the text for an image in a chat template."""
+_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
+_BETWEEN = "\x1f"
+"""Keeps the texts of several images apart; no template writes it."""
+
+
+@dataclass
+class ImageTextProcessor:
+    """Texts and images as the model takes them."""
+
+    whole: Any
+    """Transformers' processor."""
+    kept: dict[str, Any]
+    """Settings in the files of the model's folder, by file; exported unchanged, except for the image processor's."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.whole.chat_template, str):
+            # The tokenizer's own may know no images.
+            self.tokenizer.chat_template = self.whole.chat_template
+        self._texts: dict[tuple[tuple[int, int], ...], tuple[list[str], Any]] = {}
+        self._rope: Any = None
+        self.takes_types, self.pad_type = False, 0
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.whole.tokenizer
+
+    @property
+    def image_processor(self) -> Any:
+        return self.whole.image_processor
+
+    @functools.cached_property
+    def image_token_id(self) -> int:
+        """The token that the model replaces by a part of an image: the special token that repeats."""
+        tokens = self._tokens(self.image_texts([(256, 256)])[0])
+        return Counter(t for t in tokens if t in self.tokenizer.added_tokens_decoder).most_common(1)[0][0]
+
+    @functools.cached_property
+    def placeholder(self) -> str:
+        """What a chat template writes for an image."""
+        named = [getattr(self.whole, name, None) for name in _PLACEHOLDERS]
+        for text in dict.fromkeys(filter(None, named)):
+            try:
+                if len(self._expanded(str(text), [(256, 256)])[0]) > len(str(text)):
+                    return str(text)
+            except (ValueError, IndexError, StopIteration):
+                continue
+        raise RecipeError(
+            f"model: {type(self.whole).__name__} does not say which text stands for an image, so images cannot be "
+            "placed among the tokens. This model is not supported."
+        )
+
+    def image_texts(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """What stands for each image of a sample in the text that is tokenized; sizes are (width, height)."""
+        return self._laid_out(tuple(sizes))[0]
+
+    def _laid_out(self, sizes: tuple[tuple[int, int], ...]) -> tuple[list[str], Any]:
+        """The text of each image, and the grids of patches where the processor makes some. They follow from the sizes,
+        so blank images give the same."""
+        if sizes not in self._texts:
+            text, grid = self._expanded(_BETWEEN.join([self.placeholder] * len(sizes)), sizes)
+            found = text.split(_BETWEEN)
+            if len(found) != len(sizes):
+                raise DataError(f"{type(self.whole).__name__} mixes up the texts of {len(sizes)} images in one sample.")
+            self._texts[sizes] = (found, grid)
+        return self._texts[sizes]
+
+    def features(self, images: Sequence[Any]) -> dict[str, Any]:
+        """The tensors of the images of one sample, as the model takes them."""
+        text = _BETWEEN.join([self.placeholder] * len(images))
+        found = self.whole(text=[text], images=[list(images)], return_tensors="pt")
+        return {name: value for name, value in found.items() if name not in _OF_TEXT}
+
+    def positions(self, ids: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
+        """(tokens, 3): time, height and width of each token, for a model that counts so; (tokens, 0) for others."""
+        if self._rope is None:
+            return np.empty((len(ids), 0), dtype=np.int32)
+        import torch
+
+        row = torch.from_numpy(ids.astype(np.int64))[None]
+        grid = self._laid_out(tuple(sizes))[1] if sizes else None
+        found, _ = self._rope(row, mm_token_type_ids=(row == self.image_token_id).int(), image_grid_thw=grid)
+        return np.ascontiguousarray(found[:, 0].T.numpy().astype(np.int32))
+
+    def follow(self, config: Any) -> None:
+        """Learns from the model's class how it counts positions, and which kinds of tokens it tells apart."""
+        base = _base_class(config)
+        self.takes_types = "token_type_ids" in inspect.signature(base.forward).parameters
+        if hasattr(base, "get_rope_index"):
+            from torch import nn
+
+            # The method only reads the config, so the module needs no weights.
+            hollow = base.__new__(base)
+            nn.Module.__init__(hollow)
+            hollow.config = config
+            self._rope = hollow.get_rope_index
+
+    def limit(self, least: int | None, most: int | None) -> None:
+        """Bounds the pixels of an image; exported with the processor."""
+        if least is None and most is None:
+            return
+        size = getattr(self.image_processor, "size", None)
+        sizes = dict(size) if size is not None else {}
+        if not {"shortest_edge", "longest_edge"} <= {k for k, v in sizes.items() if v is not None}:
+            raise RecipeError(
+                f"model.min_pixels, model.max_pixels: {type(self.image_processor).__name__} makes every image the same "
+                "size. Leave them out."
+            )
+        self.image_processor.size = {
+            "shortest_edge": least or sizes["shortest_edge"],
+            "longest_edge": most or sizes["longest_edge"],
+        }
+
+    def _expanded(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[str, Any]:
+        """The text that Transformers' processor hands to its tokenizer for blank images of these sizes, and their
+        grids."""
+        from PIL import Image
+
+        recorder = _Recorder(self.tokenizer)
+        self.whole.tokenizer = recorder
+        try:
+            found = self.whole(text=[text], images=[[Image.new("RGB", s) for s in sizes]], return_tensors="pt")
+        finally:
+            self.whole.tokenizer = recorder.tokenizer
+        return recorder.text, found.get("image_grid_thw")
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def to_json_string(self) -> str:
+        """Everything that decides the layout of inputs, except the tokenizer."""
+        images = {key: value for key, value in self.image_processor.to_dict().items() if not key.startswith("_")}
+        scalars = {k: v for k, v in vars(self.whole).items() if isinstance(v, (str, int, float, bool, type(None)))}
+        return json.dumps([images, scalars], sort_keys=True, default=str)
+
+    def save_pretrained(self, folder: Any) -> None:
+        self.tokenizer.save_pretrained(folder)
+        self.image_processor.save_pretrained(folder)
+        if self.kept:
+            for name, settings in self.kept.items():
+                mine = {"image_processor": self.image_processor.to_dict()} if "image_processor" in settings else {}
+                if name != "preprocessor_config.json":
+                    (Path(folder) / name).write_text(json.dumps({**settings, **mine}, indent=2, default=str) + "\n")
+        else:
+            settings = {"processor_class": type(self.whole).__name__, **_own_settings(self.whole)}
+            (Path(folder) / "processor_config.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
+
+
+class _Recorder:
+    """A tokenizer that remembers the text it was given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.text = tokenizer, ""
+
+    def __call__(self, text: Any, **settings: Any) -> Any:
+        self.text = text if isinstance(text, str) else text[0]
+        return self.tokenizer(text, **settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+def has_processor(folder: Path) -> bool:
+    """Whether a folder has the processor of a multimodal model."""
+    return any((folder / name).is_file() for name in _KEPT)
+
+
+def _base_class(config: Any) -> Any:
+    """Transformers' class of the model without its head."""
+    from transformers import AutoModel
+
+    return AutoModel._model_mapping[type(config)]
+
+
+def assemble(class_name: str, parts: dict[str, Any], settings: dict[str, Any]) -> Any:
+    """A processor of this class from its loaded parts; parts that are missing, such as a video processor, stay None."""
+    import transformers
+
+    found = getattr(transformers, class_name, None)
+    if found is None:
+        raise RecipeError(f"model: Transformers {transformers.__version__} has no {class_name}. Upgrade transformers.")
+
+    class Assembled(found):  # type: ignore[misc, valid-type]
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return None if argument is None else super().check_argument_for_proper_class(argument_name, argument)
+
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return list(found.get_attributes())
+
+    Assembled.__name__ = Assembled.__qualname__ = class_name
+    given = {name: parts.get(name) for name in found.get_attributes()}
+    known = inspect.signature(found.__init__).parameters
+    try:
+        return Assembled(**given, **{name: value for name, value in settings.items() if name in known})
+    except ImportError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RecipeError(f"model: {class_name} needs a package that is not installed: {reason}") from error
+
+
+def load_processor(folder: Path, tokenizer: Any, *, model_type: str, trust_remote_code: bool, where: str) -> Any:
+    """The processor of a model's folder."""
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+    kept = {name: json.loads((folder / name).read_text()) for name in _KEPT if (folder / name).is_file()}
+    if not kept:
+        raise RecipeError(
+            f"{where}: {folder} has no image processor (no preprocessor_config.json or processor_config.json). Give a "
+            "folder with the processor of a vision-language model, or set model.processor to one."
+        )
+    try:
+        images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # of any kind
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise RecipeError(f"{where}: the image processor in {folder} cannot be loaded ({reason}).") from error
+    settings = dict(kept.get("processor_config.json", {}))
+    named = settings.get("processor_class") or kept.get("preprocessor_config.json", {}).get("processor_class")
+    template = folder / "chat_template.jinja"
+    settings["chat_template"] = template.read_text() if template.is_file() else _old_template(folder)
+    class_name = PROCESSOR_MAPPING_NAMES.get(model_type) or named
+    if class_name is None:
+        raise RecipeError(f"{where}: Transformers knows no processor for models of type {model_type}.")
+    whole = assemble(str(class_name), {"image_processor": images, "tokenizer": tokenizer}, settings)
+    return ImageTextProcessor(whole, kept)
+
+
+def _old_template(folder: Path) -> str | None:
+    file = folder / "chat_template.json"
+    return json.loads(file.read_text())["chat_template"] if file.is_file() else None
+
+
+def _own_settings(whole: Any) -> dict[str, Any]:
+    """The settings of a processor beside its parts."""
+    known = [name for name in inspect.signature(type(whole).__mro__[1].__init__).parameters if name != "self"]
+    parts = {*type(whole).get_attributes(), "chat_template", "kwargs", "args"}
+    return {name: getattr(whole, name) for name in known if name not in parts and hasattr(whole, name)}
+
+
+__all__ = ["ImageTextProcessor", "assemble", "has_processor", "load_processor"]

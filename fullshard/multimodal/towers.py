@@ -1,0 +1,142 @@
+"""Towers: the language model, the encoder of each medium and the projector between them, found by structure.
+
+A tower is the outermost module that was built from a part of the config (`vision_config`: the tower `vision`). The
+projector is what belongs to none of them; where a tower holds its own, it is what follows the tower's blocks and ends
+in the width of the language model. Must not know model names, data or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import nn
+
+from fullshard.config.part import Section, did_you_mean
+from fullshard.contracts.optimizer import Group
+from fullshard.errors import RecipeError
+
+LANGUAGE, PROJECTOR = "language", "projector"
+
+
+class Tower(Section):
+    """What is done with one tower."""
+
+    freeze: bool = False
+    """Do not train it."""
+    lora: bool | None = None
+    """Whether model.lora puts adapters into it; null: only into the language model."""
+    lr: float | None = Field(None, gt=0)
+    """Its base learning rate, which the schedule multiplies as well; null: optimizer.lr."""
+    recompute: Literal["none", "selective", "full"] | None = None
+    """Activation checkpointing of its blocks; null: sharding.activation_checkpointing."""
+
+
+def find(module: nn.Module) -> dict[str, list[str]]:
+    """The modules of each tower, by the tower's name; a module inside another's belongs to the inner one."""
+    model: Any = module
+    text = model.config.get_text_config(decoder=True)
+    parts = {name.removesuffix("_config"): getattr(model.config, name) for name in model.config.sub_configs}
+    kinds = {part.model_type: name for name, part in parts.items() if part is not None and part is not text}
+    kinds[text.model_type] = LANGUAGE
+    found: dict[str, list[str]] = {}
+    for name, part in module.named_modules():
+        config = getattr(part, "config", None)
+        kind = kinds.get(getattr(config, "model_type", ""))
+        if name and kind and not _within(name, [n for names in found.values() for n in names]):
+            found.setdefault(kind, []).append(name)
+    head = next((name for name, part in module.named_modules() if part is model.get_output_embeddings()), None)
+    if head and not _within(head, found.get(LANGUAGE, [])):
+        found.setdefault(LANGUAGE, []).append(head)
+    taken = [name for names in found.values() for name in names]
+    rest = [name for name, part in _outermost(module, taken) if any(True for _ in part.parameters())]
+    rest += [name for name, _ in module.named_parameters() if not _within(name, [*taken, *rest])]
+    encoders = [name for kind, names in found.items() if kind != LANGUAGE for name in names]
+    inner = [n for encoder in encoders for n in _after_blocks(module, encoder, text.hidden_size)]
+    if projector := rest or inner:
+        found[PROJECTOR] = projector
+    return dict(sorted(found.items(), key=lambda item: (item[0] != LANGUAGE, item[0])))
+
+
+def tower_of(name: str, towers: Mapping[str, list[str]]) -> str | None:
+    """The tower that a parameter belongs to."""
+    holders = [(len(prefix), kind) for kind, names in towers.items() for prefix in names if _within(name, [prefix])]
+    return max(holders)[1] if holders else None
+
+
+def check_names(settings: Mapping[str, Tower], towers: Mapping[str, list[str]], *, model: str) -> None:
+    """Raises for a tower that the model does not have."""
+    for name in settings:
+        if name not in towers:
+            raise RecipeError(
+                f"model.towers.{name}: {model} has no such tower{did_you_mean(name, list(towers))}. It has: "
+                f"{', '.join(towers)}."
+            )
+
+
+def freeze(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> None:
+    """Freezes the parameters of towers that say so."""
+    for name, parameter in module.named_parameters():
+        kind = tower_of(name, towers)
+        if kind in settings and settings[kind].freeze:
+            parameter.requires_grad_(False)
+
+
+def groups(settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> list[Group]:
+    """Parameter groups for towers with a learning rate or recomputation of their own, inner modules first."""
+    found = [
+        (max(name.count(".") for name in towers[kind]), Group(match=_patterns(towers[kind]), **own))
+        for kind, tower in settings.items()
+        if (own := {k: v for k in ("lr", "recompute") if (v := getattr(tower, k)) is not None})
+    ]
+    return [group for _, group in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _patterns(names: list[str]) -> list[str]:
+    # A parameter of the model itself has no module of its own.
+    return [pattern for name in names for pattern in (f"{name}.*", name)]
+
+
+def without_adapters(settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> list[str]:
+    """The modules that get no adapters."""
+
+    def adapts(kind: str) -> bool:
+        asked = settings[kind].lora if kind in settings else None
+        return kind == LANGUAGE if asked is None else asked
+
+    return [name for kind, names in towers.items() if not adapts(kind) for name in names]
+
+
+def _outermost(module: nn.Module, taken: list[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Modules that hold none of the taken ones, the largest."""
+    for key, child in module.named_children():
+        name = f"{prefix}{key}"
+        if _within(name, taken):
+            continue
+        if any(other.startswith(f"{name}.") for other in taken):
+            yield from _outermost(child, taken, f"{name}.")
+        else:
+            yield name, child
+
+
+def _after_blocks(module: nn.Module, encoder: str, width: int) -> list[str]:
+    """The children of an encoder after its stack of blocks that end in the width of the language model."""
+    children = list(module.get_submodule(encoder).named_children())
+    stack = next(
+        (at for at, (_, child) in enumerate(children) if isinstance(child, nn.ModuleList) and len(child)), None
+    )
+    after = children[stack + 1 :] if stack is not None else []
+    return [f"{encoder}.{key}" for key, child in after if _last_width(child) == width]
+
+
+def _last_width(part: nn.Module) -> int | None:
+    layers = [layer for layer in part.modules() if isinstance(layer, nn.Linear)]
+    return layers[-1].out_features if layers else None
+
+
+def _within(name: str, holders: list[str]) -> bool:
+    return any(name == holder or name.startswith(f"{holder}.") for holder in holders)
+
+
+__all__ = ["Tower", "check_names", "find", "freeze", "groups", "tower_of", "without_adapters"]
