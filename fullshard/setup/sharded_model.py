@@ -108,7 +108,9 @@ def _with_groups(recipe: Recipe, module: nn.Module, plan: ShardPlan) -> ShardPla
     blocks = {
         name: [f"{name}.{n}" for n, _ in module.get_submodule(name).named_parameters()] for name in plan.wrap.blocks
     }
-    return replace(plan, recompute=recompute_by_block([*(recipe.optimizer.by_name or []), *recipe.model.groups(module)], blocks))
+    return replace(
+        plan, recompute=recompute_by_block([*(recipe.optimizer.by_name or []), *recipe.model.groups(module)], blocks)
+    )
 
 
 def _frozen_in(recipe: Recipe, module: nn.Module, weights: Weights | None) -> frozenset[str]:

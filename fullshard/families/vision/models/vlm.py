@@ -5,6 +5,7 @@ Must not know objectives, ranks or sharding.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,6 +16,7 @@ from fullshard.contracts.optimizer import Group
 from fullshard.errors import RecipeError
 from fullshard.families.vision.fresh_processor import SETTINGS, fresh_processor
 from fullshard.families.vision.sizes import tiny_vision
+from fullshard.formatting.plural import counted
 from fullshard.hf.architecture.config import load_config
 from fullshard.hf.architecture.sizes import check_overrides
 from fullshard.hf.transformers_model import TransformersModel
@@ -24,6 +26,8 @@ from fullshard.multimodal.towers import Tower
 
 if TYPE_CHECKING:
     from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 class Vlm(TransformersModel):
@@ -64,7 +68,23 @@ class Vlm(TransformersModel):
         module: Any = super().build(processor=processor)
         towers.check_names(self.towers, module.towers, model=type(module).__name__)
         towers.freeze(module, self.towers, module.towers)
+        self._freeze_unused(module, processor)
         return module  # type: ignore[no-any-return]
+
+    def _freeze_unused(self, module: nn.Module, processor: Any) -> None:
+        """Freezes what the model never runs: it would get no gradient."""
+        from PIL import Image
+
+        from fullshard.multimodal.unused import unused
+
+        model: Any = module
+        names = [name for name, _ in module.named_parameters() if towers.tower_of(name, model.towers) != "language"]
+        found = unused(module, processor.features([Image.new("RGB", (64, 64))]), names) if processor else []
+        for name in found:
+            module.get_parameter(name).requires_grad_(False)
+        if found:
+            count = counted(len(found), "parameter")
+            logger.info("%s of the towers, such as %s, are not used by the model and stay as they are", count, found[0])
 
     def groups(self, module: nn.Module) -> list[Group]:
         model: Any = module

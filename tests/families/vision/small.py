@@ -1,0 +1,173 @@
+"""Small vision-language models in folders, conversations with drawn pictures, and a plain loop to compare with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch.nn.functional import cross_entropy
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from fullshard.families.vision.fresh_processor import fresh_processor
+from fullshard.families.vision.sizes import tiny_vision
+from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, train_tokenizer
+
+MODELS = [
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "smolvlm",
+    "idefics3",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "internvl",
+    "gemma3",
+]
+COLOURS = ["red", "green", "blue", "black"]
+
+
+def model_folder(path: Path, architecture: str) -> Path:
+    """A model with random weights and its processor, as Transformers saves them."""
+    words = path.parent / "words"
+    train_tokenizer(
+        ["What colour is this? User: Assistant: red green blue black and " * 9],
+        TokenizerTraining(vocab_size=330),
+        folder=words,
+    )
+    config_class = CONFIG_MAPPING[architecture]
+    config = config_class(**tiny_vision(config_class()))
+    processor = fresh_processor(config, PreTrainedTokenizerFast.from_pretrained(words))
+    config.text_config.vocab_size = len(processor.tokenizer)
+    for name in ("image_token_id", "image_token_index"):
+        if hasattr(config, name):
+            setattr(config, name, processor.image_token_id)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            # Norms of one and biases of zero would hide mistakes.
+            torch.nn.init.normal_(parameter, mean=float("norm" in name and "weight" in name), std=0.1)
+    model.save_pretrained(path)
+    processor.save_pretrained(path)
+    return path
+
+
+def write_records(folder: Path, images_of_each: list[int]) -> Path:
+    """Conversations, each with so many pictures of its own size."""
+    lines = []
+    (folder / "images").mkdir(exist_ok=True)
+    for number, images in enumerate(images_of_each):
+        names = []
+        for which in range(images):
+            colour = COLOURS[(number + which) % 4]
+            image = Image.new("RGB", (24 + 8 * (number % 3), 40 + 4 * which), colour)
+            ImageDraw.Draw(image).line((0, number, 20, 20), fill="white", width=2)
+            names.append(f"{number}-{which}.png")
+            image.save(folder / "images" / names[-1])
+        question = [{"type": "image", "image": name} for name in names]
+        question += [{"type": "text", "text": f"What colour is this? {number}"}]
+        answer = " and ".join(COLOURS[(number + which) % 4] for which in range(images)) or "black"
+        lines.append(
+            {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]},
+        )
+    file = folder / "chats.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
+    """A recipe over the records in their own order."""
+    base: dict[str, Any] = {
+        "name": name,
+        "output": str(folder / "runs"),
+        "model": {"kind": "vlm", "path": str(folder / "model")},
+        "objective": {"kind": "vision_lm"},
+        "data": {
+            "train": str(folder / "chats.jsonl"),
+            "encode": {"kind": "image_chat", "image_root": str(folder / "images")},
+            "sequence_length": 512,
+            "shuffle": False,
+            "pack": False,
+            "cache": str(folder / "cache"),
+            "holdout": 0,
+        },
+        "batch": {"per_device": 2, "global": 8},
+        "duration": {"steps": 3},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"kind": "constant"},
+        "precision": "fp32",
+        "topology": {"device": "cpu"},
+        "evaluate": {"every_epochs": None, "parts": []},
+        "checkpoint": {"every_steps": None, "best": None},
+        "log": {"every_steps": 1, "sinks": []},
+    }
+    return {k: {**v, **sections.get(k, {})} if isinstance(v, dict) else v for k, v in base.items()} | {
+        k: v for k, v in sections.items() if k not in base
+    }
+
+
+def plain_loop(
+    folder: Path, *, steps: int, batch: int = 8, lr: float = 1e-3, frozen: tuple[str, ...] = (), model: Any = None
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step of a plain loop in one process, one record at a time.
+
+    Inputs come from the processor of Transformers, called as its documentation says."""
+    model = model or AutoModelForImageTextToText.from_pretrained(folder / "model")
+    model.train()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(
+            parameter.requires_grad and not name.startswith(frozen) if frozen else parameter.requires_grad
+        )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [{"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1}]
+    optimizer = torch.optim.AdamW(
+        [*decayed, {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
+    )
+    records = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    inputs = [processed(folder, record) for record in records]
+    found = []
+    for step in range(steps):
+        rows = [inputs[(step * batch + at) % len(inputs)] for at in range(batch)]
+        total = sum(int((row["labels"] != -100).sum()) for row in rows)
+        whole = 0.0
+        for row in rows:
+            labels = row["labels"]
+            logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits
+            loss = cross_entropy(logits[0, :-1].float(), labels[0, 1:], ignore_index=-100, reduction="sum") / total
+            loss.backward()
+            whole += float(loss.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(trained, 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((whole, norm))
+    return found
+
+
+def processed(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """One record as Transformers' own processor makes it, with the answer as labels."""
+    from fullshard.families.vision.models.vlm import Vlm
+
+    processor = Vlm(path=str(folder / "model")).load_processor(folder / "model", where="model.path").whole
+    parts = [
+        part for message in record["messages"] if isinstance(message["content"], list) for part in message["content"]
+    ]
+    images = [Image.open(folder / "images" / part["image"]).convert("RGB") for part in parts if part["type"] == "image"]
+    texts = [
+        processor.tokenizer.apply_chat_template(
+            record["messages"][:until], tokenize=False, add_generation_prompt=until == 1
+        )
+        for until in (1, 2)
+    ]
+    kinds = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in processor.model_input_names else {}
+    pictures = {"images": [images]} if images else {}
+    asked, whole = (processor(text=[text], **pictures, return_tensors="pt", **kinds) for text in texts)
+    labels = whole["input_ids"].clone()
+    labels[:, : asked["input_ids"].shape[1]] = -100
+    # What the template writes after the end of the answer is not learned.
+    end = int((whole["input_ids"][0] == processor.tokenizer.eos_token_id).nonzero()[-1])
+    labels[:, end + 1 :] = -100
+    return {**whole, "labels": labels}
