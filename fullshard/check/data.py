@@ -166,7 +166,7 @@ def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     yield ok("longest batch", f"{_shapes(longest)}; the longest {plan.noun} has {counted(top, 'token')}")
     if data.train.fixed_length is None and plan.per_device > 1 and not data.encoder.settings.lays_out:
         padding = _padding(recipe, data.train, per_device=plan.per_device)
-        packable = not recipe.data.pack and can_pack(data.train_from.store)
+        packable = not recipe.data.pack and can_pack(data.train_from.store, data.encoder.settings)
         hint = "; data.pack=true would fill the rows" if packable and padding > 0.1 else ""
         yield ok("padding", f"about {padding:.0%} of a batch{hint}")
 

@@ -56,6 +56,9 @@ class Samples(Protocol):
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         """What each row holds of a quantity, given what each stored sample holds."""
 
+    def entries(self, feature: str) -> np.ndarray:
+        """The number of entries of a feature in each row."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Features: ...
@@ -178,6 +181,8 @@ class Encoder(Part):
     """Choose it only if no other encoder accepts the first record."""
     divisible: ClassVar[bool] = False
     """Packing may cut a sample and continue it in the next row, as with running text."""
+    packs_media: ClassVar[bool] = False
+    """Samples with more than tokens and labels can share a row: their features are concatenated."""
     lays_out: ClassVar[bool] = False
     """The objective arranges texts in rows itself: samples are never packed."""
     length_feature: ClassVar[str] = "input_ids"
@@ -282,6 +287,8 @@ class Collator:
 
     notes: Sequence[str] = ()
     """What it took from the training data, for the report."""
+    media_feature: str | None = None
+    """The feature with an entry for each image or clip of a sample, for models with towers; None: tokens alone."""
 
     def __init__(self, settings: Encoder) -> None:
         self.settings: Any = settings
@@ -296,8 +303,8 @@ class Collator:
         return {name: np.full_like(array, IGNORE) if name == "labels" else array for name, array in sample.items()}
 
     def touching(self, samples: Sequence[Features]) -> Sequence[Features]:
-        """The samples, with a row of no weight added if none of them needs what another rank's samples need, such as
-        the vision tower: every rank must run it, or the others would wait."""
+        """The samples, with a row of no weight added if none of them has media and another rank's have: every rank runs
+        a tower that any rank runs, or the others would wait for it."""
         return samples
 
     def without_media(self, sample: Features) -> Features:

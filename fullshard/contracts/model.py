@@ -153,6 +153,10 @@ class Family(Part):
         """Parameter groups that follow from its settings; those of optimizer.groups come first."""
         return []
 
+    def resting(self, module: nn.Module) -> set[str]:
+        """Names of parameters that only some samples need, such as a vision tower's: a step may leave them alone."""
+        return set()
+
     def stop_tokens(self, module: nn.Module) -> set[int]:
         """Tokens that end a text, besides those of the tokenizer."""
         return set()

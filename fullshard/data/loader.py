@@ -23,8 +23,9 @@ from fullshard.data.order import FILLER, FIXED, draws, permutation, rank_slices
 from fullshard.errors import DataError, FullshardError
 
 Batch = dict[str, Any]
-Turn = tuple[int, np.ndarray]
-"""The stream of a micro-batch's randomness (its epoch, or FIXED) and the indices of its samples."""
+Turn = tuple[int, np.ndarray, bool]
+"""The stream of a micro-batch's randomness (its epoch, or FIXED), the indices of its samples, and whether a rank has
+media in it."""
 
 _OF_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (*_OF_THE_MAIN_PROCESS, signal.SIGTERM)
@@ -78,6 +79,7 @@ class Loader:
         self._seed, self._shuffle = seed, shuffle
         self._batches = _Batches(samples, collator, seed)
         self._workers, self._pin_memory, self._quantities = workers, pin_memory, quantities
+        self._media = _media(samples, collator.media_feature) if collator.media_feature else None
         self._whole: DataLoader[Any] | None = None
         self._orders: dict[int, np.ndarray] = {}
 
@@ -107,7 +109,7 @@ class Loader:
         # Kept for the next pass, with its workers.
         whole, self._whole = self._whole, None
         if whole is None:
-            whole = self._open([(FIXED, places) for places in self._slices(np.arange(self.num_samples))])
+            whole = self._open([(FIXED, *turn) for turn in self._slices(np.arange(self.num_samples))])
         stream = _Stream(whole)
         try:
             for _ in range(self.num_batches):
@@ -132,13 +134,13 @@ class Loader:
 
     def batch_of(self, places: np.ndarray) -> Batch:
         """The micro-batch of these samples, made in this process."""
-        return _or_raise(self._batches[FIXED, places])
+        return _or_raise(self._batches[FIXED, places, self._media is not None])
 
     def turns(self, start_step: int) -> Iterator[Turn]:
         """This rank's micro-batches, endlessly."""
         for step in count(start_step):
             epoch, rows = self._rows(step)
-            yield from ((epoch, places) for places in self._slices(rows))
+            yield from ((epoch, *turn) for turn in self._slices(rows))
 
     def _rows(self, step: int) -> tuple[int, np.ndarray]:
         """The epoch of a step, and its rows over all ranks."""
@@ -150,8 +152,16 @@ class Loader:
             self._orders = kept | {epoch: order}
         return epoch, self._orders[epoch][number * self._global_size :][: self._global_size]
 
-    def _slices(self, window: np.ndarray) -> list[np.ndarray]:
-        return rank_slices(window, per_device=self._per_device, rank=self._rank, world=self._world)
+    def _slices(self, window: np.ndarray) -> list[tuple[np.ndarray, bool]]:
+        """This rank's micro-batches of a step, each with whether any rank has media in it."""
+        mine = rank_slices(window, per_device=self._per_device, rank=self._rank, world=self._world)
+        if self._media is None:
+            return [(places, False) for places in mine]
+        size = self._per_device * self._world
+        found = [bool(self._media[window[at * size :][:size]].any()) for at in range(len(mine))]
+        # Replicas add up their gradients in the last micro-batch, so it runs every tower that the step has run.
+        found[-1] = any(found)
+        return list(zip(mine, found, strict=True))
 
     def _open(self, places: Any) -> DataLoader[Any]:
         if self._workers:
@@ -185,14 +195,17 @@ class _Batches(torch.utils.data.Dataset[Any]):
         self._length: int | None = getattr(samples, "fixed_length", None)
 
     def __getitem__(self, turn: Turn) -> Batch | FullshardError:
-        stream, places = turn
+        stream, places, media = turn
         found = places[places != FILLER]
         ids = np.concatenate([found, np.full(len(places) - len(found), FILLER, dtype=np.int64)])
         try:
             real = [self.samples[int(index)] for index in found]
             # A filler has the shape of a real sample, so all ranks run the same work.
             blank = self.collator.blank(real[0] if real else self.samples[0])
-            rows = real + [blank] * (len(places) - len(real))
+            rows: Sequence[Features] = real + [blank] * (len(places) - len(real))
+            if media:
+                rows = self.collator.touching(rows)
+                ids = np.pad(ids, (0, len(rows) - len(ids)), constant_values=FILLER)
             return self.of(rows, ids, length=self._length, stream=stream)
         except FullshardError as error:
             # The main process raises it; torch would wrap it in a traceback.
@@ -205,6 +218,13 @@ class _Batches(torch.utils.data.Dataset[Any]):
         if stream != FIXED:
             batch = self.collator.augment(batch, keys)
         return {**batch, "sample_ids": torch.from_numpy(ids), "draws": torch.from_numpy(keys)}
+
+
+def _media(samples: Samples | Sequence[Features], feature: str) -> np.ndarray:
+    """Which rows have media: entries of this feature."""
+    if hasattr(samples, "entries"):
+        return np.asarray(samples.entries(feature) > 0)
+    return np.array([len(sample[feature]) > 0 for sample in samples])
 
 
 def _or_raise(batch: Batch | FullshardError) -> Batch:

@@ -11,13 +11,13 @@ from collections import defaultdict
 
 import numpy as np
 
-from fullshard.contracts.data import Features
+from fullshard.contracts.data import Encoder, Features
 from fullshard.data.store import Store
 
 
-def can_pack(store: Store) -> bool:
-    """Whether samples can be concatenated: they hold tokens and labels only."""
-    return set(store.names) == {"input_ids", "labels"}
+def can_pack(store: Store, encoder: Encoder) -> bool:
+    """Whether samples can be concatenated: they hold tokens and labels only, or the encoder says that they can."""
+    return encoder.packs_media or set(store.names) == {"input_ids", "labels"}
 
 
 class Plain:
@@ -35,6 +35,9 @@ class Plain:
     @property
     def lengths(self) -> np.ndarray:
         return self.per_row(self._store.lengths)
+
+    def entries(self, feature: str) -> np.ndarray:
+        return self.per_row(self._store.sizes(feature))
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         return np.asarray(amounts[self._chosen])
@@ -66,6 +69,9 @@ class Wrapped:
         lengths = np.full(len(self), self.fixed_length)
         lengths[-1] -= len(self) * self.fixed_length - self.num_tokens
         return lengths
+
+    def entries(self, feature: str) -> np.ndarray:
+        return self.per_row(self._store.sizes(feature))
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         # A document that is cut counts in each row with the share of its tokens there.
@@ -107,6 +113,9 @@ class Fitted:
 
     def __len__(self) -> int:
         return len(self._starts) - 1
+
+    def entries(self, feature: str) -> np.ndarray:
+        return self.per_row(self._store.sizes(feature))
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         return np.bincount(self._rows, weights=amounts[self._chosen])

@@ -163,7 +163,7 @@ def _split(records: Records, store: Store, *, share: float, seed: int) -> tuple[
 def _samples(name: str, stored: Stored, encoder: OpenEncoder, length: int, pack: bool, report: list[str]) -> Samples:
     store, chosen, settings = stored.store, stored.chosen, stored.encoder
     samples: Samples
-    if pack and can_pack(store):
+    if pack and can_pack(store, settings):
         samples = (Wrapped if settings.divisible else Fitted)(store, chosen, length=length)
         filled = samples.num_tokens / (len(samples) * length)
         rows = f"packed into {counted(len(samples), 'row')} of {length:,} ({filled:.1%} filled)"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from fullshard.contracts.model import TokenModel
 from fullshard.contracts.objective import Batch
 from fullshard.errors import SetupError
@@ -27,6 +25,8 @@ class MediaNextToken(NextToken):
         media = {key.removeprefix(MEDIA): value for key, value in batch.items() if key.startswith(MEDIA)}
         positions = batch["position_ids"]
         if (own := media.pop("mrope", None)) is not None:
+            import torch
+
             # The first row tells documents apart; the others are time, height and width.
             positions = torch.stack([positions, *own.unbind(-1)])
         inputs = {"input_ids": batch["input_ids"], "position_ids": positions, **media}

@@ -8,14 +8,16 @@ in the width of the language model. Must not know model names, data or ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
-from torch import nn
 
 from fullshard.config.part import Section, did_you_mean
 from fullshard.contracts.optimizer import Group
 from fullshard.errors import RecipeError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 LANGUAGE, PROJECTOR = "language", "projector"
 
@@ -122,6 +124,8 @@ def _outermost(module: nn.Module, taken: list[str], prefix: str = "") -> Iterato
 
 def _after_blocks(module: nn.Module, encoder: str, width: int) -> list[str]:
     """The children of an encoder after its stack of blocks that end in the width of the language model."""
+    from torch import nn
+
     children = list(module.get_submodule(encoder).named_children())
     stack = next(
         (at for at, (_, child) in enumerate(children) if isinstance(child, nn.ModuleList) and len(child)), None
@@ -131,6 +135,8 @@ def _after_blocks(module: nn.Module, encoder: str, width: int) -> list[str]:
 
 
 def _last_width(part: nn.Module) -> int | None:
+    from torch import nn
+
     layers = [layer for layer in part.modules() if isinstance(layer, nn.Linear)]
     return layers[-1].out_features if layers else None
 

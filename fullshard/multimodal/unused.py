@@ -4,14 +4,14 @@ taken, or its pooling head. They cannot learn. Must not know model names or rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def unused(module: nn.Module, inputs: Mapping[str, Any], names: list[str]) -> list[str]:
+def unused(module: nn.Module, inputs: Mapping[str, Any], names: Collection[str]) -> list[str]:
     """Which of these parameters the image features do not depend on, found by one pass without values; none where the
     model cannot run so."""
     model: Any = module

@@ -6,7 +6,7 @@ Must not know losses, models or the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -21,9 +21,16 @@ from fullshard.formatting.plural import counted
 class FirstUpdate:
     """Checks the first update that moves weights, and does nothing afterwards."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        say: Callable[[str], None],
+        resting: Collection[str] = (),
+    ) -> None:
         self._trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._optimizer, self._say = optimizer, say
+        self._optimizer, self._say, self._resting = optimizer, say, resting
         self._proven = False
         self._before: torch.Tensor | None = None
         """A checksum of each parameter before the update."""
@@ -58,7 +65,8 @@ class FirstUpdate:
                 f"At the first update {len(broken)} {of} have a gradient that is not finite: {_some(broken)}. "
                 "Look for records with extreme values, lower optimizer.lr, or try precision: fp32."
             )
-        if missing:
+        rested = [name for name in missing if name in self._resting]
+        if missing := [name for name in missing if name not in self._resting]:
             raise SetupError(
                 f"At the first update {len(missing)} {of} have no gradient: {_some(missing)}. The loss does not depend "
                 f"on them, and they would never learn. Freeze them: model.freeze: [{', '.join(missing[:3])}], or check "
@@ -77,6 +85,7 @@ class FirstUpdate:
             )
         still = len(set(moving) - set(moved))
         lost = f"; {still} have a gradient and did not change, the update is below their last digit" if still else ""
+        lost += f"; {len(rested)} belong to towers that no sample of this step needs" if rested else ""
         self._say(
             f"First update proven: the gradients {of} are finite, {len(moving)} are not zero, {len(moved)} "
             f"parameters changed{lost}."

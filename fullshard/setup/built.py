@@ -55,7 +55,7 @@ def make_learner(
         optimizer=optimizer,
         scaler=torch.amp.GradScaler(world.device.type) if precision.scaler else None,
         clip=recipe.optimizer.clip,
-        first_update=FirstUpdate(model.module, optimizer, say=say),
+        first_update=FirstUpdate(model.module, optimizer, say=say, resting=recipe.model.resting(model.module)),
         average=Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None,
         device=world.device,
     )

@@ -23,9 +23,10 @@ SERVING = (
     "prove",
     # What a run proves before step 1 and at its first update: it counts with `prove`.
     "proofs",
-    # What families share: Transformers' formats, texts, images and losses over embeddings.
+    # What families share: Transformers' formats, towers, texts, images and losses over embeddings.
     "hf",
     "images",
+    "multimodal",
     "similarity",
     "text",
     # Other tools' keys and files, translated or answered.

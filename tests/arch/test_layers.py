@@ -33,6 +33,7 @@ LAYERS = [
     "step",
     "evaluations",
     "hf",
+    "multimodal",
     "recipe",
     "recipes",
     "control",

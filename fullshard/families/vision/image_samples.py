@@ -52,6 +52,8 @@ def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, 
 class ImageCollator(Collator):
     """Pads tokens, and decodes and processes the images of each micro-batch."""
 
+    media_feature: str | None = "image_sizes"
+
     def __init__(self, settings: Encoder, processor: Any, *, root: Path | None, length: int) -> None:
         super().__init__(settings)
         self._processor, self._root, self._length = processor, root, length
@@ -78,12 +80,17 @@ class ImageCollator(Collator):
             batch |= {f"{MEDIA}{name}": value for name, value in combine(images, along=self._along).items()}
         return batch
 
+    def blank(self, sample: Features) -> Features:
+        # Without images: a rank with nothing but fillers must not run a tower that no other rank runs.
+        return super().blank(self.without_media(sample))
+
     def touching(self, samples: Sequence[Features]) -> Sequence[Features]:
         """The samples, and a row of no weight with an image if none of them has one."""
         return samples if any(sample["image_counts"].sum() for sample in samples) else [*samples, self._blank_image]
 
     def without_media(self, sample: Features) -> Features:
         text = sample["input_ids"] != self._processor.image_token_id
+        text[-1] |= not text.any()  # a row has at least one token
         size = len(text)
         kept = {name: array[text] if len(array) == size else array for name, array in sample.items()}
         none = {name: sample[name][:0] for name in ("image_sizes", "image_files", "image_data")}

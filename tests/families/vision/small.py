@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,13 @@ def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
 
 
 def plain_loop(
-    folder: Path, *, steps: int, batch: int = 8, lr: float = 1e-3, frozen: tuple[str, ...] = (), model: Any = None
+    folder: Path,
+    *,
+    steps: int,
+    batch: int = 8,
+    frozen: tuple[str, ...] = (),
+    rates: Mapping[str, float] | None = None,
+    model: Any = None,
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of a plain loop in one process, one record at a time.
 
@@ -122,11 +129,16 @@ def plain_loop(
         parameter.requires_grad_(
             parameter.requires_grad and not name.startswith(frozen) if frozen else parameter.requires_grad
         )
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [{"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1}]
+    groups: dict[tuple[float, bool], list[Any]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            lr = next((rate for start, rate in (rates or {}).items() if name.startswith(start)), 1e-3)
+            groups.setdefault((lr, parameter.dim() >= 2), []).append(parameter)
     optimizer = torch.optim.AdamW(
-        [*decayed, {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95)
+        [{"params": g, "lr": lr, "weight_decay": 0.1 if decays else 0.0} for (lr, decays), g in groups.items()],
+        betas=(0.9, 0.95),
     )
+    trained = [parameter for group in groups.values() for parameter in group]
     records = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
     inputs = [processed(folder, record) for record in records]
     found = []

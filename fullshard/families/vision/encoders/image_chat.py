@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from fullshard.contracts.data import DropReason, Encoded, Features, Record, Store, token_samples
+from fullshard.contracts.data import DropReason, Encoded, Features, Quantity, Record, Store, token_samples
 from fullshard.errors import DataError
 from fullshard.families.vision import record_images as found_images
 from fullshard.families.vision.fresh_processor import TEMPLATE
@@ -33,6 +33,8 @@ class ImageChat(ChatEncoder):
 
     forms: ClassVar[str] = FORMS.replace("chat:", "image_chat, with parts of type image or a column images:", 1)
 
+    packs_media: ClassVar[bool] = True
+
     image_root: Path | None = None
     """Where relative paths of images start; null: the working directory."""
     unreadable: Literal["error", "skip"] = "error"
@@ -45,6 +47,9 @@ class ImageChat(ChatEncoder):
     @staticmethod
     def accepts(record: Record) -> bool:
         return ChatEncoder.accepts(record) and bool(_images_of(record))
+
+    def quantities(self, store: Store) -> list[Quantity]:
+        return [*super().quantities(store), Quantity("images", "img", store.sizes("image_sizes"))]
 
     def open(self, processor: Any, *, length: int) -> OpenImageChat:
         return OpenImageChat(self, processor, length=length)

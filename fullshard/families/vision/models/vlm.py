@@ -77,9 +77,9 @@ class Vlm(TransformersModel):
 
         from fullshard.multimodal.unused import unused
 
-        model: Any = module
-        names = [name for name, _ in module.named_parameters() if towers.tower_of(name, model.towers) != "language"]
-        found = unused(module, processor.features([Image.new("RGB", (64, 64))]), names) if processor else []
+        found = (
+            unused(module, processor.features([Image.new("RGB", (64, 64))]), self.resting(module)) if processor else []
+        )
         for name in found:
             module.get_parameter(name).requires_grad_(False)
         if found:
@@ -89,6 +89,10 @@ class Vlm(TransformersModel):
     def groups(self, module: nn.Module) -> list[Group]:
         model: Any = module
         return towers.groups(self.towers, model.towers)
+
+    def resting(self, module: nn.Module) -> set[str]:
+        model: Any = module
+        return {name for name, _ in module.named_parameters() if towers.tower_of(name, model.towers) != "language"}
 
     def _bind(self, module: nn.Module) -> None:
         super()._bind(module)

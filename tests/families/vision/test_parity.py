@@ -1,0 +1,113 @@
+"""Losses and gradient norms of whole runs equal those of a plain loop over Transformers' model and processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForImageTextToText
+
+from tests.families.vision.small import MODELS, model_folder, plain_loop, settings, write_records
+from tests.ranks import RankPool
+from tests.slow import one_in
+from tests.small import curve, train
+
+IMAGES = [1, 2, 0, 1, 1, 0, 3, 1] * 2
+"""Images of each record: one, several, none."""
+WITHIN = 2e-6
+"""Relative: one row at a time against padded rows of two, in another order of summation."""
+
+
+def made(folder: Path, architecture: str, images: list[int] = IMAGES) -> Path:
+    model_folder(folder / "model", architecture)
+    write_records(folder, images)
+    return folder
+
+
+def losses(ranks: RankPool, folder: Path, name: str, *, world: int = 1, nodes: int = 1, **sections: Any) -> Any:
+    chosen = settings(folder, name, **{"duration": {"steps": 2}, **sections})
+    return curve(ranks.run(train, chosen, world=world, nodes=nodes)[0], "loss", "grad_norm")
+
+
+@pytest.mark.parametrize("architecture", one_in(2, MODELS))
+def test_each_model_trains_as_in_a_plain_loop(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
+    folder = made(tmp_path, architecture)
+    np.testing.assert_allclose(losses(ranks, folder, "run"), plain_loop(folder, steps=2), rtol=WITHIN)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.slow)])
+def test_a_frozen_tower_changes_nothing_else(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
+    folder = made(tmp_path, architecture)
+    projector = "model.visual.merger" if architecture == "qwen3_vl" else "model.multi_modal_projector"
+    vision = ("model.visual.blocks", "model.visual.patch_embed", "model.visual.pos_embed", "model.vision_tower")
+    found = losses(ranks, folder, "run", world=2, model={"towers": {"vision": {"freeze": True}}})
+    expected = plain_loop(folder, steps=2, frozen=vision)
+    np.testing.assert_allclose(found, expected, rtol=WITHIN)
+    both = {"vision": {"freeze": True}, "projector": {"freeze": True}}
+    found = losses(ranks, folder, "both", model={"towers": both})
+    expected = plain_loop(folder, steps=2, frozen=(*vision, projector, "model.visual.deepstack"))
+    np.testing.assert_allclose(found, expected, rtol=WITHIN)
+
+
+def test_a_tower_has_its_own_learning_rate(ranks: RankPool, tmp_path: Path) -> None:
+    folder = made(tmp_path, "smolvlm")
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    rates = {"model.connector": 5e-3, "model.vision_model": 1e-4}
+    towers = {"projector": {"lr": 5e-3}, "vision": {"lr": 1e-4, "recompute": "full"}}
+    found = losses(ranks, folder, "run", world=2, model={"towers": towers})
+    np.testing.assert_allclose(found, plain_loop(folder, steps=2, model=model, rates=rates), rtol=WITHIN)
+
+
+def test_adapters_train_as_pefts(ranks: RankPool, tmp_path: Path) -> None:
+    """Only the language model is adapted unless a tower asks for it."""
+    from peft import get_peft_model_state_dict
+
+    folder = made(tmp_path, "qwen2_5_vl")
+    lora = {"r": 4, "alpha": 8, "targets": ["q_proj", "v_proj", "qkv"]}
+    model = {"lora": lora, "towers": {"vision": {"lora": True}}}
+    runs = {world: losses(ranks, folder, f"run{world}", world=world, model=model) for world in (1, 2)}
+    np.testing.assert_allclose(runs[1], runs[2], rtol=WITHIN)
+    adapter = folder / "runs" / "run1" / "model"
+    reference = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    from peft import PeftModel
+
+    loaded = PeftModel.from_pretrained(reference, adapter)
+    names = list(get_peft_model_state_dict(loaded))
+    assert any("visual.blocks" in name for name in names) and any("language_model" in name for name in names)
+    assert not any("merger" in name for name in names)
+
+
+PATTERNS = {
+    "one of four ranks": [0, 0, 0, 1] + [0] * 12,
+    "only the last micro-batch of the second step": [0] * 14 + [1, 0],
+    "only the first micro-batch": [1] + [0] * 15,
+    "no image at all": [0] * 16,
+    "mixed": IMAGES,
+}
+
+
+@pytest.mark.parametrize("strategy", one_in(3, ["full", "hybrid", "grad_op"]))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_ranks_without_images_wait_for_none(ranks: RankPool, tmp_path: Path, pattern: str, strategy: str) -> None:
+    """Any pattern of images over ranks and micro-batches finishes, with the numbers of one process."""
+    folder = made(tmp_path, "smolvlm", PATTERNS[pattern])
+    expected = plain_loop(folder, steps=2)
+    nodes = 2 if strategy == "hybrid" else 1
+    found = losses(
+        ranks, folder, "four", world=4, nodes=nodes, batch={"per_device": 1}, sharding={"strategy": strategy}
+    )
+    np.testing.assert_allclose(found, expected, rtol=WITHIN)
+
+
+def test_an_interrupted_run_goes_on(ranks: RankPool, tmp_path: Path) -> None:
+    """Bitwise on as many ranks, and within rounding on more."""
+    folder = made(tmp_path, "gemma3")
+    straight = losses(ranks, folder, "straight", world=2, duration={"steps": 4})
+    losses(ranks, folder, "stopped", world=2, checkpoint={"every_steps": 2, "every_epochs": None})
+    again = losses(ranks, folder, "stopped", world=2, duration={"steps": 4})
+    assert again == straight
+    losses(ranks, folder, "grown", world=2, checkpoint={"every_steps": 2, "every_epochs": None})
+    grown = losses(ranks, folder, "grown", world=4, duration={"steps": 4}, batch={"per_device": 1})
+    np.testing.assert_allclose(grown, straight, rtol=WITHIN)
