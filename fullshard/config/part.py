@@ -191,15 +191,8 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
         if failed:  # a part's own check met the placeholder
             return None
         raise
-    problems.extend(_excluded(cls, value, where))
     section._ignored = ignored
     return section
-
-
-def _excluded(cls: type[Section], value: Mapping[str, Any], where: str) -> list[str]:
-    """A problem for each group of keys that exclude each other and are given together."""
-    given = [[join(where, key) for key in group if value.get(key) not in (None, False)] for group in cls.exclusive]
-    return [f"{' and '.join(keys)} exclude each other. Give one of them." for keys in given if len(keys) > 1]
 
 
 def _pop_ignored(cls: type[Section], value: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:

@@ -62,6 +62,9 @@ def _problem(path: str, entries: Sequence[Any]) -> str:
         if isinstance(first["loc"][-1], int):
             return f"{path} is missing: the list is too short."
         return f"{path} is missing. Add it to the recipe."
+    if first["type"] == "exclusive":
+        keys = " and ".join(join(path, key) for key in first["ctx"]["keys"])
+        return f"{keys} exclude each other. Give one of them."
     nouns = [noun for entry in entries if (noun := _noun(entry, path))]
     if len(nouns) == len(entries):
         return f"{path} = {found(first['input'])}: it must be {' or '.join(dict.fromkeys(nouns))}."

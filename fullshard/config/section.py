@@ -11,10 +11,11 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Self, Union
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import BaseModel, ConfigDict, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from fullshard.dialects.foreign_keys import NoEffect
 
@@ -37,6 +38,15 @@ class Section(BaseModel):
     """Keys of other trainers that are accepted here and do nothing."""
     _ignored: dict[str, Any] = PrivateAttr(default_factory=dict)
     """The values given for them."""
+
+    @model_validator(mode="after")
+    def _one_of_each_group(self) -> Self:
+        fields = {info.alias or name: name for name, info in type(self).model_fields.items()}
+        for group in self.exclusive:
+            given = [key for key in group if getattr(self, fields[key]) not in (None, False)]
+            if len(given) > 1:
+                raise PydanticCustomError("exclusive", "{keys} exclude each other", {"keys": given})
+        return self
 
     @classmethod
     def from_short(cls, value: Any) -> Any:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fullshard.contracts.data import IGNORE
-from fullshard.contracts.model import TokenModel
-from fullshard.contracts.objective import Batch, no_grad
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Batch
 from fullshard.errors import SetupError
-from fullshard.text.next_token import NextToken
+from fullshard.text.next_token import NextToken, TokenModel
 
 if TYPE_CHECKING:
     import torch

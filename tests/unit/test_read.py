@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 import fullshard
 from fullshard.commands.recipes import sentence
@@ -16,6 +17,7 @@ from fullshard.config.section import without_effect
 from fullshard.dialects.foreign_keys import NO_EFFECT
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse, parse_value, render
+from fullshard.recipe import Batch
 from fullshard.recipes.read import hand_on, load, read, run_facts, save_resolved
 
 OWN_PARTS = """
@@ -550,3 +552,8 @@ def test_a_class_of_this_session_is_not_handed_to_other_ranks(tmp_path: Path) ->
         with pytest.raises(RecipeError, match=r"schedule.kind = '.*Local': this class exists in this session only"):
             hand_on(mine, tmp_path / "other.yaml")
     assert not (tmp_path / "other.yaml").exists()
+
+
+def test_keys_that_exclude_each_other_are_refused_in_python_as_well() -> None:
+    with pytest.raises(ValidationError, match="exclude each other"):
+        Batch.model_validate({"accumulate": 2, "global": 8})

@@ -36,8 +36,8 @@ class Shapes(Source):
         numbers = range(self.start, self.start + self.records)
         return Listed(
             [_record(number, self.side) for number in numbers],
-            place=lambda index: f"drawn shapes, number {numbers[index]}",
-            fingerprint=lambda: combine("shapes", "1", str(self.start), str(self.records), str(self.side)),
+            where=lambda index: f"drawn shapes, number {numbers[index]}",
+            fingerprint=lambda: combine("shapes", "2", str(self.start), str(self.records), str(self.side)),
         )
 
 
@@ -56,25 +56,28 @@ def _record(number: int, side: int) -> dict[str, Any]:
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]},
             {"role": "assistant", "content": answer},
         ],
-        "images": [drawn(colour, shape, [int(place) for place in places], side)],
+        "images": [drawn(colour, shape, [int(place) for place in places], side, draw)],
     }
 
 
-def drawn(colour: str, shape: str, places: list[int], side: int) -> bytes:
-    """A PNG with the shape in some places of the grid."""
+def drawn(colour: str, shape: str, places: list[int], side: int, draw: np.random.Generator) -> bytes:
+    """A PNG with the shape in some places of the grid, on paper of its own shade; sizes and tints vary."""
     from PIL import Image, ImageDraw
 
-    image = Image.new("RGB", (side, side), "white")
+    image = Image.new("RGB", (side, side), tuple(map(int, draw.integers(225, 256, 3))))
     pen, cell = ImageDraw.Draw(image), side // _GRID
     for place in places:
         left, top = place % _GRID * cell, place // _GRID * cell
-        box = (left + 2, top + 2, left + cell - 3, top + cell - 3)
+        size = int(draw.integers(cell // 2, cell - 1))
+        x, y = (int(edge + draw.integers(0, cell - size)) for edge in (left, top))
+        box = (x, y, x + size, y + size)
+        fill = tuple(int(value) for value in np.clip(COLOURS[colour] + draw.integers(-25, 26, 3), 0, 255))
         if shape == "circle":
-            pen.ellipse(box, fill=COLOURS[colour])
+            pen.ellipse(box, fill=fill)
         elif shape == "square":
-            pen.rectangle(box, fill=COLOURS[colour])
+            pen.rectangle(box, fill=fill)
         else:
-            pen.polygon([(box[0], box[3]), (box[2], box[3]), ((box[0] + box[2]) // 2, box[1])], fill=COLOURS[colour])
+            pen.polygon([(box[0], box[3]), (box[2], box[3]), ((box[0] + box[2]) // 2, box[1])], fill=fill)
     file = io.BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()
