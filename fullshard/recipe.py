@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from fullshard.checkpoint import folder
 from fullshard.checkpoint.settings import Checkpoint, remote_output
 from fullshard.config.part import Section, decode
+from fullshard.config.section import Exclusive
 from fullshard.contracts.data import Encoder, Source
 from fullshard.contracts.ema import Ema
 from fullshard.contracts.evaluation import Evaluation
@@ -53,7 +54,7 @@ class Data(Section):
     """Where encoded data is cached; null: the user's cache folder."""
 
 
-class Batch(Section):
+class Batch(Exclusive):
     """How many rows a step has: global = per_device x accumulate x ranks. Without packing a row is a sample."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("accumulate", "global"),)
@@ -66,7 +67,7 @@ class Batch(Section):
     """Rows per step over all ranks, whatever their number."""
 
 
-class Duration(Section):
+class Duration(Exclusive):
     """How long the run is."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("epochs", "steps"),)
@@ -83,7 +84,7 @@ class Duration(Section):
         return self
 
 
-class Wrap(Section):
+class Wrap(Exclusive):
     """Which modules become FSDP units; by default the model's own blocks, found by structure."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("classes", "min_params", "whole"),)

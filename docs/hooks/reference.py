@@ -29,7 +29,7 @@ Where a section has several kinds, `kind:` chooses one. `kind: my_package.my_mod
 
 def recipe_page() -> str:
     """Every key of a recipe, section by section."""
-    from fullshard.config.schema import schema
+    from fullshard.commands.schema import schema
     from fullshard.recipe import Recipe
 
     whole = schema(Recipe)

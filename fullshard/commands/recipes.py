@@ -81,7 +81,7 @@ def copy_recipe(
 @recipes.command("schema")
 def recipe_schema() -> None:
     """Print the JSON schema of recipes, for completion and checks in an editor."""
-    from fullshard.config.schema import schema
+    from fullshard.commands.schema import schema
     from fullshard.recipe import Recipe
 
     typer.echo(json.dumps(schema(Recipe), indent=2))

@@ -191,8 +191,15 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
         if failed:  # a part's own check met the placeholder
             return None
         raise
+    problems.extend(_excluded(cls, value, where))
     section._ignored = ignored
     return section
+
+
+def _excluded(cls: type[Section], value: Mapping[str, Any], where: str) -> list[str]:
+    """A problem for each group of keys that exclude each other and are given together."""
+    given = [[join(where, key) for key in group if value.get(key) not in (None, False)] for group in cls.exclusive]
+    return [f"{' and '.join(keys)} exclude each other. Give one of them." for keys in given if len(keys) > 1]
 
 
 def _pop_ignored(cls: type[Section], value: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
@@ -241,9 +248,14 @@ def _decode_value(alternatives: Sequence[Option], value: Any, where: str, proble
         if option.form == "list" and isinstance(value, list):
             return [_decode(inner, v, f"{where}[{i}]", problems) for i, v in enumerate(value)]
         if option.form == "mapping" and isinstance(value, Mapping):
-            return {k: _decode(inner, v, join(where, str(k)), problems) for k, v in value.items()}
+            return {k: _decode(inner, v, join(where, _name(k)), problems) for k, v in value.items()}
     _refuse_booleans(alternatives, value, where, problems)
     return value
+
+
+def _name(key: Any) -> str:
+    """A key as a recipe writes it."""
+    return key if isinstance(key, str) else shown(key)
 
 
 def _refuse_booleans(alternatives: Sequence[Option], value: Any, where: str, problems: list[str]) -> None:
@@ -263,7 +275,7 @@ def _refuse_booleans(alternatives: Sequence[Option], value: Any, where: str, pro
                     _refuse_booleans(list(options(option.items[place])), item, f"{where}[{index}]", problems)
         if option.form == "mapping" and isinstance(value, Mapping):
             for key, item in value.items():
-                _refuse_booleans(list(options(option.items[0])), item, join(where, str(key)), problems)
+                _refuse_booleans(list(options(option.items[0])), item, join(where, _name(key)), problems)
 
 
 def plain(section: Section) -> dict[str, Any]:

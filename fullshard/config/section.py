@@ -39,6 +39,15 @@ class Section(BaseModel):
     _ignored: dict[str, Any] = PrivateAttr(default_factory=dict)
     """The values given for them."""
 
+    @classmethod
+    def from_short(cls, value: Any) -> Any:
+        """Turns a short form (one word, a path) into a mapping; overridden by sections that have one."""
+        return value
+
+
+class Exclusive(Section):
+    """A section that refuses keys that exclude each other by itself, so in Python as well."""
+
     @model_validator(mode="after")
     def _one_of_each_group(self) -> Self:
         fields = {info.alias or name: name for name, info in type(self).model_fields.items()}
@@ -47,11 +56,6 @@ class Section(BaseModel):
             if len(given) > 1:
                 raise PydanticCustomError("exclusive", "{keys} exclude each other", {"keys": given})
         return self
-
-    @classmethod
-    def from_short(cls, value: Any) -> Any:
-        """Turns a short form (one word, a path) into a mapping; overridden by sections that have one."""
-        return value
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 SERVING = (
     "families",
-    # Tools: commands around a run.
+    # Tools: commands around a run, and the command line that lists them.
+    "__main__",
     "check",
+    "cli",
     "commands",
     "evaluate",
     "explain",

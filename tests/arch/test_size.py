@@ -10,7 +10,18 @@ import pytest
 import fullshard
 from fullshard.config.part import Section
 from fullshard.recipe import Recipe
-from tests.arch.package import FILES, MODULES, PACKAGE, family, functions, in_engine, lines, modules_imported, tree
+from tests.arch.package import (
+    FILES,
+    MODULES,
+    PACKAGE,
+    family,
+    functions,
+    in_engine,
+    lines,
+    modules_imported,
+    tree,
+    unit,
+)
 
 ENGINE, PACKAGE_LINES, TOUR_LINES = 14_900, 39_850, 2_500
 """The most lines that each may have. The aims for the first two are 14,000 and 39,393: lower these as parts shrink,
@@ -55,8 +66,9 @@ def test_the_engine_stays_small() -> None:
 
 
 def test_the_package_stays_small() -> None:
-    """A family that is added counts for itself."""
-    counted = {module: lines(path) for module, path in MODULES.items() if family(module) in ("", *FAMILIES)}
+    """A family that is added counts for itself, and so do towers, which the present families do not have."""
+    present = {module for module in MODULES if family(module) in ("", *FAMILIES) and unit(module) != "multimodal"}
+    counted = {module: lines(MODULES[module]) for module in present}
     assert sum(counted.values()) <= PACKAGE_LINES
 
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from fullshard.cli import app
-from fullshard.config.schema import schema
+from fullshard.commands.schema import schema
 from fullshard.recipe import Recipe
 from tests.docs.pages import ROOT
 

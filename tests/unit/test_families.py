@@ -176,7 +176,7 @@ def test_help_and_finding_kinds_and_recipes_need_no_torch() -> None:
         "assert run('train', '--help') == 0\n"
         "assert not [m for m in sys.modules if m.startswith('fullshard.families.')], 'only where one is asked for'\n"
         "assert run('--help') == run('sample', '--help') == run('recipes') == run('recipes', 'show', 'llm') == 0\n"
-        "import fullshard.config.schema, fullshard.recipes.read\n"
+        "import fullshard.commands.schema, fullshard.recipes.read\n"
         "from fullshard import Encoder, Evaluation, Family, Launcher, Objective, Optimizer, Schedule, Sink, Source\n"
         "from fullshard.config.part import kinds\n"
         "contracts = Encoder, Evaluation, Family, Launcher, Objective, Optimizer, Schedule, Sink, Source\n"

@@ -5,9 +5,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from fullshard.commands.schema import schema
 from fullshard.config import families
 from fullshard.config.part import plain
-from fullshard.config.schema import schema
 from fullshard.formatting.yaml_text import parse
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import load

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.config.schema import schema
+from fullshard.commands.schema import schema
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.record import KnownError, entries
 from fullshard.recipe import Recipe

@@ -55,8 +55,8 @@ def test_contradictions_are_refused(value: dict[str, Any], message: str) -> None
 
 
 def test_a_start_lies_beside_what_a_lower_layer_says() -> None:
+    from fullshard.commands.schema import schema
     from fullshard.config.merge import Settings
-    from fullshard.config.schema import schema
     from fullshard.recipe import Recipe
 
     settings = Settings(Family)
