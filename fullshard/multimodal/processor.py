@@ -199,7 +199,7 @@ def assemble(class_name: str, parts: dict[str, Any], settings: dict[str, Any]) -
     """A processor of this class from its loaded parts; parts that are missing, such as a video processor, stay None."""
     import transformers
 
-    found = getattr(transformers, class_name, None)
+    found: Any = getattr(transformers, class_name, None)
     if found is None:
         raise RecipeError(f"model: Transformers {transformers.__version__} has no {class_name}. Upgrade transformers.")
 
@@ -255,8 +255,8 @@ def _old_template(folder: Path) -> str | None:
 
 def _own_settings(whole: Any) -> dict[str, Any]:
     """The settings of a processor beside its parts."""
-    known = [name for name in inspect.signature(type(whole).__mro__[1].__init__).parameters if name != "self"]
-    parts = {*type(whole).get_attributes(), "chat_template", "kwargs", "args"}
+    known = inspect.signature(type(whole).__mro__[1]).parameters
+    parts = {*type(whole).get_attributes(), "chat_template"}
     return {name: getattr(whole, name) for name in known if name not in parts and hasattr(whole, name)}
 
 

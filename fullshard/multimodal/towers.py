@@ -80,8 +80,8 @@ def check_names(settings: Mapping[str, Tower], towers: Mapping[str, list[str]], 
 def freeze(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> None:
     """Freezes the parameters of towers that say so."""
     for name, parameter in module.named_parameters():
-        kind = tower_of(name, towers)
-        if kind in settings and settings[kind].freeze:
+        tower = settings.get(tower_of(name, towers) or "")
+        if tower is not None and tower.freeze:
             parameter.requires_grad_(False)
 
 

@@ -17,10 +17,10 @@ from fullshard.families.vision import record_images as found_images
 from fullshard.families.vision.fresh_processor import TEMPLATE
 from fullshard.families.vision.image_samples import ImageCollator, image_sample
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
+from fullshard.multimodal.spans import replaced
 from fullshard.text.chat import FORMS, ChatEncoder, OpenChat
 from fullshard.text.conversation import LISTS, Message
 from fullshard.text.rendering import Layout, Template, render
-from fullshard.text.spans import replaced
 
 TOO_LONG = DropReason(
     "with images that need more than data.sequence_length",
