@@ -123,8 +123,8 @@ def _make_config(architecture: str, size: str | None, overrides: dict[str, Any])
     if kind not in SETTINGS:
         raise RecipeError(
             f"model.architecture = {architecture!r} is not known as a vision-language model"
-            f"{did_you_mean(kind, list(SETTINGS))}. Known: {', '.join(SETTINGS)}. For another one write model.path, a folder "
-            "or hub name with weights and processor."
+            f"{did_you_mean(kind, list(SETTINGS))}. Known: {', '.join(SETTINGS)}. For another one write model.path, a "
+            "folder or hub name with weights and processor."
         )
     if size not in (None, "tiny"):
         raise RecipeError(f"model.size = {size!r} is not a known size of {kind}. Known: tiny.")
