@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 
+from fullshard.checkpoint.all_or_fail import all_or_fail
 from fullshard.checkpoint.dcp_files import Hashed, Writer
 from fullshard.checkpoint.reader import SECTIONS
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.checkpoint.tensors import Tensors, flat
-from fullshard.dist.all_or_fail import all_or_fail
 from fullshard.dist.gather import gather_to_main, scatter_from_main
 from fullshard.dist.values import local, slices
 from fullshard.errors import CheckpointError

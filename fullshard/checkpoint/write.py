@@ -16,10 +16,10 @@ import torch
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity, paths
+from fullshard.checkpoint.all_or_fail import all_or_fail
 from fullshard.checkpoint.formats import Sharded, write_full
 from fullshard.checkpoint.tensors import Tensors, counts, tree
 from fullshard.dist import reduce
-from fullshard.dist.all_or_fail import all_or_fail
 from fullshard.errors import CheckpointError
 
 
