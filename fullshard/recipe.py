@@ -19,7 +19,7 @@ from fullshard.config.section import Exclusive
 from fullshard.contracts.data import Encoder, Source
 from fullshard.contracts.ema import Ema
 from fullshard.contracts.evaluation import Evaluation
-from fullshard.contracts.launcher import Devices, Launcher
+from fullshard.contracts.launcher import Topology
 from fullshard.contracts.model import Family
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.optimizer import Optimizer
@@ -127,23 +127,6 @@ class Sharding(Section):
     @classmethod
     def from_short(cls, value: Any) -> Any:
         return {"strategy": value} if isinstance(value, str) else value
-
-
-class Topology(Section):
-    """Which devices, on how many nodes."""
-
-    device: Annotated[Literal["auto", "cuda", "cpu"], BeforeValidator(lambda v: "cuda" if v == "gpu" else v)] = "auto"
-    """auto: CUDA if there is a GPU."""
-    backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """auto: nccl for GPUs, gloo for a CPU. Over gloo several ranks may share one GPU."""
-    devices: Devices = "auto"
-    """Ranks per node: a count, a list of GPU ids, or auto (all GPUs; one process on a CPU)."""
-    nodes: int = Field(1, ge=1)
-    """Machines in the run."""
-    timeout_s: float = Field(600.0, gt=0)
-    """How long a rank waits for the others before the run stops."""
-    launcher: Launcher = Field(default_factory=lambda: decode(Launcher, {}, where="topology.launcher"))
-    """What starts the ranks."""
 
 
 class Evaluate(Section):

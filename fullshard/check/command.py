@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.check.findings import Finding, error, guarded, of, ok
 from fullshard.check.report import Report
 from fullshard.commands.options import json_alone
-from fullshard.contracts.launcher import Ranks
+from fullshard.contracts.launcher import Ranks, Topology
 from fullshard.errors import EXIT_DONE, EXIT_USER, DataError, FullshardError, SetupError
 from fullshard.explain import crash
 from fullshard.explain.match import explain_exception
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fullshard.log.console import Console
-    from fullshard.recipe import Recipe, Topology
+    from fullshard.recipe import Recipe
     from fullshard.setup.inputs import RunInputs
 
 

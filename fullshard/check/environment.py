@@ -27,7 +27,7 @@ from fullshard.dist.precision import ResolvedPrecision, resolve_for
 from fullshard.errors import RecipeError, SetupError
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import size
-from fullshard.recipe import Recipe, Topology
+from fullshard.recipe import Recipe
 from fullshard.setup.run_inputs import cache_folder
 
 OLDEST_PYTHON = (3, 11)
@@ -61,7 +61,7 @@ def look(
     if ranks is None:
         # Only before the launch: a rank sees just the GPUs it was given, numbered from 0 again.
         try:
-            ranks = _ranks_for(topology, num_gpus=len(machine.gpus))
+            ranks = ranks_for(topology.model_copy(update={"nodes": 1}), num_gpus=len(machine.gpus))
         except SetupError as mistake:
             yield error("devices", str(mistake), _about_visible(environ))
             ranks = Ranks(per_node=max(len(machine.gpus), 1))
@@ -78,17 +78,6 @@ def look(
     yield from _folders(recipe)
     yield from remote_store.look(recipe, num_ranks=ranks.per_node * ranks.nodes)
     yield from _limits(recipe, machine, ranks, on_gpu=on_gpu)
-
-
-def _ranks_for(topology: Topology, *, num_gpus: int) -> Ranks:
-    return ranks_for(
-        device=topology.device,
-        devices=topology.devices,
-        nodes=1,
-        num_gpus=num_gpus,
-        timeout_s=topology.timeout_s,
-        backend=topology.backend,
-    )
 
 
 def _computing(recipe: Recipe, machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:

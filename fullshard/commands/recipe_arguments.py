@@ -16,9 +16,8 @@ from fullshard.commands.recipes import complete_preset, complete_recipe
 from fullshard.errors import RecipeError, SetupError
 
 if TYPE_CHECKING:
-    from fullshard.contracts.launcher import Ranks
+    from fullshard.contracts.launcher import Ranks, Topology
     from fullshard.dist.env import Launch
-    from fullshard.recipe import Topology
     from fullshard.recipes.read import Reading
 
 _SHARED = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--output")

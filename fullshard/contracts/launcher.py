@@ -1,4 +1,4 @@
-"""The contract of a launcher: starts the ranks of one run on this machine and waits for them.
+"""The ranks of a run: the recipe's topology, and the contract of a launcher, which starts ranks and waits for them.
 
 Must not know models, data or losses.
 """
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from fullshard.config.part import Part
+from fullshard.config.part import Part, Section, decode
 
 STARTED_BY = "FULLSHARD_STARTED_BY"
 """The variable with the launcher's process id; a rank that has it ends when that process does."""
@@ -55,7 +55,7 @@ def _from_text(devices: Any) -> Any:
 
 
 def _usable(devices: int | str | list[int]) -> int | str | list[int]:
-    if devices == 0 or devices == []:
+    if devices == [] or (isinstance(devices, int) and devices < 1):
         raise ValueError("topology.devices must be at least 1")
     if isinstance(devices, list) and len(set(devices)) != len(devices):
         raise ValueError(f"topology.devices names a GPU twice: {devices}")
@@ -64,3 +64,20 @@ def _usable(devices: int | str | list[int]) -> int | str | list[int]:
 
 Devices = Annotated[int | Literal["auto"] | list[int], BeforeValidator(_from_text), AfterValidator(_usable)]
 """Ranks per node: a count, GPU ids, or auto."""
+
+
+class Topology(Section):
+    """Which devices, on how many nodes."""
+
+    device: Annotated[Literal["auto", "cuda", "cpu"], BeforeValidator(lambda v: "cuda" if v == "gpu" else v)] = "auto"
+    """auto: CUDA if there is a GPU."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """auto: nccl for GPUs, gloo for a CPU. Over gloo several ranks may share one GPU."""
+    devices: Devices = "auto"
+    """Ranks per node: a count, a list of GPU ids, or auto (all GPUs; one process on a CPU)."""
+    nodes: int = Field(1, ge=1)
+    """Machines in the run."""
+    timeout_s: float = Field(600.0, gt=0)
+    """How long a rank waits for the others before the run stops."""
+    launcher: Launcher = Field(default_factory=lambda: decode(Launcher, {}, where="topology.launcher"))
+    """What starts the ranks."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fullshard.contracts.launcher import Ranks
+from fullshard.contracts.launcher import Ranks, Topology
 from fullshard.errors import SetupError
 from fullshard.formatting.plural import counted
 from fullshard.launch.addresses import is_local, probe_port, resolve_host, split_address
@@ -73,18 +73,8 @@ def export(launch: Launch, environ: MutableMapping[str, str] = os.environ) -> No
         environ.update(launch.variables())
 
 
-def check(
-    launch: Launch,
-    environ: Mapping[str, str],
-    *,
-    num_gpus: int,
-    wanted_device: str = "auto",
-    nodes: int = 1,
-    backend: str = "auto",
-) -> None:
-    """Raises SetupError for a launch that would hang or train on the wrong devices.
-
-    `wanted_device`, `nodes` and `backend` are what the recipe says."""
+def check(launch: Launch, topology: Topology, environ: Mapping[str, str], *, num_gpus: int) -> None:
+    """Raises SetupError for a launch that would hang or train on the wrong devices."""
     if launch.launcher == "none":
         return
     if launch.world < 1 or not 0 <= launch.rank < launch.world:
@@ -93,14 +83,14 @@ def check(
             f"Unset RANK and WORLD_SIZE and let fullshard start the ranks, or use {_TORCHRUN}."
         )
     if launch.launcher != "slurm" and launch.world > 1:
-        _check_by_hand(launch, environ, nodes)
+        _check_by_hand(launch, environ, topology.nodes)
     _check_numbers(launch)
     if launch.world > 1:
         _check_address(launch, environ)
     # Under SLURM each task may see its own GPU only; then all tasks see one.
     if launch.launcher != "slurm" or num_gpus != 1:
-        check_devices(launch.local_world, num_gpus=num_gpus, wanted_device=wanted_device, backend=backend)
-    idle = num_gpus - 1 if wanted_device != "cpu" else 0
+        check_devices(launch.local_world, topology.device, num_gpus=num_gpus, backend=topology.backend)
+    idle = num_gpus - 1 if topology.device != "cpu" else 0
     if launch.launcher == "slurm" and launch.local_world == 1 and launch.num_nodes > 1 and idle > 0:
         raise SetupError(
             f"SLURM started one task on each of {launch.num_nodes} nodes, and this node has {num_gpus} GPUs: {idle} of "
@@ -247,48 +237,37 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-def ranks_for(
-    *,
-    device: str,
-    devices: int | str | Sequence[int],
-    nodes: int,
-    num_gpus: int,
-    timeout_s: float,
-    node_rank: int | None = None,
-    master: str | None = None,
-    backend: str = "auto",
-) -> Ranks:
-    """The ranks to start on this node: `devices` is a count, GPU ids or "auto" (every GPU; one process on a CPU)."""
-    node_rank = check_nodes(nodes=nodes, node_rank=node_rank, master=master)
+def ranks_for(topology: Topology, *, num_gpus: int, node_rank: int | None = None, master: str | None = None) -> Ranks:
+    """The ranks to start on this node."""
+    device, devices = topology.device, topology.devices
+    node_rank = check_nodes(nodes=topology.nodes, node_rank=node_rank, master=master)
     on_cpu = device == "cpu" or (device == "auto" and num_gpus == 0)
-    ids = None if isinstance(devices, (int, str)) else tuple(devices)
-    if isinstance(devices, int) and devices < 1:
-        raise SetupError(f"topology.devices = {devices}: at least one rank is needed. Use --devices 1.")
+    ids = tuple(devices) if isinstance(devices, list) else None
     if ids is not None and on_cpu:
         raise SetupError(
-            f"topology.devices = {list(ids)} names GPUs, but this run is on the CPU"
+            f"topology.devices = {devices} names GPUs, but this run is on the CPU"
             f"{'' if device == 'cpu' else ': torch sees no GPU here'}. Give the number of processes: --devices "
             f"{len(ids)}."
         )
     automatic = 1 if on_cpu else num_gpus
     per_node = len(ids) if ids is not None else devices if isinstance(devices, int) else automatic
-    check_devices(per_node, num_gpus=num_gpus, wanted_device=device, backend=backend)
+    check_devices(per_node, device, num_gpus=num_gpus, backend=topology.backend)
     if ids and max(ids) >= num_gpus:
         raise SetupError(
-            f"topology.devices = {list(ids)}: there is no GPU {max(ids)} here; the GPUs are numbered 0 to "
+            f"topology.devices = {devices}: there is no GPU {max(ids)} here; the GPUs are numbered 0 to "
             f"{num_gpus - 1}. Choose from these."
         )
-    return Ranks(per_node, nodes, node_rank, master, device_ids=ids, timeout_s=timeout_s)
+    return Ranks(per_node, topology.nodes, node_rank, master, device_ids=ids, timeout_s=topology.timeout_s)
 
 
-def check_devices(per_node: int, *, num_gpus: int, wanted_device: str, backend: str = "auto") -> None:
+def check_devices(per_node: int, wanted: str, *, num_gpus: int, backend: str = "auto") -> None:
     """Raises SetupError when a node has too few GPUs for its ranks; ranks share one only over gloo."""
-    if wanted_device == "cuda" and num_gpus == 0:
+    if wanted == "cuda" and num_gpus == 0:
         raise SetupError(
             "topology.device = cuda, but torch sees no GPU here. Use topology.device=cpu, or check the driver, "
             "CUDA_VISIBLE_DEVICES and that this torch is a CUDA build."
         )
-    if wanted_device != "cpu" and num_gpus and per_node > num_gpus and backend != "gloo":
+    if wanted != "cpu" and num_gpus and per_node > num_gpus and backend != "gloo":
         raise SetupError(
             f"{per_node} ranks on this node, but torch sees {counted(num_gpus, 'GPU')} here, and NCCL needs one GPU "
             f"per rank. Use --devices {num_gpus}, more nodes, or topology.device=cpu."

@@ -24,7 +24,7 @@ from fullshard.launch.rendezvous import Meeting, facts
 def choose_device_type(wanted: str) -> str:
     """`auto` means CUDA if there is a GPU; an explicit choice that is not available is an error."""
     num_gpus = torch.cuda.device_count()
-    check_devices(1, num_gpus=num_gpus, wanted_device=wanted)
+    check_devices(1, wanted, num_gpus=num_gpus)
     return "cuda" if num_gpus and wanted != "cpu" else "cpu"
 
 

@@ -134,7 +134,8 @@ class MemoryWatch:
         """What was seen, and the kernel's kills since this watch began."""
         kills = oom_kills(self._root)
         counted = None if kills is None or self._kills is None else kills - self._kills
-        _, used, total = max(self._seen, key=lambda seen: seen[1], default=(0.0, None, 1))
+        seen = tuple(self._seen)  # a copy: the thread goes on looking
+        _, used, total = max(seen, key=lambda reading: reading[1], default=(0.0, None, 1))
         return HostMemory(used, total, counted)
 
 

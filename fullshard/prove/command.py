@@ -18,9 +18,9 @@ from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, EXIT_USER, SetupError
 from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
-    from fullshard.contracts.launcher import Ranks
+    from fullshard.contracts.launcher import Ranks, Topology
     from fullshard.prove.cases import Place
-    from fullshard.recipe import Recipe, Topology
+    from fullshard.recipe import Recipe
     from fullshard.recipes.read import Reading
     from fullshard.setup.inputs import RunInputs
 

@@ -11,10 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from fullshard.contracts.launcher import Ranks
+from fullshard.contracts.launcher import Ranks, Topology
 from fullshard.dist import env
-from fullshard.dist.env import ranks_for
-from fullshard.recipe import Topology
 
 if TYPE_CHECKING:
     from fullshard.contracts.world import World
@@ -29,16 +27,7 @@ def ranks_of(topology: Topology, *, node_rank: int | None = None, master: str | 
         import torch
 
         num_gpus = torch.cuda.device_count()
-    return ranks_for(
-        device=topology.device,
-        devices=topology.devices,
-        nodes=topology.nodes,
-        num_gpus=num_gpus,
-        timeout_s=topology.timeout_s,
-        node_rank=node_rank,
-        master=master,
-        backend=topology.backend,
-    )
+    return env.ranks_for(topology, num_gpus=num_gpus, node_rank=node_rank, master=master)
 
 
 def start_own(words: Sequence[str], topology: Topology) -> int | None:
@@ -61,14 +50,7 @@ def check_launch(launch: Launch, topology: Topology) -> None:
     from fullshard.dist.world import choose_device_type
 
     gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
-    env.check(
-        launch,
-        os.environ,
-        num_gpus=gpus,
-        wanted_device=topology.device,
-        nodes=topology.nodes,
-        backend=topology.backend,
-    )
+    env.check(launch, topology, os.environ, num_gpus=gpus)
 
 
 @contextlib.contextmanager

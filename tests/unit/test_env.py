@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fullshard.contracts.launcher import Topology
 from fullshard.dist.env import Launch, check, detect, expand_hosts, export, ranks_for, tasks_per_node
 from fullshard.errors import SetupError
 
@@ -40,7 +41,8 @@ SLURM = {
 
 def checked(environ: dict[str, str], **changes: Any) -> Launch:
     launch = detect(environ)
-    check(launch, environ, **{"num_gpus": 8, "wanted_device": "auto", "nodes": 1, **changes})
+    num_gpus = changes.pop("num_gpus", 8)
+    check(launch, Topology(**changes), environ, num_gpus=num_gpus)
     return launch
 
 
@@ -166,7 +168,7 @@ def test_one_slurm_task_on_a_node_with_many_gpus() -> None:
     lonely |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "127.0.0.1"}
     assert "7 of them would stay idle. Use srun --ntasks-per-node=8" in message_of(lonely)
     assert checked(lonely, num_gpus=1).world == 2
-    assert checked(lonely, wanted_device="cpu").world == 2
+    assert checked(lonely, device="cpu").world == 2
 
 
 @pytest.mark.parametrize(
@@ -206,10 +208,10 @@ def test_a_port_in_use_when_we_are_to_listen_on_it() -> None:
 def test_more_ranks_than_gpus() -> None:
     assert "8 ranks on this node, but torch sees 2 GPUs here" in message_of(TORCHRUN, num_gpus=2)
     assert "Use --devices 2" in message_of(TORCHRUN, num_gpus=2)
-    assert checked(TORCHRUN, num_gpus=2, wanted_device="cpu")
+    assert checked(TORCHRUN, num_gpus=2, device="cpu")
     assert checked(TORCHRUN, num_gpus=0)
     assert checked(TORCHRUN, num_gpus=1, backend="gloo")
-    assert "topology.device = cuda, but torch sees no GPU" in message_of(TORCHRUN, num_gpus=0, wanted_device="cuda")
+    assert "topology.device = cuda, but torch sees no GPU" in message_of(TORCHRUN, num_gpus=0, device="cuda")
 
 
 # Ranks that we start
@@ -228,8 +230,8 @@ def test_a_node_without_a_number_is_node_0_only_where_the_master_is() -> None:
 
 
 def ranks(**changes: Any) -> Any:
-    settings = {"device": "auto", "devices": "auto", "nodes": 1, "num_gpus": 4, "timeout_s": 60.0}
-    return ranks_for(**{**settings, **changes})
+    options = {name: changes.pop(name) for name in ("num_gpus", "node_rank", "master") if name in changes}
+    return ranks_for(Topology(**{"timeout_s": 60.0, **changes}), **{"num_gpus": 4, **options})
 
 
 def test_what_devices_mean() -> None:
@@ -246,7 +248,6 @@ def test_what_devices_mean() -> None:
     ("changes", "words"),
     [
         ({"devices": 8}, "8 ranks on this node, but torch sees 4 GPUs"),
-        ({"devices": -1}, "at least one rank is needed"),
         ({"devices": [4]}, "there is no GPU 4 here; the GPUs are numbered 0 to 3"),
         ({"devices": [0, 1], "num_gpus": 0}, "names GPUs, but this run is on the CPU: torch sees no GPU here"),
         ({"devices": [0], "device": "cpu"}, "names GPUs, but this run is on the CPU. Give the number"),

@@ -306,7 +306,8 @@ def test_null_and_lists() -> None:
     assert recipe.topology.devices == [0, 2]
     assert load(MINIMAL, "topology.devices=0,2").topology.devices == [0, 2]
     assert load(MINIMAL, "topology.devices='2'", "topology.device=gpu").topology.devices == 2
-    assert "topology.devices must be at least 1" in error_of(MINIMAL, "topology.devices=0")
+    for devices in (0, -1, []):
+        assert "topology.devices must be at least 1" in error_of(MINIMAL, f"topology.devices={devices}")
     assert "topology.devices names a GPU twice: [0, 0]" in error_of(MINIMAL, "topology.devices=[0, 0]")
     assert "'a,b' is not a count, a list of ids (0,2) or auto" in error_of(MINIMAL, "topology.devices=a,b")
 
