@@ -69,5 +69,6 @@ def shrunk(name: str, local: Path) -> list[str]:
         "quickstart": ["model.tokenizer.train.vocab_size=400", "evaluate.parts=[loss]"],
         "sft": [f"model={local}/model", f"data.train={local}/pairs.jsonl"],
         "sft-lora": [f"model.path={local}/model", f"data.train={local}/pairs.jsonl"],
+        "vision": ["data.train.records=64", "data.validation.records=16"],
     }
     return [*SMALL, *own[name]]

@@ -90,6 +90,21 @@ class NextToken(Objective):
         found: torch.Tensor = self._run(model, _logits, batch)
         return found
 
+    def likeliest(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """(rows, positions): the most likely token where a label counts, and IGNORE elsewhere."""
+        import torch
+
+        labels = batch["labels"]
+
+        def reduce(hidden: torch.Tensor, head: Any) -> torch.Tensor:
+            found = torch.full_like(labels, IGNORE)
+            learned = labels != IGNORE
+            found[learned] = torch.cat([_logits(part, head).argmax(-1) for part in hidden[learned].split(1024)])
+            return found
+
+        found: torch.Tensor = self._run(model, reduce, batch)
+        return found
+
     @no_grad
     def check(self, model: Any, batch: Batch, *, packed: bool, compute: torch.dtype) -> list[str]:
         """The head path gives the model's own logits."""
