@@ -47,6 +47,7 @@ def local_inputs(folder: Path) -> Path:
 def shrunk(name: str, local: Path) -> list[str]:
     """The overrides that make a built-in recipe small and local; a new recipe needs an entry here."""
     own = {
+        "desktop": ["data.train.episodes=12", "data.validation.episodes=3", "data.sequence_length=192"],
         "diffusion": ["data.train={kind: digits, part: train}", "evaluate.parts=[loss]", "evaluate.per_device=64"],
         "embedding": [
             f"data.train={local}/pairs.jsonl",

@@ -205,6 +205,14 @@ class Encoder(Part):
         """Which columns of the first record were read as what, if the user did not say, for the report."""
         return []
 
+    def arranged(self, records: Records) -> Records:
+        """The records of a source as it takes them: several may become one, such as the rows of an episode."""
+        return records
+
+    def added_tokens(self) -> list[str]:
+        """Tokens of its own, which the tokenizer gets before the model is built."""
+        return []
+
     def quantities(self, store: Store) -> list[Quantity]:
         """What speed is logged in, such as tokens, images or seconds of audio. The first is also what `tokens` in
         metrics.jsonl and flops per token refer to."""

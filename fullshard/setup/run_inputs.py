@@ -15,7 +15,7 @@ import numpy as np
 from torch import nn
 
 from fullshard.config.part import decode, plain
-from fullshard.contracts.data import Encoder, Records
+from fullshard.contracts.data import Encoder, Records, Source
 from fullshard.contracts.objective import Objective
 from fullshard.control.best import BestRule
 from fullshard.control.best_rule import best_rule, gives_numbers
@@ -29,21 +29,26 @@ from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.step_plan import plan_steps
 from fullshard.step import refuse_logged
+from fullshard.text.tokens import tokenizer_of
 
 
 class OpenSources:
     """The sources of a run. Each is opened once, at its first use."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._data = recipe.data
+        self._data, self._encoder = recipe.data, encoder_of(recipe)
 
     @cached_property
     def train(self) -> Records:
-        return self._data.train.open()
+        return self._open(self._data.train)
 
     @cached_property
     def validation(self) -> Records | None:
-        return None if self._data.validation is None else self._data.validation.open()
+        return None if self._data.validation is None else self._open(self._data.validation)
+
+    def _open(self, source: Source) -> Records:
+        records = source.open()
+        return self._encoder.arranged(records) if self._encoder else records
 
     @cached_property
     def train_fingerprint(self) -> str:
@@ -76,7 +81,10 @@ def find_processor(recipe: Recipe, sources: OpenSources) -> Any:
     """Fetches the model, or trains its tokenizer; returns the tokenizer or processor, if it has one."""
     cache, fingerprint = cache_folder(recipe), sources.train_fingerprint
     recipe.model.prepare(texts(sources.train, encoder_of(recipe)), cache=cache, fingerprint=fingerprint)
-    return recipe.model.processor(cache=cache, fingerprint=fingerprint)
+    processor, encoder = recipe.model.processor(cache=cache, fingerprint=fingerprint), encoder_of(recipe)
+    if encoder is not None and (tokens := encoder.added_tokens()):
+        tokenizer_of(processor, needed_by=encoder.kind()).add_tokens(tokens, special_tokens=True)
+    return processor
 
 
 def encoder_of(recipe: Recipe) -> Encoder | None:

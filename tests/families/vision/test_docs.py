@@ -22,10 +22,11 @@ def block(language: str) -> str:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)[0]
 
 
-def test_the_recipe_decodes() -> None:
-    recipe = fullshard.load(yaml.safe_load(block("yaml")))
-    assert recipe.model.kind() == "vlm"
-    assert recipe.data.encode is not None
+def test_the_recipes_decode() -> None:
+    for text in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL):
+        recipe = fullshard.load(yaml.safe_load(text))
+        assert recipe.model.kind() == "vlm"
+        assert recipe.data.encode is not None
 
 
 def test_the_line_of_data_is_encoded(tmp_path: Path) -> None:
@@ -38,4 +39,5 @@ def test_the_line_of_data_is_encoded(tmp_path: Path) -> None:
 
 
 def test_every_key_of_a_tower_is_explained() -> None:
-    assert set(re.findall(r"^\| `(\w+):", PAGE, flags=re.MULTILINE)) == set(Tower.model_fields)
+    table = PAGE[PAGE.index("| key of a tower") : PAGE.index("Parts of a vision encoder")]
+    assert set(re.findall(r"^\| `(\w+):", table, flags=re.MULTILINE)) == set(Tower.model_fields)

@@ -62,7 +62,7 @@ def test_an_encoder_of_an_installed_package_is_chosen(tmp_path: Path) -> None:
     assert both.startswith("the record has the form of several encoders: sound and text. Keys found: 'wave', 'text'.")
     assert none.startswith("the record has no known form. Keys found: 'id'.")
     assert 'sound: {"wave": [...]}' in none
-    assert "Choose with data.encode: chat, image_chat, pairs, sound or text" in none
+    assert "Choose with data.encode: chat, desktop, image_chat, pairs, sound or text" in none
 
 
 def test_a_last_resort_is_chosen_only_if_no_other_encoder_accepts() -> None:

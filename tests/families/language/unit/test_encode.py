@@ -385,7 +385,7 @@ def test_the_first_record_decides_the_encoder() -> None:
     assert "has the form of several encoders: chat and text" in fault(
         lambda: choose_encoder({"text": "x", "messages": CHAT})
     )
-    assert kinds(Encoder) == ["chat", "image", "image_chat", "pairs", "text"]
+    assert kinds(Encoder) == ["chat", "desktop", "image", "image_chat", "pairs", "text"]
     assert decode(Encoder, "chat", where="data.encode") == Chat()
 
 

@@ -1,0 +1,145 @@
+"""Recordings of a desktop: screens, keys and mouse as event tokens and images; only actions are learned.
+
+Rows of a source become whole episodes, and episodes become windows of at most `data.sequence_length` tokens, the
+samples. Must not know ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from fullshard.contracts.data import (
+    DropReason,
+    Encoded,
+    Encoder,
+    Features,
+    OpenEncoder,
+    Quantity,
+    Record,
+    Records,
+    Store,
+)
+from fullshard.families.vision.desktop.episodes import Episodes, read_episode
+from fullshard.families.vision.desktop.events import ImageRef
+from fullshard.families.vision.desktop.formats import FORMATS, FormatName
+from fullshard.families.vision.desktop.screens import given
+from fullshard.families.vision.desktop.windows import Image, Window, cut
+from fullshard.families.vision.image_samples import ImageCollator, image_sample
+from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
+from fullshard.text.tokens import shifted
+
+NO_ACTION = DropReason("with no action to learn", "lengthen data.sequence_length, or give recordings with actions")
+
+
+class Desktop(Encoder):
+    """Episodes of screen, keyboard and mouse events."""
+
+    forms: ClassVar[str] = (
+        'desktop: {"episode_path": "...", "topic": "...", "timestamp_ns": 0, "message_type": "...", "message": {...}}'
+    )
+    packs_media: ClassVar[bool] = True
+
+    format: FormatName = "factorized"
+    """How events become tokens: factorized (digits), hierarchical (coarse to fine) or json (plain text)."""
+    image_root: Path | None = None
+    """Where relative paths of screens and videos start; null: the working directory."""
+    unreadable: Literal["error", "skip"] = "error"
+    """A screen that is missing or damaged stops the run, or its episode is left out and counted."""
+    without_image: Literal["keep", "skip"] = "skip"
+    """What becomes of a window without a screen."""
+    action_shift_ms: int = 0
+    """Added to the time of every action: with a positive number a model sees later screens before it acts."""
+    use_info: bool = False
+    """Write the state of windows as well, with format: json."""
+
+    def arranged(self, records: Records) -> Records:
+        return Episodes(records)
+
+    def added_tokens(self) -> list[str]:
+        return list(FORMATS[self.format].vocabulary())
+
+    def texts(self, record: Record) -> list[str]:
+        form = FORMATS[self.format]
+        if form.vocabulary() and self.format != "json":
+            return ["desktop"]  # every event has tokens of its own
+        return [form.encode(event) for event in read_episode(record, image_root=self.image_root).events]
+
+    def quantities(self, store: Store) -> list[Quantity]:
+        return [*super().quantities(store), Quantity("images", "img", store.sizes("image_sizes"))]
+
+    def open(self, processor: Any, *, length: int) -> OpenDesktop:
+        return OpenDesktop(self, processor, length=length)
+
+
+class OpenDesktop(OpenEncoder):
+    """Turns episodes into windows of tokens and screens."""
+
+    settings: Desktop
+
+    def encode(self, record: Record) -> Encoded:
+        settings, form = self.settings, FORMATS[self.settings.format]
+        episode = read_episode(record, image_root=settings.image_root)
+        pictures: dict[ImageRef, Picture] = {}
+        try:
+            found = cut(
+                episode,
+                form,
+                length=self.length,
+                count_tokens=lambda text: len(self._tokens(text)),
+                image_tokens=lambda ref: len(self._image_tokens([self._picture(ref, pictures)])[0]),
+                without_image=settings.without_image,
+                action_shift_ns=settings.action_shift_ms * 1_000_000,
+                use_info=settings.use_info,
+            )
+        except Unreadable:
+            if settings.unreadable == "error":
+                raise
+            return Encoded(dropped=[UNREADABLE])
+        learned = [window for window in found.windows if window.learned]
+        samples = [self._sample(window, pictures) for window in learned]
+        dropped = [NO_ACTION] * (len(found.windows) - len(learned))
+        return Encoded(samples, dropped=[*dropped, *_reasons(found.skipped)], lost=[*found.events.elements()])
+
+    def collator(self, store: Store) -> ImageCollator:
+        return ImageCollator(self.settings, self.processor, root=self.settings.image_root, length=self.length)
+
+    def _sample(self, window: Window, pictures: dict[ImageRef, Picture]) -> Features:
+        shown = [pictures[ref] for ref in window.images]
+        of_images = iter(self._image_tokens(shown))
+        pieces = [
+            (next(of_images), False) if isinstance(segment, Image) else (self._tokens(segment.text), segment.trained)
+            for segment in window.segments
+        ]
+        ids = np.array([token for tokens, _ in pieces for token in tokens], dtype=np.int32)
+        learned = np.repeat([trained for _, trained in pieces], [len(tokens) for tokens, _ in pieces])
+        tokens = {"input_ids": ids, "labels": shifted(ids, learned)}
+        return image_sample(tokens, shown, self.processor, length=self.length)
+
+    def _picture(self, ref: ImageRef, known: dict[ImageRef, Picture]) -> Picture:
+        if ref not in known:
+            root = self.settings.image_root
+            [found] = look_at([given(ref, root=root)], root=root, num_tokens=lambda width, height: 0)
+            if isinstance(found, Unreadable):
+                raise found
+            known[ref] = found
+        return known[ref]
+
+    def _image_tokens(self, pictures: Sequence[Picture]) -> list[list[int]]:
+        texts = self.processor.image_texts([picture.size for picture in pictures]) if pictures else []
+        return [self._tokens(text) for text in texts]
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _reasons(skipped: Counter[str]) -> list[DropReason]:
+    fix = "set data.encode.without_image = keep to train on such windows"
+    return [DropReason(f"({reason})", fix) for reason in skipped.elements()]
+
+
+__all__ = ["Desktop"]
