@@ -44,14 +44,31 @@ RUNS: dict[str, tuple[list[str], float]] = {  # overrides, allowed distance of t
     "8-bit AdamW": (["precision=bf16", "optimizer.kind=adamw_8bit"], 0.05),
     "loader workers": (["precision=fp32", "data.workers=2"], 1e-4),
 }
+IMAGES: dict[str, Any] = {
+    **RECIPE,
+    "model": {**RECIPE["model"], "kind": "vlm", "architecture": "qwen2_5_vl"},
+    "objective": "vision_lm",
+    "data": {"train": {"kind": "shapes", "records": 256}, "sequence_length": 256, "shuffle": False},
+}
+IMAGE_RUNS: dict[str, tuple[list[str], float]] = {
+    "images, fp32, packed": (["precision=fp32"], 0.0),
+    "images, bf16, varlen attention": (["precision=bf16"], 0.02),
+    "images, bf16, sdpa": (["precision=bf16", "model.attention=sdpa"], 0.02),
+    "images, fp16 with scaler": (["precision=fp16"], 0.02),
+    "images, frozen tower, full recompute": (
+        ["precision=bf16", "model.towers={vision: {freeze: true}}", "sharding.activation_checkpointing=full"],
+        0.05,
+    ),
+    "images, loader workers": (["precision=fp32", "data.workers=2"], 1e-4),
+}
 
 
-def run(folder: Path, name: str, overrides: list[str]) -> float:
+def run(folder: Path, name: str, recipe: dict[str, Any], overrides: list[str]) -> float:
     from fullshard.recipes.read import read
     from fullshard.run import execute
 
-    settings = {**RECIPE, "name": name, "output": str(folder / "runs")}
-    settings["data"] = {**RECIPE["data"], "cache": str(folder / "cache")}
+    settings = {**recipe, "name": name, "output": str(folder / "runs")}
+    settings["data"] = {**recipe["data"], "cache": str(folder / "cache")}
     reading = read(settings, *overrides)
     execute(reading, resume="never")
     lines = (reading.recipe.folder / "metrics.jsonl").read_text().splitlines()
@@ -60,11 +77,13 @@ def run(folder: Path, name: str, overrides: list[str]) -> float:
 
 def main() -> None:
     failed, rows, reference = False, [], 0.0
+    runs = [(RECIPE, *each) for each in RUNS.items()] + [(IMAGES, *each) for each in IMAGE_RUNS.items()]
     with tempfile.TemporaryDirectory() as temporary:
-        for number, (label, (overrides, allowed)) in enumerate(RUNS.items()):
+        for number, (recipe, label, (overrides, allowed)) in enumerate(runs):
             begun = time.monotonic()
+            reference = reference if allowed else 0.0  # a reference of its own begins each recipe
             try:
-                loss = run(Path(temporary), f"run-{number}", overrides)
+                loss = run(Path(temporary), f"run-{number}", recipe, overrides)
             except Exception:
                 traceback.print_exc()
                 rows.append(f"| {label} | failed | | |")
