@@ -44,27 +44,21 @@ class Muon(Optimizer):
     """Added to the square root of the second moment."""
 
     def open(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        from fullshard.optim.muon_update import Momentum, SlicedMuon
+        from fullshard.optim.muon_update import SlicedMuon
 
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         taken = self.taken([(name, p.dim()) for name, p in trainable])
         matrices = self.groups([(name, p) for name, p in trainable if name in taken])
         for group in matrices:
             group["factor"] = 1.0 if "lr" in group else (self.matrix_lr or self.lr) / self.lr
-        return SlicedMuon(
-            matrices,
-            self.groups([(name, p) for name, p in trainable if name not in taken]),
-            lr=self.lr,
-            settings=Momentum(self.momentum, self.nesterov, self.iterations, self.adjust),
-            betas=self.betas,
-            eps=self.eps,
-        )
+        return SlicedMuon(self, matrices, self.groups([(name, p) for name, p in trainable if name not in taken]))
 
     def taken(self, trainable: list[tuple[str, int]]) -> set[str]:
         """The names of the parameters that Muon trains, given all names and their number of dimensions."""
         matrices = [name for name, dims in trainable if dims == 2]
         if self.matrices is None:
-            found = {name for name in matrices if _in_block(name) and "embed" not in name}
+            in_blocks = [name for name in matrices if any(part.isdecimal() for part in name.split("."))]
+            found = {name for name in in_blocks if "embed" not in name}
             if not found:
                 raise RecipeError(
                     f"optimizer.kind = muon: none of the {len(matrices)} trained matrices is in a numbered block. "
@@ -83,10 +77,6 @@ class Muon(Optimizer):
                 )
             found.update(matching)
         return found
-
-
-def _in_block(name: str) -> bool:
-    return any(part.isdecimal() for part in name.split("."))
 
 
 __all__ = ["Muon"]

@@ -1,14 +1,13 @@
 """Muon on sharded parameters: matrices get an orthogonalised update, which needs the whole matrix; the rest use AdamW.
 
 Each rank keeps momentum for its own slices only. Matrices are gathered one by one, in the same order on all ranks, and
-freed after their update. The arithmetic is torch's. Must not know recipes, parameter names or losses.
+freed after their update. The arithmetic is torch's. Must not know parameter names or losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,42 +16,24 @@ from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, EPS, _adjust_lr, 
 
 from fullshard.dist.values import local, rows_of, whole
 
+if TYPE_CHECKING:
+    from fullshard.optim.muon import Muon
+
 BUFFER = "momentum_buffer"
 """The name of the state that torch's Muon keeps."""
-
-
-@dataclass(frozen=True)
-class Momentum:
-    """How the update of a matrix follows from its gradients."""
-
-    momentum: float
-    nesterov: bool
-    iterations: int
-    adjust: str
-    """How the shape scales the learning rate, by torch's name."""
 
 
 class SlicedMuon(torch.optim.Optimizer):
     """The first groups hold matrices, the others are for AdamW; they share one state."""
 
-    def __init__(
-        self,
-        matrices: list[dict[str, Any]],
-        others: list[dict[str, Any]],
-        *,
-        lr: float,
-        settings: Momentum,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        super().__init__([*matrices, *others], {"lr": lr})
+    def __init__(self, settings: Muon, matrices: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+        super().__init__([*matrices, *others], {"lr": settings.lr})
         self._settings, self._matrices = settings, len(matrices)
         self._adamw: torch.optim.AdamW | None = None
         if others:
             # The same group objects, so that both see the same learning rate.
-            self._adamw = torch.optim.AdamW(
-                self.param_groups[self._matrices :], lr=lr, betas=betas, eps=eps, fused=True
-            )
+            groups = self.param_groups[self._matrices :]
+            self._adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
             self._adamw.state = self.state
 
     @torch.no_grad()
@@ -96,4 +77,4 @@ class SlicedMuon(torch.optim.Optimizer):
         return found[rows].to(device)
 
 
-__all__ = ["Momentum", "SlicedMuon"]
+__all__ = ["SlicedMuon"]
