@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from fullshard.config.families import folders
 from fullshard.config.problems import did_you_mean, explain, found, join, not_one_of, unknown_key
-from fullshard.config.section import Option, Section, keys_of, options
+from fullshard.config.section import Section, keys_of, options
 from fullshard.dialects import foreign_keys
 from fullshard.errors import RecipeError, SetupError
 from fullshard.formatting.yaml_text import shown
@@ -221,8 +221,8 @@ def _decode_keys(
     fields: dict[str, Any] = {}
     failed: set[str] = set()
     for key in (key for key in value if key in known):
-        before, given = len(problems), value[key]
-        fields[key] = _decode_value(list(options(known[key].annotation)), given, join(where, key), problems)
+        before = len(problems)
+        fields[key] = _decode_value(known[key].annotation, value[key], join(where, key), problems)
         if len(problems) > before:
             # The placeholder fits no field, so no check across fields sees half a section.
             fields[key] = _Failed()
@@ -234,48 +234,29 @@ class _Failed:
     """The placeholder for a value that could not be decoded."""
 
 
-def _decode_value(alternatives: Sequence[Option], value: Any, where: str, problems: list[str]) -> Any:
-    """Descends into sections, lists and mappings of sections; pydantic checks every other value."""
-    holds_section = any(option.form == "value" and option.section for option in alternatives)
-    if value is False and holds_section and any(option.type is type(None) for option in alternatives):
+def _decode_value(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:
+    """Descends into sections, lists and mappings; pydantic checks every other value."""
+    alternatives = list(options(annotation))
+    single = [option for option in alternatives if option.form == "value"]
+    types = {option.type for option in single}
+    if value is None or (value is False and type(None) in types and any(option.section for option in single)):
         return None  # `lora: false` switches off what `lora: true` switches on
     for option in alternatives:
-        inner = option.section
-        if inner is None or value is None:
-            continue
-        if option.form == "value":
-            return _decode(inner, value, where, problems)
-        if option.form == "list" and isinstance(value, list):
-            return [_decode(inner, v, f"{where}[{i}]", problems) for i, v in enumerate(value)]
-        if option.form == "mapping" and isinstance(value, Mapping):
-            return {k: _decode(inner, v, join(where, _name(k)), problems) for k, v in value.items()}
-    _refuse_booleans(alternatives, value, where, problems)
-    return value
-
-
-def _name(key: Any) -> str:
-    """A key as a recipe writes it."""
-    return key if isinstance(key, str) else shown(key)
-
-
-def _refuse_booleans(alternatives: Sequence[Option], value: Any, where: str, problems: list[str]) -> None:
-    """true is not a number: pydantic would read it as 1, and `--optimizer.lr` without a value would train with it."""
-    if isinstance(value, bool):
-        types = {option.type for option in alternatives if option.form == "value"}
-        if bool not in types and {int, float} & types:
-            problems.append(f"{where} = {found(value)}: it must be a {'' if float in types else 'whole '}number.")
-        return
-    for option in alternatives:
+        if option.form == "value" and option.section:
+            return _decode(option.section, value, where, problems)
         if option.form == "list" and isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                # tuple[float, float] names each place, list[float] and tuple[float, ...] one for all.
-                fixed = typing.get_origin(option.type) is tuple and Ellipsis not in option.items
-                place = index if fixed else 0
-                if place < len(option.items):
-                    _refuse_booleans(list(options(option.items[place])), item, f"{where}[{index}]", problems)
+            # tuple[float, float] names each place, list[float] and tuple[float, ...] one for all.
+            fixed = typing.get_origin(option.type) is tuple and Ellipsis not in option.items
+            inner = option.items if fixed else option.items[:1] * len(value)
+            pairs = enumerate(zip(inner, value, strict=False))
+            decoded = [_decode_value(t, v, f"{where}[{i}]", problems) for i, (t, v) in pairs]
+            return [*decoded, *value[len(inner) :]]
         if option.form == "mapping" and isinstance(value, Mapping):
-            for key, item in value.items():
-                _refuse_booleans(list(options(option.items[0])), item, join(where, _name(key)), problems)
+            return {k: _decode_value(option.items[0], v, join(where, shown(k)), problems) for k, v in value.items()}
+    if isinstance(value, bool) and bool not in types and {int, float} & types:
+        # Pydantic would read it as 1, and `--optimizer.lr` without a value would train with it.
+        problems.append(f"{where} = {found(value)}: it must be a {'' if float in types else 'whole '}number.")
+    return value
 
 
 def plain(section: Section) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -26,7 +26,6 @@ SHORTEST_CHARACTERS, PIECE_CHARACTERS = 1024, 64 * 1024
 """The length of a txt record: `PIECES` never cuts below the first; the second is the most."""
 
 _BOM = b"\xef\xbb\xbf"
-_NEWLINE, _SPACE = 10, 32
 
 
 def open_file(path: Path, *, pieces: int = PIECES) -> Records:
@@ -55,23 +54,38 @@ def open_file(path: Path, *, pieces: int = PIECES) -> Records:
         ) from error
 
 
-class JsonLines:
-    """One JSON object per line. Only the offsets of lines are in memory; blank lines do not count."""
+class _Ranges:
+    """Records that are ranges of a file's bytes. Only the ranges are in memory: start, end and number of the line."""
+
+    def __init__(self, path: Path, ranges: Iterator[tuple[int, int, int]], *format: str) -> None:
+        self._path, self._format = path, format
+        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        self._ranges = np.fromiter(ranges, dtype=(np.int64, 3))
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def _read(self, index: int) -> bytes:
+        return self._bytes[slice(*self._ranges[index, :2])].tobytes()
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._ranges[index, 2]}"
+
+    def fingerprint(self) -> str:
+        return combine(*self._format, digest(self._path))
+
+
+class JsonLines(_Ranges):
+    """One JSON object per line; blank lines do not count."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
-        self._starts, self._ends, self._lines = _line_index(self._bytes)
-        if not len(self._starts):
+        super().__init__(path, _lines(path), "jsonl")
+        if not len(self):
             raise DataError(f"{path}: the file has only blank lines. Each line must be one JSON object.")
         self[0]
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
     def __getitem__(self, index: int) -> Record:
-        line = self._bytes[self._starts[index] : self._ends[index]].tobytes()
-        record = _parse(line, where=self.where(index), rule="Each line must be one JSON object.")
+        record = _parse(self._read(index), where=self.where(index), rule="Each line must be one JSON object.")
         if not isinstance(record, dict):
             raise DataError(
                 f"{self.where(index)}: found {sort_of(record)}, but each line must be one JSON object like "
@@ -79,27 +93,20 @@ class JsonLines:
             )
         return record
 
-    def where(self, index: int) -> str:
-        return f"{self._path}:{self._lines[index]}"
 
-    def fingerprint(self) -> str:
-        return combine("jsonl", digest(self._path))
+def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
+    """The range of every line that is not blank."""
+    with open(path, "rb") as file:
+        start = _skip_bom(file)
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield start, start + len(line.removesuffix(b"\n")), number
+            start += len(line)
 
 
-def _line_index(data: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Start, end and number of every line that is not blank."""
-    chunk = 1 << 26
-    found = [np.flatnonzero(data[at : at + chunk] == _NEWLINE) + at for at in range(0, len(data), chunk)]
-    newlines = np.concatenate(found)
-    starts, ends = np.concatenate(([0], newlines + 1)), np.append(newlines, len(data))
-    if data[:3].tobytes() == _BOM:
-        starts[0] = 3
-    filled = ends > starts
-    # Only lines that start with white space can be blank.
-    first = data[np.minimum(starts, len(data) - 1)]
-    for line in np.flatnonzero(filled & (first <= _SPACE)):
-        filled[line] = bool(data[starts[line] : ends[line]].tobytes().strip())
-    return starts[filled], ends[filled], np.flatnonzero(filled) + 1
+def _skip_bom(file: BinaryIO) -> int:
+    """Moves to where the text begins, after a byte order mark."""
+    return file.seek(len(_BOM) if file.read(len(_BOM)) == _BOM else 0)
 
 
 def _parse(data: bytes, *, where: str, rule: str) -> Any:
@@ -139,53 +146,30 @@ def _json(path: Path) -> Records:
     )
 
 
-class TextPieces:
+class TextPieces(_Ranges):
     """A plain text, cut at line ends into at least `pieces` records of 1 to 64 KiB characters, if it is long enough.
 
     A line is cut, between words, only if its end would leave a record less than half full."""
 
     def __init__(self, path: Path, *, pieces: int = PIECES) -> None:
-        self._path = path
-        self._limit = _limit(path, pieces)
-        places = np.array(list(_pieces(path, limit=self._limit)), dtype=np.int64)
-        self._starts, self._lines = places[:-1, 0], places[:-1, 1]
-        self._ends = places[1:, 0]
-        if not any(self._text(index).strip() for index in range(len(self))):
+        limit = PIECE_CHARACTERS
+        # A character has at most four bytes, so a larger file has enough pieces of full size.
+        if path.stat().st_size < 4 * pieces * PIECE_CHARACTERS:
+            characters = len(path.read_bytes().decode("utf-8", errors="replace"))
+            limit = min(PIECE_CHARACTERS, max(SHORTEST_CHARACTERS, characters // pieces))
+        super().__init__(path, _pieces(path, limit=limit), "txt", str(limit))
+        if not any(self[index]["text"].strip() for index in range(len(self))):
             raise DataError(f"{path}: the file has only white space. Put text into it or remove it from the list.")
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
     def __getitem__(self, index: int) -> Record:
-        return {"text": self._text(index)}
-
-    def _text(self, index: int) -> str:
-        with open(self._path, "rb") as file:
-            file.seek(self._starts[index])
-            return file.read(int(self._ends[index] - self._starts[index])).decode("utf-8").replace("\r\n", "\n")
-
-    def where(self, index: int) -> str:
-        return f"{self._path}:{self._lines[index]}"
-
-    def fingerprint(self) -> str:
-        return combine("txt", str(self._limit), digest(self._path))
+        return {"text": self._read(index).decode("utf-8").replace("\r\n", "\n")}
 
 
-def _limit(path: Path, pieces: int) -> int:
-    """The most characters of one record."""
-    # A character has at most four bytes, so a large file has enough pieces of full size.
-    if path.stat().st_size >= 4 * pieces * PIECE_CHARACTERS:
-        return PIECE_CHARACTERS
-    characters = len(path.read_bytes().decode("utf-8", errors="replace"))
-    return min(PIECE_CHARACTERS, max(SHORTEST_CHARACTERS, characters // pieces))
-
-
-def _pieces(path: Path, *, limit: int) -> Iterator[tuple[int, int]]:
-    """Byte and line where each piece starts, then the end of the file."""
+def _pieces(path: Path, *, limit: int) -> Iterator[tuple[int, int, int]]:
+    """The range of each piece, with the number of its first line."""
     with open(path, "rb") as file:
-        at, held, number = (3 if file.read(3) == _BOM else 0), 0, 0
-        file.seek(at)
-        yield at, 1
+        at = start = _skip_bom(file)
+        first, held = 1, 0
         for number, raw in enumerate(file, start=1):
             line = _utf8(raw, where=f"{path}:{number}")
             begin = 0
@@ -196,11 +180,11 @@ def _pieces(path: Path, *, limit: int) -> Iterator[tuple[int, int]]:
                     cut = line.rfind(" ", begin + room // 2, begin + room) + 1 or begin + room
                     at += len(line[begin:cut].encode())
                     begin = cut
-                yield at, number
-                held = 0
+                yield start, at, first
+                start, first, held = at, number, 0
             held += len(line) - begin
             at += len(line[begin:].encode())
-        yield at, number
+        yield start, at, first
 
 
 def _utf8(raw: bytes, *, where: str) -> str:

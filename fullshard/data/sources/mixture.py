@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from fullshard.config.part import Section
 from fullshard.contracts.data import Record, Records, Source
 from fullshard.data.order import MIXTURE, generator
-from fullshard.data.records import combine, origins
+from fullshard.data.records import Joined, combine, origins
 from fullshard.formatting.plural import counted
 
 
@@ -46,9 +46,9 @@ class Mixture(Source):
         total = self.samples or sum(len(records) for records in opened)
         counts = shares([part.percent for part in self.parts], total=total)
         rng = generator(self.seed, stream=MIXTURE)
-        drawn = [_draw(len(records), count, rng) for records, count in zip(opened, counts, strict=True)]
-        which = np.repeat(np.arange(len(opened)), counts)
-        order = rng.permutation(total)
+        starts = np.cumsum([0, *(len(records) for records in opened)])
+        drawn = [start + _draw(len(records), n, rng) for start, records, n in zip(starts, opened, counts, strict=False)]
+        order = np.concatenate(drawn)[rng.permutation(total)]
         settings = f"{self.seed} {total} {[part.percent for part in self.parts]}"
         notes = [
             f"mixture: {part.percent:g} % = {counted(count, 'record')} from source {number}, "
@@ -56,7 +56,7 @@ class Mixture(Source):
             + f" ({count:,} of {len(records):,})"
             for number, (part, records, count) in enumerate(zip(self.parts, opened, counts, strict=True), start=1)
         ]
-        return _Mixed(opened, which=which[order], local=np.concatenate(drawn)[order], settings=settings, notes=notes)
+        return _Mixed(opened, order, settings=settings, notes=notes)
 
 
 def shares(percents: list[float], *, total: int) -> list[int]:
@@ -75,34 +75,29 @@ def _draw(available: int, count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 class _Mixed:
-    def __init__(
-        self, parts: list[Records], *, which: np.ndarray, local: np.ndarray, settings: str, notes: list[str]
-    ) -> None:
-        self.parts, self._which, self._local, self._settings = parts, which, local, settings
+    """Records of joined sources in another order, which may repeat some."""
+
+    def __init__(self, parts: list[Records], order: np.ndarray, *, settings: str, notes: list[str]) -> None:
+        self.parts, self._joined, self._order, self._settings = parts, Joined(parts), order, settings
         self.notes = notes + [note for part in parts for note in getattr(part, "notes", [])]
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self._order)
 
     def __getitem__(self, index: int) -> Record:
-        return self.parts[int(self._which[index])][int(self._local[index])]
+        return self._joined[int(self._order[index])]
 
     def where(self, index: int) -> str:
-        return self.parts[int(self._which[index])].where(int(self._local[index]))
+        return self._joined.where(int(self._order[index]))
 
     def fingerprint(self) -> str:
         return combine("mixture", self._settings, *(part.fingerprint() for part in self.parts))
 
     def origins(self) -> np.ndarray:
         """The stored record behind each index, so that a repeated one is never both trained and validated on."""
-        result = np.empty(len(self), dtype=np.int64)
-        start = 0
-        for number, part in enumerate(self.parts):
-            ids = origins(part)
-            here = self._which == number
-            result[here] = start + ids[self._local[here]]
-            start += int(ids.max()) + 1
-        return result
+        ids = [origins(part) for part in self.parts]
+        starts = np.cumsum([0, *(int(each.max()) + 1 for each in ids)])
+        return np.concatenate([start + each for start, each in zip(starts, ids, strict=False)])[self._order]
 
 
 __all__ = ["Mixture", "MixturePart"]
