@@ -14,7 +14,7 @@ import inspect
 import pkgutil
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import ValidationError
@@ -28,6 +28,8 @@ from fullshard.formatting.yaml_text import shown
 
 S = TypeVar("S", bound=Section)
 P = TypeVar("P", bound="Part")
+_FAILED = object()
+"""Stands for a value that could not be decoded: it fits no field, so no check across fields sees half a section."""
 
 
 class Part(Section):
@@ -142,17 +144,17 @@ def _user_class(contract: type[P], kind: str, *, where: str) -> type[P]:
             f"{where}.kind = {kind!r} is not a {contract.__name__}. Let the class inherit from "
             f"fullshard.{contract.__name__}."
         )
-    missing = [names for names in contract.required if not _has_one(named, contract, names.split(" or "))]
+
+    def is_inherited(method: str) -> bool:
+        return getattr(named, method) is getattr(contract, method)
+
+    missing = [names for names in contract.required if all(map(is_inherited, names.split(" or ")))]
     if missing:
         raise RecipeError(
             f"{where}.kind = {kind!r}: the class has no method {', no method '.join(missing)}, and a "
             f"{contract.__name__} needs it. Write it as in {contract.__module__}, which says what it takes and returns."
         )
     return named
-
-
-def _has_one(cls: type[Part], contract: type[Part], methods: Sequence[str]) -> bool:
-    return any(getattr(cls, method) is not getattr(contract, method) for method in methods)
 
 
 def decode(cls: type[S], value: Any, *, where: str = "") -> S:
@@ -181,7 +183,8 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
             problems.append(str(error))
             return None
     ignored = _pop_ignored(cls, value, where, problems)
-    fields, failed = _decode_keys(cls, value, where, problems)
+    fields = _decode_keys(cls, value, where, problems)
+    failed = {key for key, decoded in fields.items() if decoded is _FAILED}
     try:
         section = cls.model_validate(fields)
     except ValidationError as error:
@@ -211,27 +214,17 @@ def _pop_ignored(cls: type[Section], value: dict[str, Any], where: str, problems
     return {key: ignored for key, ignored in given.items() if ignored is not None}
 
 
-def _decode_keys(
-    cls: type[Section], value: Mapping[str, Any], where: str, problems: list[str]
-) -> tuple[dict[str, Any], set[str]]:
-    """The decoded value of each key, and the keys that failed."""
+def _decode_keys(cls: type[Section], value: Mapping[str, Any], where: str, problems: list[str]) -> dict[str, Any]:
+    """The decoded value of each known key; _FAILED for one with a problem."""
     known = keys_of(cls)
     for key in (key for key in value if key not in known):
         problems.extend(unknown_key(where, key, value[key], sorted(known)))
     fields: dict[str, Any] = {}
-    failed: set[str] = set()
     for key in (key for key in value if key in known):
         before = len(problems)
-        fields[key] = _decode_value(known[key].annotation, value[key], join(where, key), problems)
-        if len(problems) > before:
-            # The placeholder fits no field, so no check across fields sees half a section.
-            fields[key] = _Failed()
-            failed.add(key)
-    return fields, failed
-
-
-class _Failed:
-    """The placeholder for a value that could not be decoded."""
+        decoded = _decode_value(known[key].annotation, value[key], join(where, key), problems)
+        fields[key] = decoded if len(problems) == before else _FAILED
+    return fields
 
 
 def _decode_value(annotation: Any, value: Any, where: str, problems: list[str]) -> Any:

@@ -14,26 +14,18 @@ from fullshard.formatting.plural import counted
 from fullshard.formatting.yaml_text import shown
 
 _NEEDED = {
-    "string_type": "text (put it in quotes)",
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
     "int_parsing_size": "a whole number of at most 18 digits",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
-    "list_type": "a list such as [a, b]",
-    "tuple_type": "a list such as [a, b]",
-    "set_type": "a list such as [a, b]",
-    "dict_type": "a mapping of keys",
-    "mapping_type": "a mapping of keys",
-    "model_type": "a mapping of keys",
-    "model_attributes_type": "a mapping of keys",
-    "path_type": "a path",
-    "none_required": "null",
+    "string_type": "text (put it in quotes)",
+    "int": "a whole number",
+    "float": "a number",
+    "finite": "a finite number",
+    "bool": "true or false",
+    **dict.fromkeys(("list", "tuple", "set_type"), "a list such as [a, b]"),
+    **dict.fromkeys(("dict", "mapping", "model"), "a mapping of keys"),
+    "path": "a path",
+    "none": "null",
 }
+"""What is needed, by pydantic's name of the error or its first word."""
 _BOUNDS = {
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -90,7 +82,7 @@ def _noun(entry: Any, path: str) -> str | None:
     if kind == "string_pattern_mismatch":
         return _PATTERNS.get(str(context["pattern"]), "text in the form that this key needs")
     if kind != "literal_error":
-        return _NEEDED.get(kind)
+        return _NEEDED.get(kind, _NEEDED.get(kind.partition("_")[0]))
     return _one_of(path, entry["input"], str(context["expected"]).replace(" or ", ", ").replace("'", "").split(", "))
 
 

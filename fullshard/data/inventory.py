@@ -68,6 +68,3 @@ def _amount(entry: dict[str, Any]) -> str:
 def _some(amounts: dict[str, str]) -> str:
     shown = ", ".join(f"{name} ({amount})" for name, amount in list(amounts.items())[:_SHOWN])
     return shown + (f" and {len(amounts) - _SHOWN:,} more" if len(amounts) > _SHOWN else "")
-
-
-__all__ = ["Inventory", "changes", "inventory"]

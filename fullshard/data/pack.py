@@ -20,24 +20,31 @@ def can_pack(store: Store, encoder: Encoder) -> bool:
     return encoder.packs_media or set(store.names) == {"input_ids", "labels"}
 
 
-class Plain:
-    """Samples as stored, one in each row."""
-
-    fixed_length: int | None = None
+class _Rows:
+    """Samples of a store, arranged in rows."""
 
     def __init__(self, store: Store, chosen: np.ndarray) -> None:
         self._store, self._chosen = store, chosen
         self.num_tokens = int(store.lengths[chosen].sum())
 
-    def __len__(self) -> int:
-        return len(self._chosen)
-
     @property
     def lengths(self) -> np.ndarray:
-        return self.per_row(self._store.lengths)
+        return self.per_row(self._store.lengths).astype(np.int64)
 
     def entries(self, feature: str) -> np.ndarray:
         return self.per_row(self._store.sizes(feature))
+
+    def per_row(self, amounts: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+class Plain(_Rows):
+    """Samples as stored, one in each row."""
+
+    fixed_length: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._chosen)
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         return np.asarray(amounts[self._chosen])
@@ -49,7 +56,7 @@ class Plain:
         return features
 
 
-class Wrapped:
+class Wrapped(_Rows):
     """Documents concatenated in order and cut into rows of `length`; only the last row may be shorter.
 
     A document that is cut continues in the next row with positions from 0. Its last label before the cut is the true
@@ -57,21 +64,12 @@ class Wrapped:
     """
 
     def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
-        self._store, self._chosen, self.fixed_length = store, chosen, length
+        super().__init__(store, chosen)
+        self.fixed_length = length
         self._starts = np.concatenate([[0], np.cumsum(store.lengths[chosen])])
-        self.num_tokens = int(self._starts[-1])
 
     def __len__(self) -> int:
         return -(-self.num_tokens // self.fixed_length)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        lengths = np.full(len(self), self.fixed_length)
-        lengths[-1] -= len(self) * self.fixed_length - self.num_tokens
-        return lengths
-
-    def entries(self, feature: str) -> np.ndarray:
-        return self.per_row(self._store.sizes(feature))
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         # A document that is cut counts in each row with the share of its tokens there.
@@ -86,36 +84,24 @@ class Wrapped:
         end = min(begin + self.fixed_length, self.num_tokens)
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))
-        pieces = [
-            self._store.slice(
-                int(self._chosen[document]),
-                max(begin - int(self._starts[document]), 0),
-                min(end, int(self._starts[document + 1])) - int(self._starts[document]),
-            )
-            for document in range(first, last)
-        ]
-        return row_of(pieces)
+        documents = zip(self._chosen[first:last], self._starts[first:last], self._starts[first + 1 :], strict=False)
+        return row_of([self._store.slice(int(d), max(begin - at, 0), min(end, to) - at) for d, at, to in documents])
 
 
-class Fitted:
+class Fitted(_Rows):
     """Whole samples, several to a row of `length`, placed by best fit."""
 
     def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
-        self._store, self.fixed_length = store, length
-        lengths = store.lengths[chosen]
-        rows = self._rows = best_fit(lengths, length=length)
+        super().__init__(store, chosen)
+        self.fixed_length = length
+        rows = self._rows = best_fit(store.lengths[chosen], length=length)
         # Stable: samples within a row keep the order of the source.
         order = np.argsort(rows, kind="stable")
-        self._chosen, self._members = chosen, chosen[order]
+        self._members = chosen[order]
         self._starts = np.searchsorted(rows[order], np.arange(int(rows.max()) + 2))
-        self.lengths = self.per_row(store.lengths).astype(np.int64)
-        self.num_tokens = int(lengths.sum())
 
     def __len__(self) -> int:
         return len(self._starts) - 1
-
-    def entries(self, feature: str) -> np.ndarray:
-        return self.per_row(self._store.sizes(feature))
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
         return np.bincount(self._rows, weights=amounts[self._chosen])

@@ -6,6 +6,8 @@ Must not know tokens or ranks.
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,19 +76,12 @@ def named(records: Records, index: int, record: Record) -> Iterator[None]:
 def check_text(record: Record) -> None:
     """Raises on lone surrogates, which JSON can hold and no tokenizer can read."""
     for key, value in record.items():
-        if (half := _lone_surrogate(value)) is not None:
+        # Python joins surrogate pairs; any that are left are single.
+        if half := re.search(r"[\ud800-\udfff]", json.dumps(value, ensure_ascii=False, default=str)):
             raise DataError(
-                f"{key!r} contains \\u{ord(half):04x}, a lone surrogate (half of a character), which no tokenizer can "
-                "read. Replace it by the whole character or by \\ufffd, or remove the record."
+                f"{key!r} contains \\u{ord(half[0]):04x}, a lone surrogate (half of a character), which no tokenizer "
+                "can read. Replace it by the whole character or by \\ufffd, or remove the record."
             )
-
-
-def _lone_surrogate(value: Any) -> str | None:
-    if isinstance(value, str):
-        # Python joins surrogate pairs; any in this range are single.
-        return next((c for c in value if "\ud800" <= c <= "\udfff"), None) if not value.isascii() else None
-    inner = [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return next((half for one in inner if (half := _lone_surrogate(one)) is not None), None)
 
 
 @contextmanager

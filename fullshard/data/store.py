@@ -6,7 +6,6 @@ others wait; a rename publishes it when it is complete. Must not know ranks, bat
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from fullshard.config.part import plain
 from fullshard.contracts.data import Encoded, Features, OpenEncoder, Records
-from fullshard.data.records import combine, named
+from fullshard.data.records import combine, digest, named
 from fullshard.errors import DataError
 from fullshard.formatting.plural import counted
 
@@ -161,7 +160,7 @@ def _code_of(encoder: OpenEncoder) -> str:
     names = {_module_of(thing) for name in own if name in sys.modules for thing in vars(sys.modules[name]).values()}
     helpers = (name for name in names if name.startswith(_HELPERS) and name in sys.modules)
     files = [sys.modules[name].__file__ for name in sorted({*own, *helpers}) if name in sys.modules]
-    return combine(*(hashlib.blake2b(Path(file).read_bytes(), digest_size=16).hexdigest() for file in files if file))
+    return combine(*(digest(Path(file)) for file in files if file))
 
 
 def _module_of(thing: Any) -> str:
@@ -283,6 +282,3 @@ class _Writer:
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-
-
-__all__ = ["Counts", "Store", "encoded", "processor_fingerprint", "store_key"]

@@ -33,11 +33,8 @@ class Files(Source):
         notes: list[str] = []
         found = [file for text in paths for path in _matches(text) for file in self._found(path, notes)]
         pieces = -(-PIECES // len(found))
-        parts = [
-            _saved_dataset(path, split=self.split) if path.is_dir() else open_file(path, pieces=pieces)
-            for path in found
-        ]
-        return Joined(parts, notes=notes)
+        opened = (_saved_dataset(p, split=self.split) if p.is_dir() else open_file(p, pieces=pieces) for p in found)
+        return Joined(list(opened), notes=notes)
 
     def _found(self, path: Path, notes: list[str]) -> list[Path]:
         """The data files and saved data sets of a path."""
@@ -94,24 +91,16 @@ def _inside(folder: Path, *, split: str | None) -> tuple[list[Path], list[Path]]
     """Data files and saved data sets under a folder, by name, and all other files."""
     found: list[Path] = []
     left_out: list[Path] = []
-    for child in sorted(folder.iterdir()):
-        if child.name.startswith("."):
-            continue
-        if split is not None and not _belongs(child, split):
+    for child in sorted(path for path in folder.iterdir() if not path.name.startswith(".")):
+        if split not in (None, child.name) and not child.name.startswith((f"{split}.", f"{split}-", f"{split}_")):
             left_out.append(child)
         elif child.is_dir() and not _is_saved_dataset(child):
             deeper, rest = _inside(child, split=None)
             found += deeper
             left_out += rest
-        elif child.is_dir() or child.suffix.lower() in SUFFIXES:
-            found.append(child)
         else:
-            left_out.append(child)
+            (found if child.is_dir() or child.suffix.lower() in SUFFIXES else left_out).append(child)
     return found, left_out
-
-
-def _belongs(path: Path, split: str) -> bool:
-    return path.name == split or any(path.name.startswith(f"{split}{mark}") for mark in ".-_")
 
 
 def _some(paths: list[Path]) -> str:
