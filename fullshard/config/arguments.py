@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -38,15 +39,13 @@ class Typed:
 def to_overrides(words: Sequence[str], *, sections: Sequence[str], options: Sequence[str]) -> list[str]:
     """The settings in `words`, each as `key=value`; `sections` are the recipe's keys, `options` the command's own."""
     overrides: list[str] = []
-    position = 0
-    while position < len(words):
-        word = words[position]
-        position += 1
+    rest = deque(words)
+    while rest:
+        word = rest.popleft()
         if word.startswith("--"):
             name, given, value = word[2:].partition("=")
-            if not given and position < len(words) and not _is_setting(words[position]):
-                value, given = words[position], "="
-                position += 1
+            if not given and rest and not _is_setting(rest[0]):
+                value, given = rest.popleft(), "="
             word = _flag(name, value if given else None, sections, options)
         elif not _SETTING.match(word):
             raise RecipeError(

@@ -203,10 +203,15 @@ def _table(path: Path, *, delimiter: str) -> Records:
             _utf8(raw, where=f"{path}:{number}")
     # The default limit of 128 KiB per field is too small for documents.
     limit = csv.field_size_limit(sys.maxsize)
-    try:
-        (first, header), *rows = _rows(path, delimiter=delimiter) or [(1, [])]
-    finally:
-        csv.field_size_limit(limit)
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
+            # Each row with the line where it ends.
+            (first, header), *rows = [(reader.line_num, row) for row in reader if row] or [(1, [])]
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: {error}. Check the quotes on this line.") from error
+        finally:
+            csv.field_size_limit(limit)
     if len(set(header)) < len(header):
         raise DataError(f"{path}:{first}: the header names a column twice: {', '.join(header)}.")
     for line, row in rows:
@@ -223,16 +228,6 @@ def _table(path: Path, *, delimiter: str) -> Records:
         where=lambda index: f"{path}:{lines[index]}",
         fingerprint=lambda: combine("table", delimiter, digest(path)),
     )
-
-
-def _rows(path: Path, *, delimiter: str) -> list[tuple[int, list[str]]]:
-    """The rows that are not blank, the header first, each with the line where it ends."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
-        try:
-            return [(reader.line_num, row) for row in reader if row]
-        except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num}: {error}. Check the quotes on this line.") from error
 
 
 class Parquet:

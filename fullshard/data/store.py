@@ -12,8 +12,9 @@ import shutil
 import sys
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -43,13 +44,13 @@ class Counts:
     samples: int = 0
     truncated: int = 0
     """Samples cut at the sequence length."""
-    drop_reasons: dict[str, int] = field(default_factory=dict)
+    drop_reasons: Counter[str] = field(default_factory=Counter)
     """Samples left out, by reason."""
     fixes: dict[str, str] = field(default_factory=dict)
     """What to do about each reason."""
-    lost: dict[str, int] = field(default_factory=dict)
+    lost: Counter[str] = field(default_factory=Counter)
     """Records whose samples lack something, by what is missing."""
-    noted: dict[str, int] = field(default_factory=dict)
+    noted: Counter[str] = field(default_factory=Counter)
     """Remarks of the encoder, with the number of records each applies to."""
 
     @property
@@ -60,12 +61,10 @@ class Counts:
         self.records += 1
         self.samples += len(encoded.samples)
         self.truncated += encoded.truncated
-        for drop in encoded.dropped:
-            self.drop_reasons[drop.reason] = self.drop_reasons.get(drop.reason, 0) + 1
-            self.fixes[drop.reason] = drop.fix
-        for remarks, counts in ((encoded.lost, self.lost), (encoded.noted, self.noted)):
-            for remark in remarks:
-                counts[remark] = counts.get(remark, 0) + 1
+        self.fixes |= {drop.reason: drop.fix for drop in encoded.dropped}
+        self.drop_reasons.update(drop.reason for drop in encoded.dropped)
+        self.lost.update(encoded.lost)
+        self.noted.update(encoded.noted)
 
 
 class Store:
@@ -204,12 +203,10 @@ def _build(folder: Path, records: Records, encoder: OpenEncoder, *, say: Callabl
             indices = range(start, min(start + _BATCH, len(records)))
             for index, found in zip(indices, _encode(records, indices, encoder), strict=True):
                 writer.add(index, found, where=records.where)
-            now = time.monotonic()
-            if now - said >= _EVERY_S and indices[-1] + 1 < len(records):
-                said, done = now, indices[-1] + 1
-                left = (now - begun) / done * (len(records) - done)
-                share = done / len(records)
-                say(f"Encoding: {done:,} of {counted(len(records), 'record')} ({share:.0%}), about {left:.0f} s left.")
+            now, done, total = time.monotonic(), indices[-1] + 1, len(records)
+            if now - said >= _EVERY_S and done < total:
+                said, left = now, (now - begun) / done * (total - done)
+                say(f"Encoding: {done:,} of {counted(total, 'record')} ({done / total:.0%}), about {left:.0f} s left.")
         if shared := encoder.shared_features():
             np.savez(temporary / _SHARED, **shared)  # type: ignore[arg-type, unused-ignore]
         writer.finish(length_feature=encoder.settings.length_feature)
@@ -276,7 +273,7 @@ class _Writer:
             np.save(self._folder / f"{name}.starts.npy", np.frombuffer(starts, dtype=np.int64))
         self.close()
         np.save(self._folder / "records.npy", np.frombuffer(self._records, dtype=np.int64))
-        meta = {"counts": asdict(self._counts), "names": list(self._shapes), "length_feature": length_feature}
+        meta = {"counts": vars(self._counts), "names": list(self._shapes), "length_feature": length_feature}
         (self._folder / "store.json").write_text(json.dumps(meta))
 
     def close(self) -> None:

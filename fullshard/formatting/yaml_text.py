@@ -56,8 +56,9 @@ def parse(text: str, *, name: str) -> Document:
         if node is None:
             raise RecipeError(f"{name} is empty. A recipe needs at least `model` and `data`.")
         if not isinstance(node, yaml.MappingNode):
+            found = "a list" if isinstance(node, yaml.SequenceNode) else f"the text {str(node.value)[:40]!r}"
             raise RecipeError(
-                f"{name}, line {node.start_mark.line + 1}: found {_found(node)} where a mapping of keys is needed. "
+                f"{name}, line {node.start_mark.line + 1}: found {found} where a mapping of keys is needed. "
                 "Write each setting as `key: value`."
             )
         lines: dict[str, int] = {}
@@ -131,10 +132,6 @@ def _walk(node: yaml.Node, path: str, name: str, lines: dict[str, int]) -> None:
         seen[word] = line
         lines[inner] = line
         _walk(value, inner, name, lines)
-
-
-def _found(node: yaml.Node) -> str:
-    return "a list" if isinstance(node, yaml.SequenceNode) else f"the text {str(node.value)[:40]!r}"
 
 
 def _in_words(error: yaml.MarkedYAMLError, text: str, name: str) -> str:
