@@ -67,11 +67,9 @@ def commands() -> dict[str, str]:
     found: dict[str, str] = {}
     for package in folders("commands"):
         for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-            if module.name in found:
-                raise SetupError(
-                    f"fullshard {module.name} is ambiguous: {found[module.name]} and {package} provide it."
-                )
-            found[module.name] = f"{package}.{module.name}"
+            name, path = module.name, f"{package}.{module.name}"
+            if found.setdefault(name, path) != path:
+                raise SetupError(f"fullshard {name} is ambiguous: {found[name]} and {package} provide it.")
     return found
 
 

@@ -39,15 +39,11 @@ def open_file(path: Path, *, pieces: int = PIECES) -> Records:
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path}: the file is empty. Put records into it or remove it from the list.")
-        if suffix == ".jsonl":
-            return JsonLines(path)
-        if suffix == ".json":
-            return _json(path)
         if suffix == ".txt":
             return TextPieces(path, pieces=pieces)
-        if suffix == ".parquet":
-            return Parquet(path)
-        return _table(path, delimiter="\t" if suffix == ".tsv" else ",")
+        if suffix in (".csv", ".tsv"):
+            return _table(path, delimiter="\t" if suffix == ".tsv" else ",")
+        return {".json": _json, ".jsonl": JsonLines, ".parquet": Parquet}[suffix](path)
     except OSError as error:
         raise DataError(
             f"{path}: cannot be read: {error.strerror or error}. Check the file and its permissions."

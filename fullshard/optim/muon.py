@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from fullshard.config.part import did_you_mean
 from fullshard.contracts.optimizer import Optimizer
 from fullshard.errors import RecipeError
+from fullshard.optim.adamw import Decay
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Muon(Optimizer):

@@ -97,7 +97,8 @@ class _Mixed:
         """The stored record behind each index, so that a repeated one is never both trained and validated on."""
         ids = [origins(part) for part in self.parts]
         starts = np.cumsum([0, *(int(each.max()) + 1 for each in ids)])
-        return np.concatenate([start + each for start, each in zip(starts, ids, strict=False)])[self._order]
+        stored = np.concatenate([start + each for start, each in zip(starts, ids, strict=False)])
+        return np.asarray(stored[self._order])
 
 
 __all__ = ["Mixture", "MixturePart"]
