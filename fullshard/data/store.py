@@ -156,15 +156,11 @@ def store_key(records: Records, encoder: OpenEncoder) -> str:
 def _code_of(encoder: OpenEncoder) -> str:
     """A hash of the encoder's own files, and of the modules of fullshard whose names they use."""
     own = {type(encoder.settings).__module__, type(encoder).__module__}
-    names = {_module_of(thing) for name in own if name in sys.modules for thing in vars(sys.modules[name]).values()}
+    things = (thing for name in own if name in sys.modules for thing in vars(sys.modules[name]).values())
+    names = {str(getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", "")) for thing in things}
     helpers = (name for name in names if name.startswith(_HELPERS) and name in sys.modules)
     files = [sys.modules[name].__file__ for name in sorted({*own, *helpers}) if name in sys.modules]
     return combine(*(digest(Path(file)) for file in files if file))
-
-
-def _module_of(thing: Any) -> str:
-    """The module that defines something; a module may have been imported as a whole."""
-    return thing.__name__ if isinstance(thing, ModuleType) else str(getattr(thing, "__module__", ""))
 
 
 def encoded(records: Records, encoder: OpenEncoder, *, cache: Path, say: Callable[[str], None]) -> Store:
