@@ -305,7 +305,10 @@ def test_mixture_holds_its_shares_exactly_and_is_the_same_every_time(tmp_path: P
 def test_mixture_default_size_and_wrong_percentages(tmp_path: Path) -> None:
     a, b = lines(tmp_path, "a.jsonl", 10), lines(tmp_path, "b.jsonl", 30)
     parts = [MixturePart(source=Files(path=a), percent=50), MixturePart(source=Files(path=b), percent=50)]
-    assert len(Mixture(parts=parts).open()) == 40
+    mixed = Mixture(parts=parts).open()
+    assert len(mixed) == 40
+    # Both sources hold a record 0: they are different records.
+    assert len(set(mixed.origins().tolist())) == len({mixed[i]["text"] for i in range(40)})  # type: ignore[attr-defined]
     with pytest.raises(RecipeError, match="add up to 70, but must add up to 100"):
         decode(
             Source,
