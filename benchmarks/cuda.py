@@ -1,6 +1,6 @@
 """Small runs of every CUDA path, each checked against fp32 on the same GPU: what a CPU cannot show.
 
-    python benchmarks/cuda.py
+    python benchmarks/cuda.py [images]
 
 Prints a table: run, last loss, distance from the fp32 reference, seconds. Exits 1 when a run fails or strays.
 """
@@ -77,7 +77,9 @@ def run(folder: Path, name: str, recipe: dict[str, Any], overrides: list[str]) -
 
 def main() -> None:
     failed, rows, reference = False, [], 0.0
-    runs = [(RECIPE, *each) for each in RUNS.items()] + [(IMAGES, *each) for each in IMAGE_RUNS.items()]
+    runs = [(IMAGES, *each) for each in IMAGE_RUNS.items()]
+    if "images" not in sys.argv[1:]:
+        runs = [(RECIPE, *each) for each in RUNS.items()] + runs
     with tempfile.TemporaryDirectory() as temporary:
         for number, (recipe, label, (overrides, allowed)) in enumerate(runs):
             begun = time.monotonic()

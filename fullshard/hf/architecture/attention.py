@@ -26,7 +26,10 @@ def choose_attention(module: nn.Module, asked: str, *, device: str, compute: tor
             f"attention can be replaced, not {device}, {str(compute).removeprefix('torch.')}, "
             f"{type(module).__name__}. Use attention: auto."
         )
+    text = model.config.get_text_config(decoder=True)
     if able and (asked == "varlen" or (asked == "auto" and packed)):
-        model.set_attn_implementation(register())
+        # Only the decoder has documents; a vision tower keeps its own kernel.
+        part = next((name for name in model.config.sub_configs if getattr(model.config, name) is text), None)
+        model.set_attn_implementation({part: register()} if part else register())
         model.takes_bounds = True
-    return str(model.config._attn_implementation)
+    return str(text._attn_implementation)
