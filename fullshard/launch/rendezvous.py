@@ -71,16 +71,20 @@ class Meeting:
         if self.claim and store.add(f"claims-{self.me}", 1) > 1:
             raise self.refuse_double(store, facts)
         store.set(f"member-{self.me}", json.dumps(facts))
+        present: dict[int, Facts] = {}
         while True:
+            missing = [other for other in range(self.size) if other not in present]
+            present |= {
+                other: json.loads(store.get(key)) for other in missing if store.check([key := f"member-{other}"])
+            }
+            if problem := self._difference(present):
+                store.set("problem", problem)
             if store.check(["problem"]):  # that any member has found
                 self._let_all_read(store)
                 raise SetupError(store.get("problem").decode())
-            if store.check(["member-0"]):
-                self._compare(store, json.loads(store.get("member-0")), facts)
-            missing = [other for other in range(self.size) if not store.check([f"member-{other}"])]
-            if not missing:
-                return [json.loads(store.get(f"member-{other}")) for other in range(self.size)]
-            self._wait_for(missing)
+            if len(present) == self.size:
+                return [present[other] for other in range(self.size)]
+            self._wait_for([other for other in missing if other not in present])
             time.sleep(_EVERY_S)
 
     def refuse_double(self, store: Store, facts: Facts) -> SetupError:
@@ -117,16 +121,19 @@ class Meeting:
                 sys.stderr.write(f"{line}\n" if self._said_at else f"{line} {self.advice}\n")
             self._said_at = self.waited_s
 
-    def _compare(self, store: Store, first: Facts, mine: Facts) -> None:
-        for option, value in first["options"].items():
-            if (own := mine["options"].get(option)) != value:
-                problem = (
-                    f"The {self.noun}s disagree: {self.noun} 0 ({_whose(first)}) was started with {option} {value}, "
-                    f"{self.noun} {self.me} ({_whose(mine)}) with {option} {own}. Give every {self.noun} the same."
-                )
-                store.set("problem", problem)
-                store.add("readers", 1)
-                raise SetupError(problem)
+    def _difference(self, present: Mapping[int, Facts]) -> str | None:
+        """Every member compares all that are present: the last one to arrive may complete the meeting before another
+        has found the problem."""
+        first = present.get(0, {"options": {}})
+        for other, facts in sorted(present.items()):
+            for option, value in first["options"].items():
+                if (own := facts["options"].get(option)) != value:
+                    return (
+                        f"The {self.noun}s disagree: {self.noun} 0 ({_whose(first)}) was started with {option} "
+                        f"{value}, {self.noun} {other} ({_whose(facts)}) with {option} {own}. Give every {self.noun} "
+                        "the same."
+                    )
+        return None
 
     def _let_all_read(self, store: Store) -> None:
         """The store ends with the member that serves it; so that one waits a moment until the others have read."""

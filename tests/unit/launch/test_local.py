@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
 from fullshard.launch.local import Local, variables
+from fullshard.launch.rendezvous import Meeting, facts
 
 TELL = """
 import json, os, pathlib
@@ -303,6 +305,19 @@ def test_nodes_that_disagree_all_hear_of_it(second: dict[str, int], problem: str
             _, errors = process.communicate(timeout=90)
             assert process.returncode == 1
             assert re.search(re.escape(problem).replace(r"\{\}", whose), errors), errors
+
+
+def test_the_last_to_arrive_does_not_go_on_with_a_node_that_disagrees() -> None:
+    """Node 1 is there, and has not compared its options yet."""
+    store = HashStore()
+    store.set("member-1", json.dumps(facts(options={"--devices": 2})))
+    store.add("readers", 1)
+    meeting = Meeting("node", 0, 2, "here:1", 60, prefix="")
+    with pytest.raises(
+        SetupError, match=r"with --devices 1, node 1 \(.*\) with --devices 2\. Give every node the same"
+    ):
+        meeting.gather(store, facts(options={"--devices": 1}))
+    assert store.check(["problem"]), "node 1 reads it"
 
 
 def test_two_nodes_of_one_number_all_hear_of_it() -> None:
