@@ -60,7 +60,7 @@ def find_blocks(
     hints: Collection[str] | None = None,
     rehearse: Callable[[nn.Module], None] | None = None,
 ) -> WrapPlan:
-    """The wrap plan: by class names, by size, one unit for all, or (by default) the model's own repeated blocks.
+    """The wrap plan: by class names, by size, one unit for the whole model, or (by default) its repeated blocks.
 
     `hints` are class names that the model asks not to be split, or the names of the blocks themselves; None collects
     class names from the module tree. `rehearse` runs a forward pass, to see what is called from outside its block.

@@ -1,4 +1,4 @@
-"""Host memory: total, available, used by processes; and a watch that tells whether the kernel killed a rank for it.
+"""Host memory: total, available, used by processes; and a watch that keeps recent readings.
 
 The kernel kills silently and frees the memory at once: only earlier readings show the reason. A launcher watches in a
 thread; a single rank starts a small process that outlives it. Must not import torch.
@@ -159,7 +159,8 @@ def watched() -> Iterator[MemoryWatch]:
 
 @contextlib.contextmanager
 def reported_if_killed(rank: int) -> Iterator[None]:
-    """Starts a small process that says how this one was killed; for a rank that our launcher did not start."""
+    """Starts a small process that reports if this one was killed for lack of memory. For a rank that our launcher did
+    not start."""
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(rank)]
     try:
         # In its own session: signals to this process group are not meant for it.

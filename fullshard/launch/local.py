@@ -1,4 +1,4 @@
-"""Starts the ranks of this machine with torchrun's elastic agent, waits, and reports which rank failed and how.
+"""Starts the ranks of this machine with torchrun's elastic agent, waits for them, and prints how the run ended.
 
 A single node uses a port that the system picks, so two runs never clash; several nodes meet at HOST:PORT. Signals are
 passed on to the ranks, so that they can save and end by themselves. Must not know recipes; imports torch only to start
