@@ -23,7 +23,7 @@ from fullshard.commands.verify import verify
 from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
 from fullshard.generate.command import generate
-from fullshard.prove.arguments import prove
+from fullshard.prove.command import prove
 
 app = typer.Typer(
     cls=Commands,

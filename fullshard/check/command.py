@@ -186,7 +186,8 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
 
 
 def _units(recipe: Recipe, ranks: Ranks, module: nn.Module, report: Report) -> dict[str, Any]:
-    from fullshard.check.model import planned_units, units_table
+    from fullshard.check.model import planned_units
+    from fullshard.check.units import units_table
 
     units = planned_units(recipe, module, ranks)
     report.text("\n" + units_table(units))

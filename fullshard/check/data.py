@@ -290,6 +290,3 @@ def _examples(one: Stored, other: Stored, pairs: Sequence[tuple[int, int]]) -> s
         for a, b in pairs[:3]
     ]
     return ", ".join(named)
-
-
-__all__ = ["longest_batch", "look"]

@@ -16,8 +16,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from fullshard.check import remote_store
-from fullshard.check.agreement import among_ranks
-from fullshard.check.capacity import disk, memory, standing
+from fullshard.check.capacity import standing
 from fullshard.check.findings import Finding, error, of, ok, warning
 from fullshard.check.kernels import attention, compiler
 from fullshard.check.machine import Gpu, Machine, inspect
@@ -324,6 +323,3 @@ def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> 
             f"a process may open {counted(machine.open_files, 'file')}; at least {FEW_FILES} are recommended.",
             "Raise the limit before starting: ulimit -n 65536",
         )
-
-
-__all__ = ["among_ranks", "disk", "look", "memory"]

@@ -178,6 +178,3 @@ def _smi(*arguments: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
-
-
-__all__ = ["Gpu", "Machine", "inspect", "memory_left", "misfits", "read_links"]

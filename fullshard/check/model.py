@@ -19,7 +19,6 @@ from fullshard.check import weights as stored
 from fullshard.check.findings import Finding, error, guarded, ok, warning
 from fullshard.check.norms import LowNorm, low_precision_norms
 from fullshard.check.settings import device_of
-from fullshard.check.units import units_table
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.world import World
 from fullshard.dist.precision import ResolvedPrecision, resolve_for, resolve_precision
@@ -242,16 +241,3 @@ def _texts(inputs: RunInputs) -> list[str]:
 
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = [
-    "look",
-    "low_precision_norms",
-    "parameters",
-    "planned_units",
-    "shape",
-    "ties",
-    "unit_sizes",
-    "units_table",
-    "weights",
-]

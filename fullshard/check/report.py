@@ -1,6 +1,6 @@
 """Shows findings: section by section as they are found, or as one JSON object.
 
-Must not know what is checked.
+`Screen` is what `fullshard prove` prints on as well. Must not know what is checked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from rich.text import Text
@@ -27,17 +28,36 @@ _MARKS: dict[Level, tuple[str, str, str]] = {
 _LABEL = 16
 
 
-class Report:
+class Screen:
+    """Standard output as wide as the terminal; prints nothing when `quiet`."""
+
+    def __init__(self, *, quiet: bool, narrowest: int) -> None:
+        self._quiet, self._on_terminal = quiet, is_terminal(sys.stdout)
+        self._screen = open_screen(None, on_terminal=self._on_terminal)
+        columns = shutil.get_terminal_size().columns if self._on_terminal else FILE_WIDTH
+        self._width = max(min(columns, 120), narrowest)
+
+    def working(self, what: str) -> AbstractContextManager[object]:
+        """Shows a status line meanwhile."""
+        shown = self._on_terminal and not self._quiet
+        return self._screen.status(what) if shown else contextlib.nullcontext()
+
+    def _wrapped(self, text: str, *, indent: str, style: str = "") -> None:
+        for line in textwrap.wrap(text, self._width - len(indent), break_on_hyphens=False, break_long_words=False):
+            self._show(Text(indent + line, style=style))
+
+    def _show(self, text: Text) -> None:
+        if not self._quiet:
+            self._screen.print(text, soft_wrap=True)
+
+
+class Report(Screen):
     """The findings so far."""
 
     def __init__(self, *, as_json: bool, silent: bool = False) -> None:
+        super().__init__(quiet=as_json or silent, narrowest=50)
         self.found: list[tuple[str, Finding]] = []
-        self._quiet = as_json or silent
         self._as_json, self._silent = as_json, silent
-        self._on_terminal = is_terminal(sys.stdout)
-        self._screen = open_screen(None, on_terminal=self._on_terminal)
-        columns = shutil.get_terminal_size().columns if self._on_terminal else FILE_WIDTH
-        self._width = max(min(columns, 120), 50)
         self._plain = not (sys.stdout.encoding or "").lower().startswith("utf")
 
     @property
@@ -55,15 +75,6 @@ class Report:
 
     def text(self, text: str) -> None:
         self._show(Text(text))
-
-    @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Shows a status line meanwhile."""
-        if self._quiet or not self._on_terminal:
-            yield
-            return
-        with self._screen.status(what):
-            yield
 
     def end(self, command: str, *, tried: bool, extra: dict[str, Any]) -> None:
         """The verdict, and the exact command to run."""
@@ -92,9 +103,4 @@ class Report:
         self._show(Text.assemble("  ", (ascii_mark if self._plain else mark, colour), f" {label}", lines[0]))
         for line in lines[1:]:
             self._show(Text(indent + line))
-        for line in textwrap.wrap(finding.remedy, self._width - len(indent), break_on_hyphens=False):
-            self._show(Text(indent + line, style="dim"))
-
-    def _show(self, text: Text) -> None:
-        if not self._quiet:
-            self._screen.print(text, soft_wrap=True)
+        self._wrapped(finding.remedy, indent=indent, style="dim")

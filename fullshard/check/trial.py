@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from fullshard import build
 from fullshard.check.agreement import among_ranks
-from fullshard.check.bandwidth import all_gather_speed
 from fullshard.check.data import longest_batch
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.checkpoint import folder as files
@@ -25,6 +25,7 @@ from fullshard.contracts.objective import Batch
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist import reduce
+from fullshard.dist.gather import gather_tensor
 from fullshard.dist.values import checksums
 from fullshard.dist.world import peak_memory
 from fullshard.errors import NumericalError
@@ -43,6 +44,7 @@ MOST_OVERFLOWS = 20
 FULL = 0.92
 """Warn when the trial needs more than this share of a GPU: the allocator needs some slack."""
 PROBE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
+_ROUNDS = 3
 
 
 def folder_of(recipe: Recipe) -> Path:
@@ -153,7 +155,7 @@ def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
     """The speed of an all-gather, and its share of a step."""
     if world.size == 1:
         return [ok("exchange", "one rank: nothing to exchange")]
-    speed = all_gather_speed(world.device, num_bytes=PROBE_BYTES[world.device.type])
+    speed = _all_gather_speed(world.device, num_bytes=PROBE_BYTES[world.device.type])
     layout, units = built.model.plan.layout, built.model.units
     low = torch.finfo(built.model.precision.compute).bits // 8
     # Parameters are gathered in the compute dtype, once per pass; gradients are reduced in fp32.
@@ -174,6 +176,25 @@ def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
             )
         ]
     return [ok("exchange", text)]
+
+
+def _all_gather_speed(device: torch.device, *, num_bytes: int) -> float:
+    """Bytes per second that the slowest rank receives in an all-gather of `num_bytes`; the best of a few.
+
+    An all-gather, because FSDP sends most of its bytes that way."""
+    world = dist.get_world_size()
+    share = torch.zeros(max(num_bytes // world, 1), dtype=torch.uint8, device=device)
+    whole = torch.empty(share.numel() * world, dtype=torch.uint8, device=device)
+    best = float("inf")
+    for _ in range(_ROUNDS + 1):  # the first one opens connections
+        reduce.barrier(device)
+        begun = time.perf_counter()
+        gather_tensor(whole, share)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        slowest = max(reduce.gather_objects(time.perf_counter() - begun))
+        best = min(best, slowest)
+    return share.numel() * (world - 1) / best
 
 
 def _round_trip(world: World, built: Built) -> list[Finding]:

@@ -8,18 +8,30 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import typer
 from typer.core import TyperArgument, TyperGroup
 from typer.main import get_command
 
-from fullshard.commands.other_tools import refuse_foreign
 from fullshard.config import families
 from fullshard.errors import FullshardError, SetupError
 from fullshard.explain import crash
 from fullshard.explain.error_file import hand_over
+
+_TRAIN, _GENERATE = "fullshard train RECIPE", "fullshard generate RUN --prompt TEXT"
+ELSEWHERE = {
+    "merge": "fullshard export RUN OUT --as merged",
+    "convert": "fullshard export RUN OUT",
+    "save": "fullshard export RUN OUT",
+    **dict.fromkeys(("eval", "test", "validate", "benchmark"), "fullshard evaluate RUN"),
+    **dict.fromkeys(("finetune", "fine-tune", "sft", "fit", "run", "pretrain", "launch"), _TRAIN),
+    "resume": f"{_TRAIN}, which continues from the last checkpoint",
+    **dict.fromkeys(("infer", "inference", "chat", "predict", "complete"), _GENERATE),
+    **dict.fromkeys(("doctor", "preflight", "env"), "fullshard check RECIPE"),
+}
+"""What does here what a command of another tool does there, by its name."""
 
 
 class Commands(TyperGroup):
@@ -52,7 +64,7 @@ class Commands(TyperGroup):
         self._has_all = True
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        refuse_foreign(args, self.list_commands(ctx) if args and args[0] not in self.commands else self.commands)
+        _refuse_foreign(args, self.list_commands(ctx) if args and args[0] not in self.commands else self.commands)
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **more: Any) -> Any:
@@ -82,3 +94,9 @@ def print_error(error: FullshardError) -> None:
     if rank == "0" or not handed:
         where = f"rank {rank}: " if rank != "0" else ""
         typer.echo("\n".join([f"Error: {where}{error}", *getattr(error, "__notes__", [])]), err=True)
+
+
+def _refuse_foreign(words: Sequence[str], known: Container[str]) -> None:
+    """An error for a command of another tool, with the one that is meant."""
+    if words and words[0] not in known and (meant := ELSEWHERE.get(words[0].lower())):
+        raise SetupError(f"there is no command {words[0]!r}. Use: {meant}")

@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, in_rows
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, TensorStream, in_rows
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
-from fullshard.export.torch_file import TorchStream
 
 FORMS = ("hf", "adapter", "merged", "state")
 SAFE, PICKLED = (".safetensors",), (".pt", ".pth", ".bin")
@@ -93,6 +92,34 @@ def _write_state(
     with kind(path, entries=entries) as stream:
         for name, tensor in tensors:
             stream.add_rows(name, entries[name], (piece.to(entries[name].dtype) for piece in in_rows(tensor)))
+
+
+class TorchStream(TensorStream):
+    """A torch file with one flat mapping from name to tensor, as `torch.save` writes it; tensors come in any order.
+
+    `torch.load` reads it with `weights_only=True` and with `mmap=True`. Checksums inside the archive are those of
+    empty tensors; torch ignores them.
+    """
+
+    def __init__(self, path: Path, *, entries: Mapping[str, TensorEntry]) -> None:
+        self._offsets = _write_skeleton(path, entries)
+        super().__init__(path, entries=entries, mode="r+b")
+
+    def _place(self, name: str, entry: TensorEntry) -> None:
+        self._file.seek(self._offsets[name])
+
+
+def _write_skeleton(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, int]:
+    """Writes the file without its tensors; returns the offset of each."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(fake, path)
+    with FakeTensorMode():
+        loaded = torch.load(path, weights_only=True)
+    return {name: tensor.untyped_storage()._checkpoint_offset for name, tensor in loaded.items()}
 
 
 def free(text: str, checkpoint: Path) -> Path:

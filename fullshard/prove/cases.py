@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fullshard.checkpoint import folder as files
-from fullshard.config.part import decode, did_you_mean
+from fullshard.config.part import decode, did_you_mean, plain
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import RecipeError
 from fullshard.formatting.plural import counted
 from fullshard.prove.kill import Kill
-from fullshard.prove.noise import still
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_summary import dropout_layers
 
 STEPS, SAVE_EVERY, KILLS = 6, 2, (3, 5)
 """A checkpoint every second step, and a kill one step after each of the first two."""
@@ -97,7 +99,7 @@ def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, .
     passes = [recipe.batch.per_device * world, own * world, own * other_world, split * world, elsewhere * other_world]
     step = _samples(samples_per_step, math.lcm(*passes), recipe.batch.per_device * world)
     straight = _shrunk(recipe, place, samples=step)
-    quiet, removed, noisy = still(recipe, inputs.module, inputs.processor, half=place.half)
+    quiet, removed, noisy = _still(recipe, inputs.module, inputs.processor, half=place.half)
     changed = bool(removed) or own != recipe.batch.per_device
     base = _with(straight, **{key: getattr(quiet, key) for key in ("model", "precision", "optimizer")})
     base = _batch(base, own)
@@ -121,6 +123,29 @@ def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, .
         tuple(_notes(recipe, place, step, samples_per_step, removed if chosen else [], own, inputs.plan.noun)),
         left_out,
     )
+
+
+def _still(recipe: Recipe, module: nn.Module, processor: Any, *, half: bool) -> tuple[Recipe, list[str], str | None]:
+    """The recipe without what makes correct runs differ, as it depends on which rank holds which sample or slice: half
+    precision, dropout, quantised optimizer states. Also what was changed, and what could not be."""
+    changed: dict[str, Any] = {}
+    removed: list[str] = []
+    if half:
+        changed["precision"] = "fp32"
+        removed.append("in fp32")
+    model = recipe.model.without_noise(module, fp32=half)
+    quiet = module
+    if plain(model) != plain(recipe.model):
+        changed["model"] = model
+        quiet = model.build(processor=processor)
+    if dropout_layers(module) or plain(recipe.model.without_noise(module, fp32=False)) != plain(recipe.model):
+        removed.append("without dropout")
+    if (optimizer := recipe.optimizer.unquantised()) is not recipe.optimizer:
+        changed["optimizer"] = optimizer
+        removed.append("with the optimizer's state in fp32")
+    name = next(iter(dropout_layers(quiet)), None)
+    left = f"no setting of the model turns off the dropout {name}, and other ranks draw other random numbers"
+    return recipe.model_copy(update=changed), removed, left if name else None
 
 
 def _splits(per_device: int, *, half: bool) -> tuple[int, int]:

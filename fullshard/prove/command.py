@@ -1,6 +1,6 @@
 """`fullshard prove`: prepares the inputs, plans the runs, runs them in a temporary folder, and reports the outcome.
 
-Must not know how a run is made or compared.
+Must not import torch before it is called, nor know how a run is made or compared.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from fullshard.commands import recipe_arguments as options
 from fullshard.commands.options import json_alone
 from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, EXIT_USER, SetupError
 from fullshard.formatting.plural import counted
@@ -25,39 +28,64 @@ if TYPE_CHECKING:
     from fullshard.setup.inputs import RunInputs
 
 
-@dataclass(frozen=True)
-class ProveOptions:
-    """The options of the command."""
+def prove(
+    recipe: options.RecipeName,
+    settings: options.Settings = None,
+    devices: options.Devices = None,
+    gpus: options.Gpus = None,
+    preset: options.Preset = None,
+    output: options.Output = None,
+    cases: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Some of resume,world,split,strategy instead of all.")
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs, and say where they are.")] = False,
+    as_json: options.AsJson = False,
+    as_rank: Annotated[bool, typer.Option("--as-rank", hidden=True)] = False,
+) -> None:
+    """Prove that RECIPE resumes exactly, in a few short runs of it.
 
-    cases: str | None = None
-    keep: bool = False
-    as_json: bool = False
+    Runs the recipe for six steps: straight; killed (SIGKILL), resumed, killed again and resumed again; in other
+    micro-batches; on another number of ranks; with another sharding strategy. Compares the samples, losses and gradient
+    norms of every step, and the weights at the end: bit by bit where resumed, within rounding in the others. Names the
+    first step and the tensor that differ. Needs disk space for a few checkpoints, and frees it afterwards.
+
+    Exit codes: 0 no drift; 2 a mistake in the recipe, the data or the setup; 3 drift.
+    """
+    if as_rank:
+        from fullshard.prove.rank import run_one
+
+        raise typer.Exit(run_one(Path(recipe)))
+    asked = options.RecipeArguments("prove", recipe, settings, devices, gpus, output=output, preset=preset)
+    with json_alone(as_json):
+        reading = asked.read()
+    _refuse_launcher(asked.launch().launcher)
+    raise typer.Exit(_prove(reading, _own_ranks(reading.recipe.topology), cases, keep=keep, as_json=as_json))
 
 
-def prove(reading: Reading, ranks: Ranks, options: ProveOptions) -> int:
+def _prove(reading: Reading, ranks: Ranks, chosen: str | None, *, keep: bool, as_json: bool) -> int:
     """Proves a recipe; returns the exit code: 0 no drift, 3 drift, 2 if a run failed."""
     from fullshard.prove import cases, proof
     from fullshard.prove.report import Report
     from fullshard.prove.runs import Runs, start_ranks
 
-    names, report = cases.check_names(options.cases), Report(as_json=options.as_json)
-    with json_alone(options.as_json), report.working("Reading the data and building the model"):
+    names, report = cases.check_names(chosen), Report(as_json=as_json)
+    with json_alone(as_json), report.working("Reading the data and building the model ..."):
         inputs = _lay(reading.recipe, ranks)
         place = _place(reading.recipe, ranks, inputs)
-    with _folder(reading.recipe, keep=options.keep) as folder:
-        with json_alone(options.as_json):
+    with _folder(reading.recipe, keep=keep) as folder:
+        with json_alone(as_json):
             plan = cases.plan(reading.recipe, replace(place, folder=folder), inputs, cases=names)
         each = counted(plan.samples_per_step, inputs.plan.noun)
         title = f"Proving {reading.recipe.name}: {cases.STEPS} steps of {each}"
         report.opening(f"{title} on {counted(ranks.per_node, 'rank')}, {place.device}", plan.notes)
-        verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=options.keep))
+        verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=keep))
         facts = {"steps": cases.STEPS, "samples_per_step": plan.samples_per_step, "notes": list(plan.notes)}
-        report.end(verdicts, facts=facts | ({"folder": str(folder)} if options.keep else {}))
+        report.end(verdicts, facts=facts | ({"folder": str(folder)} if keep else {}))
     words = {verdict.word for verdict in verdicts}
     return EXIT_NUMERICAL if "DRIFT" in words else EXIT_USER if "not run" in words else EXIT_DONE
 
 
-def refuse_launcher(launcher: str) -> None:
+def _refuse_launcher(launcher: str) -> None:
     """Refuses to run under a launcher: the runs need ranks that can be killed and restarted."""
     if launcher != "none":
         raise SetupError(
@@ -66,7 +94,7 @@ def refuse_launcher(launcher: str) -> None:
         )
 
 
-def own_ranks(topology: Topology) -> Ranks:
+def _own_ranks(topology: Topology) -> Ranks:
     """The recipe's ranks on this machine; proofs run on one node."""
     from fullshard.setup.on_ranks import ranks_of
 

@@ -53,6 +53,3 @@ class Kill(Evaluation):
     def _can_resume(self) -> bool:
         steps = [int(path.name.rpartition("-")[2]) for path in files.published(Path(self.of))]
         return max(steps, default=0) >= self.step - 1
-
-
-__all__ = ["Kill"]

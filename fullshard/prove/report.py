@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 import sys
 import textwrap
 import time
@@ -18,8 +17,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.check.report import Screen
 from fullshard.formatting.plural import counted
-from fullshard.log.console import FILE_WIDTH, is_terminal, open_screen
 from fullshard.prove.compare import Seen
 from fullshard.prove.proof import NEAR, Verdict
 
@@ -33,15 +32,11 @@ _ALLOWED = (
 )
 
 
-class Report:
+class Report(Screen):
     """The output of a proof."""
 
     def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-        self._on_terminal = is_terminal(sys.stdout)
-        self._screen = open_screen(None, on_terminal=self._on_terminal)
-        columns = shutil.get_terminal_size().columns if self._on_terminal else FILE_WIDTH
-        self._width = max(min(columns, 120), 60)
+        super().__init__(quiet=as_json, narrowest=60)
 
     def opening(self, title: str, notes: Sequence[str]) -> None:
         """What will be run, and what differs from the recipe."""
@@ -51,17 +46,10 @@ class Report:
         self._show(Text(""))
 
     @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Shows a status line meanwhile."""
-        shown = self._on_terminal and not self._as_json
-        with self._screen.status(f"{what} ...") if shown else contextlib.nullcontext():
-            yield
-
-    @contextlib.contextmanager
     def watch(self, what: str) -> Iterator[None]:
         """Shows a status line meanwhile, then how long it took."""
         begun = time.monotonic()
-        with self.working(what):
+        with self.working(f"{what} ..."):
             yield
         seconds = f"{time.monotonic() - begun:6.1f} s"
         lines = textwrap.wrap(what, self._width - len(seconds) - 4, break_on_hyphens=False)
@@ -72,7 +60,7 @@ class Report:
     def end(self, verdicts: Sequence[Verdict], *, facts: dict[str, Any]) -> None:
         """The table and the verdict."""
         drifting = [verdict for verdict in verdicts if verdict.word in ("DRIFT", "not run")]
-        if self._as_json:
+        if self._quiet:
             cases = [_as_dict(verdict) for verdict in verdicts]
             sys.stdout.write(json.dumps({"equal": not drifting, **facts, "cases": cases}, indent=1) + "\n")
             return
@@ -100,14 +88,6 @@ class Report:
             self._show(Text("\nNo drift", style="bold green"))
         for verdict in left_out:
             self._wrapped(f"Left out: {verdict.title}: {verdict.left_out}.", indent="  ", style="yellow")
-
-    def _wrapped(self, text: str, *, indent: str, style: str = "") -> None:
-        for line in textwrap.wrap(text, self._width - len(indent), break_on_hyphens=False, break_long_words=False):
-            self._show(Text(indent + line, style=style))
-
-    def _show(self, text: Text) -> None:
-        if not self._as_json:
-            self._screen.print(text, soft_wrap=True)
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:

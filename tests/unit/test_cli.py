@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import fullshard.cli
 import fullshard.run
 from fullshard.cli import app, main
-from fullshard.commands.other_tools import ELSEWHERE
+from fullshard.commands.group import ELSEWHERE
 from fullshard.commands.recipe_arguments import OPTIONS
 from fullshard.commands.recipes import sentence
 from fullshard.config import families

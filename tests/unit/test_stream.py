@@ -13,7 +13,7 @@ from safetensors.torch import load, load_file
 
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
 from fullshard.errors import CheckpointError
-from fullshard.export.torch_file import TorchStream
+from fullshard.export.write import TorchStream
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 

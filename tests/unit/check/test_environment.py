@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from fullshard.check import capacity, environment, kernels, machine
+from fullshard.check.agreement import among_ranks
 from fullshard.check.findings import Finding
 from fullshard.check.machine import Gpu, Machine
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.world import World
 from fullshard.dist.precision import resolve_for
 from fullshard.errors import SetupError
+from fullshard.launch.host_memory import memory_left
 from fullshard.proofs.same_run import Subject
 from fullshard.recipe import Batch, Duration, Recipe
 from fullshard.recipes.read import load
@@ -369,7 +371,7 @@ MEMINFO = "MemTotal:       32000 kB\nMemAvailable:   10000 kB\n"
 
 
 def test_memory_of_the_machine_and_of_control_groups(tmp_path: Path) -> None:
-    assert machine.memory_left(write(tmp_path / "bare", {"proc/meminfo": MEMINFO})) == 10_000 * 1024
+    assert memory_left(write(tmp_path / "bare", {"proc/meminfo": MEMINFO})) == 10_000 * 1024
     second = {
         "proc/meminfo": MEMINFO,
         "proc/self/cgroup": "0::/job/step\n",
@@ -380,7 +382,7 @@ def test_memory_of_the_machine_and_of_control_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/job/memory.current": "2000\n",
         "sys/fs/cgroup/job/memory.stat": "anon 600\ninactive_file 400\n",
     }
-    assert machine.memory_left(write(tmp_path / "v2", second)) == 5000 - 2000 + 400
+    assert memory_left(write(tmp_path / "v2", second)) == 5000 - 2000 + 400
     first = {
         "proc/meminfo": MEMINFO,
         "proc/self/cgroup": "4:memory:/docker/of-the-host\n1:cpu:/\n",
@@ -388,9 +390,9 @@ def test_memory_of_the_machine_and_of_control_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
         "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
     }
-    assert machine.memory_left(write(tmp_path / "v1", first)) == 7000 - 3000 + 500
+    assert memory_left(write(tmp_path / "v1", first)) == 7000 - 3000 + 500
     first["sys/fs/cgroup/memory/memory.limit_in_bytes"] = "9223372036854771712\n"
-    assert machine.memory_left(write(tmp_path / "free", first)) == 10_000 * 1024
+    assert memory_left(write(tmp_path / "free", first)) == 10_000 * 1024
 
 
 def plan(*, steps: int, per_epoch: int = 10) -> Any:
@@ -454,10 +456,10 @@ def _product(shape: list[int]) -> int:
 
 def test_disk_space(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
-    fine = next(environment.disk(asked, parameters=1000, trainable=1000))
+    fine = next(capacity.disk(asked, parameters=1000, trainable=1000))
     assert fine.level == "ok"
     assert "for 4 checkpoints of 11.7 KiB and the export" in fine.text
-    full = next(environment.disk(asked, parameters=10**15, trainable=10**15))
+    full = next(capacity.disk(asked, parameters=10**15, trainable=10**15))
     assert full.level == "error"
     assert "checkpoint.keep" in full.remedy
 
@@ -466,7 +468,7 @@ def test_host_memory(tmp_path: Path) -> None:
     number = 700_000_000  # 10.4 GiB of state on any number of ranks, and 2.6 GiB while it is exported
 
     def level(asked: Recipe, ranks: Ranks, here: Machine) -> list[tuple[str, str]]:
-        found = environment.memory(asked, ranks, machine=here, parameters=number, trainable=number)
+        found = capacity.memory(asked, ranks, machine=here, parameters=number, trainable=number)
         return [(finding.check, finding.level) for finding in found]
 
     asked = recipe(tmp_path, topology={"device": "cpu", "devices": 2})
@@ -483,7 +485,7 @@ def test_memory_with_gpus(tmp_path: Path) -> None:
 
     def level(here: Machine, ranks: Ranks, **sections: Any) -> dict[str, str]:
         asked = recipe(tmp_path, **sections)
-        found = environment.memory(asked, ranks, machine=here, parameters=number, trainable=number)
+        found = capacity.memory(asked, ranks, machine=here, parameters=number, trainable=number)
         return {finding.check: finding.level for finding in found}
 
     assert level(with_gpus(T4), Ranks(1)) == {"GPU memory": "error", "host memory": "ok"}
@@ -506,7 +508,7 @@ def agree(
     folder = asked.output / str(rank) if apart else None
     clock = (lambda: time.time() + late_s) if rank == 1 else time.time
     recipe_alone = Subject("recipe", {"optimizer.lr": str(asked.optimizer.lr)}, "the same recipe", "", "the same")
-    found = environment.among_ranks(asked, world, [recipe_alone], clock=clock, folder=folder, patience_s=0.0)
+    found = among_ranks(asked, world, [recipe_alone], clock=clock, folder=folder, patience_s=0.0)
     return [finding.as_dict() for finding in found]
 
 

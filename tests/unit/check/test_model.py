@@ -14,6 +14,7 @@ from torch import nn
 
 from fullshard.check import model as check
 from fullshard.check.findings import Finding
+from fullshard.check.units import units_table
 from fullshard.contracts.launcher import Ranks
 from fullshard.dist.wrap import WrapPlan
 from fullshard.errors import RecipeError
@@ -192,7 +193,7 @@ def test_the_units_that_the_model_will_have(folder: Path) -> None:
     assert units[-1].tied == [["model.embed_tokens.weight", "lm_head.weight"]]
     assert sum(u.parameters for u in units) == sum(p.numel() for p in module.parameters())
     assert {name: p.dtype for name, p in module.named_parameters()} == before
-    assert "model.layers.0-2 (3 units)" in check.units_table(units)
+    assert "model.layers.0-2 (3 units)" in units_table(units)
 
 
 def test_more_tokens_than_positions(folder: Path) -> None:

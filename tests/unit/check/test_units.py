@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fullshard.check.model import units_table
+from fullshard.check.units import units_table
 from fullshard.dist.shard import Unit
 
 TIE = ["model.embed_tokens.weight", "lm_head.weight"]
