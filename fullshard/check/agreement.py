@@ -66,11 +66,8 @@ def _devices(hosts: list[str], world: World) -> Iterator[Finding]:
     name = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU"
     devices: list[str] = reduce.gather_objects(name)
     if len(set(devices)) > 1:
-        yield warning(
-            "devices",
-            f"the ranks have different devices: {spread(devices, hosts)}.",
-            "All ranks wait for the slowest one, and the smallest memory limits the batch. Use identical nodes.",
-        )
+        remedy = "All ranks wait for the slowest one, and the smallest memory limits the batch. Use identical nodes."
+        yield warning("devices", f"the ranks have different devices: {spread(devices, hosts)}.", remedy)
 
 
 def _clocks(clock: Callable[[], float], hosts: list[str]) -> Iterator[Finding]:
@@ -144,12 +141,9 @@ def _judged_files(
             else f"Choose a folder that you may write to: {key}=DIR, or --output DIR.",
         )
     elif blind:
-        yield error(
-            "shared files",
-            f"{key} = {folder}: {on_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's "
-            "files.",
-            share,
-        )
+        text = f"{key} = {folder}: {on_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's "
+        text += "files."
+        yield error("shared files", text, share)
     else:
         what = (
             "rank 0 sees a file of every rank, and all ranks see a file of rank 0"

@@ -93,21 +93,15 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
     cut, dropped = counts.truncated / max(all_samples, 1), counts.dropped / max(all_samples, 1)
     text = f"{counts.truncated:,} of {counted(all_samples, 'sample')} ({cut:.1%}) of {key} were longer than allowed"
     if cut > MOST_CUT:
-        yield warning(
-            "truncated",
-            f"{text} and lose their end; more than {MOST_CUT:.0%} is worth a look.",
-            "Raise data.sequence_length, or split the records.",
-        )
+        problem = f"{text} and lose their end; more than {MOST_CUT:.0%} is worth a look."
+        yield warning("truncated", problem, "Raise data.sequence_length, or split the records.")
     elif counts.truncated:
         yield ok("truncated", f"{text} and lose their end")
     if dropped > MOST_DROPPED:
         advice = "; ".join(counts.fixes.values())
-        yield warning(
-            "dropped",
-            f"{counts.dropped:,} of {counted(all_samples, 'sample')} ({dropped:.1%}) of {key} are left out: "
-            f"{reasons(counts)}.",
-            f"{advice[:1].upper()}{advice[1:]}.",
-        )
+        problem = f"{counts.dropped:,} of {counted(all_samples, 'sample')} ({dropped:.1%}) of {key} are left out: "
+        problem += f"{reasons(counts)}."
+        yield warning("dropped", problem, f"{advice[:1].upper()}{advice[1:]}.")
     elif counts.dropped:
         yield ok("dropped", f"{counts.dropped:,} of {counted(all_samples, 'sample')} of {key}: {reasons(counts)}")
     elif not counts.truncated:
@@ -117,11 +111,8 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
 def _unrendered(key: str, store: Store) -> Iterator[Finding]:
     """Parts of records that are in no sample."""
     for line in remarks(store.counts.lost):
-        yield warning(
-            "unrendered",
-            f"{key}: {line}. The model never sees them.",
-            "Use a tokenizer whose chat template renders them, or remove them from the records.",
-        )
+        remedy = "Use a tokenizer whose chat template renders them, or remove them from the records."
+        yield warning("unrendered", f"{key}: {line}. The model never sees them.", remedy)
     for line in remarks(store.counts.noted):
         yield ok("rendered", f"{key}: {line}")
 
@@ -136,12 +127,10 @@ def _validation(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     small = f"; less than one batch of {batch:,}" if len(data.validation) < batch else ""
     yield ok("validation", f"{found.text}{small}")
     if recipe.data.validation is None and recipe.data.holdout > MOST_HELD:
-        yield warning(
-            "validation",
-            f"data.holdout = {recipe.data.holdout:g} keeps {recipe.data.holdout:.0%} of the records of data.train for "
-            f"validation and leaves {counted(len(data.train_from.chosen), 'sample')} to train on; 0.05 is usual.",
-            "Lower data.holdout, or give data.validation.",
-        )
+        text = f"data.holdout = {recipe.data.holdout:g} keeps {recipe.data.holdout:.0%} of the records of data.train "
+        text += f"for validation and leaves {counted(len(data.train_from.chosen), 'sample')} to train on; 0.05 is "
+        text += "usual."
+        yield warning("validation", text, "Lower data.holdout, or give data.validation.")
     if data.validation_from.store is not data.train_from.store:
         yield from _losses("data.validation", data.validation_from.store)
         yield from _unrendered("data.validation", data.validation_from.store)
@@ -236,11 +225,9 @@ def _masked(stored: Stored, read: _Read) -> Iterator[Finding]:
     share = read.masked / read.positions
     text = f"{share:.1%} of positions have no loss term ({_compared(read, stored)})"
     if share > MOST_MASKED:
-        yield warning(
-            "masked labels",
-            f"data.train: {text}; above {MOST_MASKED:.0%} nearly all computation is wasted.",
-            "Shorten the questions, or learn every token with data.encode={kind: chat, train_on: all}.",
-        )
+        problem = f"data.train: {text}; above {MOST_MASKED:.0%} nearly all computation is wasted."
+        remedy = "Shorten the questions, or learn every token with data.encode={kind: chat, train_on: all}."
+        yield warning("masked labels", problem, remedy)
     else:
         yield ok("masked labels", text)
 
@@ -256,11 +243,8 @@ def _repeated(stored: Stored, read: _Read) -> Iterator[Finding]:
     share = len(again) / len(read.indices)
     text = f"{len(again):,} ({share:.1%}) of {_compared(read, stored)} repeat another one"
     if share > MOST_REPEATED:
-        yield warning(
-            "duplicates",
-            f"data.train: {text}, such as {_examples(stored, stored, again)}.",
-            "Remove repeated records; to weight data on purpose use a mixture: data.train={kind: mixture, ...}.",
-        )
+        remedy = "Remove repeated records; to weight data on purpose use a mixture: data.train={kind: mixture, ...}."
+        yield warning("duplicates", f"data.train: {text}, such as {_examples(stored, stored, again)}.", remedy)
     else:
         yield ok("duplicates", text if again else f"none among {_compared(read, stored)} of train")
 
@@ -275,11 +259,9 @@ def _leaked(train: Stored, validation: Stored, read: _Read) -> Iterator[Finding]
         f"{_compared(read, train)} of train"
     )
     if share > MOST_LEAKED:
-        yield warning(
-            "leakage",
-            f"{text}, such as {_examples(validation, train, both)}: the validation loss is too good.",
-            "Remove them from data.train or data.validation; without data.validation, remove repeated records.",
-        )
+        problem = f"{text}, such as {_examples(validation, train, both)}: the validation loss is too good."
+        remedy = "Remove them from data.train or data.validation; without data.validation, remove repeated records."
+        yield warning("leakage", problem, remedy)
     else:
         yield ok("leakage", text)
 

@@ -97,18 +97,14 @@ def _software(machine: Machine) -> Iterator[Finding]:
     found = ".".join(map(str, machine.python))
     if machine.python < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
-        yield error(
-            "Python", f"Python {found}; {wanted} or newer is required.", f"Create an environment with Python {wanted}."
-        )
+        text = f"Python {found}; {wanted} or newer is required."
+        yield error("Python", text, f"Create an environment with Python {wanted}.")
     else:
         yield ok("Python", found)
     release = Version(Version(machine.torch).base_version)
     if not TORCH[0] <= release < TORCH[1]:
-        yield warning(
-            "torch",
-            f"torch {machine.torch}; fullshard is tested with {TORCH[0]} up to, but not including, {TORCH[1]}.",
-            f"Install a tested version: pip install 'torch>={TORCH[0]},<{TORCH[1]}'",
-        )
+        text = f"torch {machine.torch}; fullshard is tested with {TORCH[0]} up to, but not including, {TORCH[1]}."
+        yield warning("torch", text, f"Install a tested version: pip install 'torch>={TORCH[0]},<{TORCH[1]}'")
     else:
         yield ok("torch", machine.torch)
 
@@ -131,19 +127,13 @@ def _cpu(machine: Machine, ranks: Ranks, device: str, environ: Mapping[str, str]
         else:
             why = f"the driver may be too old for CUDA {machine.cuda}, or the container has no access to the GPUs"
             remedy = "Check with nvidia-smi, and update the driver."
-        yield warning(
-            "devices",
-            f"the NVIDIA driver {machine.driver} is installed, but torch sees no GPU ({why}): training on CPU, gloo.",
-            f"{remedy} To train on the CPU anyway, set topology.device=cpu.",
-        )
+        text = f"the NVIDIA driver {machine.driver} is installed, but torch sees no GPU ({why}): training on CPU, gloo."
+        yield warning("devices", text, f"{remedy} To train on the CPU anyway, set topology.device=cpu.")
     else:
         yield ok("devices", "no GPU: training on CPU, gloo")
     if ranks.per_node > machine.cores:
-        yield warning(
-            "cores",
-            f"{counted(ranks.per_node, 'rank')} on {counted(machine.cores, 'core')}: they wait for each other.",
-            f"Use --devices {machine.cores} at most; batch.global keeps the step the same.",
-        )
+        text = f"{counted(ranks.per_node, 'rank')} on {counted(machine.cores, 'core')}: they wait for each other."
+        yield warning("cores", text, f"Use --devices {machine.cores} at most; batch.global keeps the step the same.")
     else:
         yield ok("cores", f"{counted(machine.cores, 'core')} for {counted(ranks.per_node, 'rank')}")
 
@@ -153,12 +143,9 @@ def _gpus(machine: Machine, gpus: list[Gpu], ranks: Ranks, *, backend: str) -> I
     yield ok("CUDA", f"CUDA {machine.cuda or 'unknown'}, driver {machine.driver or 'unknown'}{nccl}")
     kinds = {gpu.describe(): gpu for gpu in gpus}
     if len({(gpu.name, gpu.capability) for gpu in gpus}) > 1:
-        yield warning(
-            "GPUs",
-            f"the GPUs are not of one kind: {'; '.join(kinds)}.",
-            "All ranks wait for the slowest, and the smallest memory decides the batch. Choose GPUs of one kind with "
-            "--gpus, such as --gpus 0,1.",
-        )
+        remedy = "All ranks wait for the slowest, and the smallest memory decides the batch. Choose GPUs of one kind "
+        remedy += "with --gpus, such as --gpus 0,1."
+        yield warning("GPUs", f"the GPUs are not of one kind: {'; '.join(kinds)}.", remedy)
     else:
         shared = (
             f", shared by {counted(ranks.per_node, 'rank')}" if backend == "gloo" and ranks.per_node > len(gpus) else ""
@@ -195,11 +182,8 @@ def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecis
         resolved.setdefault(found.word, (found, name))
     if len(resolved) > 1:
         became = ", ".join(f"{became} on {name}" for became, (_, name) in resolved.items())
-        yield error(
-            "precision",
-            f"precision = {word} means different things on these GPUs: {became}. All ranks need the same one.",
-            "Set precision: fp16 or fp32, or choose GPUs of one kind with --gpus.",
-        )
+        text = f"precision = {word} means different things on these GPUs: {became}. All ranks need the same one."
+        yield error("precision", text, "Set precision: fp16 or fp32, or choose GPUs of one kind with --gpus.")
         return
     precision, _ = next(iter(resolved.values()))
     if precision.word == "bf16-pure":
@@ -217,11 +201,8 @@ def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     needed += [(f"log.sinks: {sink.kind()}", *package) for sink in sinks for package in sink.packages().items()]
     missing = [wanted for wanted in needed if not machine.has(wanted[1])]
     for part, package, name in missing:
-        yield error(
-            "packages",
-            f"{part} needs the package {package}, which is not installed.",
-            f"Install it with: pip install {shlex.quote(name)}",
-        )
+        text = f"{part} needs the package {package}, which is not installed."
+        yield error("packages", text, f"Install it with: pip install {shlex.quote(name)}")
     if not missing and not machine.misfits:
         optional = "".join(f", {package} for {part}" for part, package, _ in needed)
         yield ok("packages", f"everything that the recipe needs{optional}")
@@ -269,11 +250,8 @@ def _folders(recipe: Recipe) -> Iterator[Finding]:
     """Whether the run folder (or its parent) and the data cache can be written."""
     run = recipe.folder
     if run.exists() and not run.is_dir():
-        yield error(
-            "output",
-            f"{run} is a file where the run folder must be: output = {str(recipe.output)!r}, name = {recipe.name!r}.",
-            "Choose another name=NAME or output=DIR, or move the file.",
-        )
+        text = f"{run} is a file where the run folder must be: output = {str(recipe.output)!r}, name = {recipe.name!r}."
+        yield error("output", text, "Choose another name=NAME or output=DIR, or move the file.")
         run = recipe.output
     for check, key, folder in (
         ("output", f"output = {str(recipe.output)!r}", run if run.exists() else recipe.output),
@@ -285,19 +263,13 @@ def _folders(recipe: Recipe) -> Iterator[Finding]:
                 file.write(b"fullshard")
                 file.flush()
         except OSError as problem:
-            yield error(
-                check,
-                f"{key}: {existing} cannot be written ({problem.strerror or problem}).",
-                f"Choose a folder that you may write to: {'output' if check == 'output' else 'data.cache'}=DIR.",
-            )
+            remedy = f"Choose a folder that you may write to: {'output' if check == 'output' else 'data.cache'}=DIR."
+            yield error(check, f"{key}: {existing} cannot be written ({problem.strerror or problem}).", remedy)
             continue
         free = shutil.disk_usage(existing).free
         if check == "data cache" and free < SMALL_CACHE:
-            yield warning(
-                check,
-                f"{key}: {size(free)} free, and tokenised data takes about twice the size of its text.",
-                "Free some space, or set data.cache to a folder on another disk.",
-            )
+            text = f"{key}: {size(free)} free, and tokenised data takes about twice the size of its text."
+            yield warning(check, text, "Free some space, or set data.cache to a folder on another disk.")
         else:
             yield ok(check, f"{folder} can be written, {size(free)} free")
 
@@ -310,16 +282,10 @@ def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> 
         needed = ranks.per_node * workers * 2 * batch
         text = f"{size(machine.shm_bytes)} free in /dev/shm, {size(needed)} needed for the batches of {workers} workers"
         if needed > machine.shm_bytes:
-            yield error(
-                "shared memory",
-                f"{text} of {counted(ranks.per_node, 'rank')}.",
-                "Start the container with more (--shm-size=8g or --ipc=host), or set data.workers=0.",
-            )
+            remedy = "Start the container with more (--shm-size=8g or --ipc=host), or set data.workers=0."
+            yield error("shared memory", f"{text} of {counted(ranks.per_node, 'rank')}.", remedy)
         else:
             yield ok("shared memory", text)
     if machine.open_files < FEW_FILES:
-        yield warning(
-            "open files",
-            f"a process may open {counted(machine.open_files, 'file')}; at least {FEW_FILES} are recommended.",
-            "Raise the limit before starting: ulimit -n 65536",
-        )
+        problem = f"a process may open {counted(machine.open_files, 'file')}; at least {FEW_FILES} are recommended."
+        yield warning("open files", problem, "Raise the limit before starting: ulimit -n 65536")

@@ -26,18 +26,13 @@ def attention(
     if asked in ("flash_attention_2", "varlen") and no_flash:
         yield error("attention", f"model.attention = {asked}: {no_flash}.", "Use model.attention=sdpa, or auto.")
     elif asked == "flash_attention_2" and not installed:
-        yield error(
-            "attention",
-            "model.attention = flash_attention_2 needs the package flash_attn, which is not installed.",
-            "Install it with: pip install flash-attn --no-build-isolation; or use model.attention=auto, which runs "
-            "torch's own flash kernels on packed rows.",
-        )
+        text = "model.attention = flash_attention_2 needs the package flash_attn, which is not installed."
+        remedy = "Install it with: pip install flash-attn --no-build-isolation; or use model.attention=auto, which "
+        remedy += "runs torch's own flash kernels on packed rows."
+        yield error("attention", text, remedy)
     elif asked == "flex_attention" and not gpus:
-        yield error(
-            "attention",
-            "model.attention = flex_attention: torch has no backward pass for it on a CPU; it needs a GPU.",
-            "Use model.attention=sdpa, or auto.",
-        )
+        text = "model.attention = flex_attention: torch has no backward pass for it on a CPU; it needs a GPU."
+        yield error("attention", text, "Use model.attention=sdpa, or auto.")
     else:
         chosen = asked
         if asked == "auto":

@@ -57,19 +57,15 @@ def parameters(module: nn.Module, *, adapters: bool) -> Iterator[Finding]:
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     names = [name for name, _ in module.named_parameters()]
     if not trained:
-        yield error(
-            "parameters",
-            f"{type(module).__name__}: none of its {len(names)} parameters is trained; model.freeze or model.lora "
-            "leaves nothing to train.",
-            f"Freeze less. Names look like: {', '.join(names[:3])} ... {names[-1] if names else ''}.",
-        )
+        text = f"{type(module).__name__}: none of its {len(names)} parameters is trained; model.freeze or model.lora "
+        text += "leaves nothing to train."
+        remedy = f"Freeze less. Names look like: {', '.join(names[:3])} ... {names[-1] if names else ''}."
+        yield error("parameters", text, remedy)
     elif adapters and 2 * trained > total:
-        yield warning(
-            "parameters",
-            f"model.lora: {trained:,} of {total:,} parameters are trained ({trained / total:.0%}); adapters are "
-            "usually a few per cent, at most half.",
-            "Lower model.lora.r, name fewer model.lora.targets, or train the whole model without model.lora.",
-        )
+        text = f"model.lora: {trained:,} of {total:,} parameters are trained ({trained / total:.0%}); adapters are "
+        text += "usually a few per cent, at most half."
+        remedy = "Lower model.lora.r, name fewer model.lora.targets, or train the whole model without model.lora."
+        yield warning("parameters", text, remedy)
     elif trained == total:
         yield ok("parameters", f"{total:,} ({short(total)}), all trained")
     else:
@@ -111,12 +107,10 @@ def unit_sizes(module: nn.Module, plan: WrapPlan) -> Iterator[Finding]:
     weighed = {unit: sum(sizes[name] for name in members if name not in given) for unit, members in units.items()}
     largest, total = max(weighed, key=weighed.__getitem__, default=""), sum(sizes.values())
     if total >= LARGE and 2 * weighed.get(largest, 0) > total:
-        yield warning(
-            "units",
-            f"sharding.wrap: {largest or 'the root'} holds {weighed[largest]:,} of {total:,} parameters in one unit "
-            f"({plan.reason}): every rank gathers it whole.",
-            "Leave sharding.wrap out, or name the classes of the repeated blocks in sharding.wrap.classes.",
-        )
+        text = f"sharding.wrap: {largest or 'the root'} holds {weighed[largest]:,} of {total:,} parameters in one unit "
+        text += f"({plan.reason}): every rank gathers it whole."
+        remedy = "Leave sharding.wrap out, or name the classes of the repeated blocks in sharding.wrap.classes."
+        yield warning("units", text, remedy)
     else:
         yield ok("units", f"{len(units)}: {plan.reason}")
 
@@ -127,12 +121,10 @@ def ties(module: nn.Module, plan: WrapPlan) -> Iterator[Finding]:
     for group in groups:
         owners = {max((u for u in plan.units if name.startswith(f"{u}.")), key=len, default="") for name in group}
         if len(owners) > 1:
-            yield error(
-                "tied parameters",
-                f"{' and '.join(group)} are one parameter, but belong to different units: "
-                f"{', '.join(sorted(owner or 'the root' for owner in owners))}.",
-                "Leave sharding.wrap out, or name classes that hold both ends or neither.",
-            )
+            text = f"{' and '.join(group)} are one parameter, but belong to different units: "
+            text += f"{', '.join(sorted(owner or 'the root' for owner in owners))}."
+            remedy = "Leave sharding.wrap out, or name classes that hold both ends or neither."
+            yield error("tied parameters", text, remedy)
             return
     yield ok("tied parameters", "; ".join(" = ".join(group) for group in groups) or "none")
 
@@ -143,11 +135,8 @@ def _batch_norm(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Fin
     if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
         yield ok("batch norm", "the model has none, so sharding.sync_batchnorm has no effect")
     elif ranks.per_node * ranks.nodes > 1 and device_of(recipe) == "cpu":
-        yield error(
-            "batch norm",
-            "sharding.sync_batchnorm = true on a CPU: torch synchronises batch-norm statistics between GPUs only.",
-            "Set sharding.sync_batchnorm to false.",
-        )
+        text = "sharding.sync_batchnorm = true on a CPU: torch synchronises batch-norm statistics between GPUs only."
+        yield error("batch norm", text, "Set sharding.sync_batchnorm to false.")
 
 
 def _resolved(recipe: Recipe) -> ResolvedPrecision:
@@ -165,12 +154,10 @@ def _norms(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
 
 
 def _low_norm(low: LowNorm, compute: str) -> Finding:
-    return warning(
-        "norms",
-        f"{low.where}: {low.class_name} computes its statistics in {compute}: whole rows are {low.apart:.1e} off; with "
-        f"statistics in float32 they are at most {low.allowed:.1e} off.",
-        "In its forward, use x.float() for mean and variance and cast the result back, or use precision: fp32.",
-    )
+    text = f"{low.where}: {low.class_name} computes its statistics in {compute}: whole rows are {low.apart:.1e} off; "
+    text += f"with statistics in float32 they are at most {low.allowed:.1e} off."
+    remedy = "In its forward, use x.float() for mean and variance and cast the result back, or use precision: fp32."
+    return warning("norms", text, remedy)
 
 
 def weights(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
@@ -205,11 +192,8 @@ def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
     """What would otherwise show only in the first forward pass."""
     length, longest = recipe.data.sequence_length, recipe.model.longest(module)
     if longest is not None and length > longest:
-        yield error(
-            "positions",
-            f"data.sequence_length = {length:,}, and the model has {longest:,} positions.",
-            f"Shorten it, or give the model more: model.overrides.max_position_embeddings={length}.",
-        )
+        remedy = f"Shorten it, or give the model more: model.overrides.max_position_embeddings={length}."
+        yield error("positions", f"data.sequence_length = {length:,}, and the model has {longest:,} positions.", remedy)
     else:
         has = "any length" if longest is None else f"{longest:,} positions"
         yield ok("positions", f"data.sequence_length = {length:,}, the model has {has}")

@@ -27,11 +27,8 @@ def look(recipe: Recipe, *, num_ranks: int, patience_s: float = PATIENCE_S) -> I
     if address is None:
         return
     if address.startswith("memory://") and num_ranks > 1:
-        yield error(
-            "store",
-            f"checkpoint.store = {address} is the memory of one process, but {num_ranks} ranks must share it.",
-            "Use a store that all ranks can reach: file:///shared/folder, s3://bucket/runs.",
-        )
+        text = f"checkpoint.store = {address} is the memory of one process, but {num_ranks} ranks must share it."
+        yield error("store", text, "Use a store that all ranks can reach: file:///shared/folder, s3://bucket/runs.")
         return
     begun = time.monotonic()
     try:
@@ -39,11 +36,8 @@ def look(recipe: Recipe, *, num_ranks: int, patience_s: float = PATIENCE_S) -> I
     except FullshardError as mistake:
         yield of("store", mistake)
     except Exception as problem:  # whatever the store's library raises
-        yield error(
-            "store",
-            f"checkpoint.store = {address}: writing and reading back a small file failed ({paths.words(problem)}).",
-            paths.REACH,
-        )
+        text = f"checkpoint.store = {address}: writing and reading back a small file failed ({paths.words(problem)})."
+        yield error("store", text, paths.REACH)
     else:
         yield ok("store", f"{address}: a small file written, read and removed in {time.monotonic() - begun:.1f} s")
 

@@ -71,13 +71,11 @@ def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterat
     for label, _, text in lines if inputs else lines[:1]:
         yield ok(label, text)
     if inputs and plan.num_rows < plan.global_size:
-        yield warning(
-            "batch",
-            f"batch: {counted(plan.global_size, plan.noun)} per step, but the training data has only "
-            f"{plan.num_rows:,}: every step takes all the data, and is not even full.",
-            f"Use batch.global = {plan.num_rows // plan.world * plan.world or plan.world:,} or less, shorten "
-            "data.sequence_length, or add data.",
-        )
+        problem = f"batch: {counted(plan.global_size, plan.noun)} per step, but the training data has only "
+        problem += f"{plan.num_rows:,}: every step takes all the data, and is not even full."
+        remedy = f"Use batch.global = {plan.num_rows // plan.world * plan.world or plan.world:,} or less, shorten "
+        remedy += "data.sequence_length, or add data."
+        yield warning("batch", problem, remedy)
 
 
 def _plan_without_data(recipe: Recipe, ranks: Ranks) -> StepPlan:
@@ -127,36 +125,25 @@ def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterato
     topology, checkpoint = recipe.topology, recipe.checkpoint
     device = device_of(recipe)
     if topology.backend == "nccl" and device == "cpu":
-        yield error(
-            "conflict",
-            "topology.backend = nccl, but the run is on the CPU: NCCL connects GPUs only.",
-            "Leave topology.backend out, or use gloo.",
-        )
+        text = "topology.backend = nccl, but the run is on the CPU: NCCL connects GPUs only."
+        yield error("conflict", text, "Leave topology.backend out, or use gloo.")
     if topology.backend == "gloo" and device == "cuda" and ranks.per_node > 1:
         import torch
 
         if ranks.per_node <= torch.cuda.device_count():
-            yield warning(
-                "conflict",
-                "topology.backend = gloo with a GPU for every rank: all traffic goes through host memory.",
-                "Leave topology.backend out: NCCL is many times faster. gloo is for ranks that share a GPU.",
-            )
+            text = "topology.backend = gloo with a GPU for every rank: all traffic goes through host memory."
+            remedy = "Leave topology.backend out: NCCL is many times faster. gloo is for ranks that share a GPU."
+            yield warning("conflict", text, remedy)
     if checkpoint.export == "best" and (checkpoint.best is None or not unused_settings.gives_numbers(recipe, inputs)):
         why = "checkpoint.best = null" if checkpoint.best is None else "nothing is validated"
-        yield error(
-            "conflict",
-            f"checkpoint.export = best, but {why}: there will be no best checkpoint.",
-            "Use checkpoint.export: last, or give data.validation (or data.holdout) and checkpoint.best.",
-        )
+        remedy = "Use checkpoint.export: last, or give data.validation (or data.holdout) and checkpoint.best."
+        yield error("conflict", f"checkpoint.export = best, but {why}: there will be no best checkpoint.", remedy)
     cores = num_cores()
     workers = (recipe.data.workers or 0) * ranks.per_node
     if workers > 2 * cores:
-        yield warning(
-            "workers",
-            f"data.workers = {recipe.data.workers:,} x {counted(ranks.per_node, 'rank')} is "
-            f"{counted(workers, 'process')} on {counted(cores, 'core')}.",
-            f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.",
-        )
+        text = f"data.workers = {recipe.data.workers:,} x {counted(ranks.per_node, 'rank')} is "
+        text += f"{counted(workers, 'process')} on {counted(cores, 'core')}."
+        yield warning("workers", text, f"Use data.workers = {max(cores // ranks.per_node, 1)}, or leave it out.")
 
 
 def best_model(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
@@ -174,11 +161,9 @@ def prompts(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """Evaluations that need a tokenizer; the first validation would be too late to find out."""
     for part in recipe.evaluate.parts if inputs and inputs.processor is None else ():
         if part.needs_tokenizer:
-            yield error(
-                "conflict",
-                f"evaluate.parts: {part.kind()} reads text, which takes a tokenizer, and the model has none.",
-                f"Name one in model.tokenizer (a folder or hub name), or leave {part.kind()} out.",
-            )
+            text = f"evaluate.parts: {part.kind()} reads text, which takes a tokenizer, and the model has none."
+            remedy = f"Name one in model.tokenizer (a folder or hub name), or leave {part.kind()} out."
+            yield error("conflict", text, remedy)
 
 
 def learning_rate(recipe: Recipe) -> Iterator[Finding]:
@@ -186,26 +171,18 @@ def learning_rate(recipe: Recipe) -> Iterator[Finding]:
     optimizer = recipe.optimizer
     largest = optimizer.largest_lr
     if optimizer.lr > largest:
-        yield warning(
-            "learning rate",
-            f"optimizer.lr = {optimizer.lr:g}: {optimizer.kind()} would move every weight by about that much at each "
-            f"step; usual rates are up to {largest:g}.",
-            "Use 3e-4 for training from scratch, 2e-5 for fine-tuning, 2e-4 for LoRA; is a minus sign missing?",
-        )
+        text = f"optimizer.lr = {optimizer.lr:g}: {optimizer.kind()} would move every weight by about that much at "
+        text += f"each step; usual rates are up to {largest:g}."
+        remedy = "Use 3e-4 for training from scratch, 2e-5 for fine-tuning, 2e-4 for LoRA; is a minus sign missing?"
+        yield warning("learning rate", text, remedy)
     elif optimizer.lr < SMALLEST_LR:
-        yield warning(
-            "learning rate",
-            f"optimizer.lr = {optimizer.lr:g}: below {SMALLEST_LR:g} updates do not change fp32 weights.",
-            "Use 2e-5 or more.",
-        )
+        text = f"optimizer.lr = {optimizer.lr:g}: below {SMALLEST_LR:g} updates do not change fp32 weights."
+        yield warning("learning rate", text, "Use 2e-5 or more.")
     share = optimizer.lr * optimizer.weight_decay
     if optimizer.weight_decay > MOST_DECAY or (share >= 0.1 and optimizer.lr <= largest):
-        yield warning(
-            "weight decay",
-            f"optimizer.weight_decay = {optimizer.weight_decay:g}: every step shrinks every matrix by optimizer.lr x "
-            f"optimizer.weight_decay = {share:g} of itself; 0.01 to 0.1 is usual.",
-            "Use optimizer.weight_decay = 0.1 or less.",
-        )
+        text = f"optimizer.weight_decay = {optimizer.weight_decay:g}: every step shrinks every matrix by optimizer.lr "
+        text += f"x optimizer.weight_decay = {share:g} of itself; 0.01 to 0.1 is usual."
+        yield warning("weight decay", text, "Use optimizer.weight_decay = 0.1 or less.")
 
 
 def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
@@ -214,25 +191,17 @@ def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     total = inputs.plan.total_steps if inputs else recipe.duration.steps or 1000
     factors = [schedule.factor(step, total) for step in _some_steps(total)]
     if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
-        yield error(
-            "schedule",
-            f"schedule.kind = {schedule.kind()}: its factor of the learning rate falls to {min(factors):g}; below 0 "
-            "training goes backwards.",
-            "Use a schedule.floor from 0 to 1.",
-        )
+        text = f"schedule.kind = {schedule.kind()}: its factor of the learning rate falls to {min(factors):g}; below 0 "
+        text += "training goes backwards."
+        yield error("schedule", text, "Use a schedule.floor from 0 to 1.")
     elif max(factors) == 0:
-        yield error(
-            "schedule",
-            f"schedule.kind = {schedule.kind()}: the learning rate is 0 throughout.",
-            "Use another schedule.",
-        )
+        text = f"schedule.kind = {schedule.kind()}: the learning rate is 0 throughout."
+        yield error("schedule", text, "Use another schedule.")
     if inputs and schedule.warmup_steps(total) >= total > 1:
-        yield warning(
-            "no effect",
-            f"schedule.warmup = {schedule.warmup:g} is as long as the run of {counted(total, 'step')}: the learning "
-            "rate never comes down.",
-            "Shorten it (0.03 is a share of the run, 100 a number of steps), or lengthen the run.",
-        )
+        text = f"schedule.warmup = {schedule.warmup:g} is as long as the run of {counted(total, 'step')}: the learning "
+        text += "rate never comes down."
+        remedy = "Shorten it (0.03 is a share of the run, 100 a number of steps), or lengthen the run."
+        yield warning("no effect", text, remedy)
     if mistake := schedule.never_falls(total if inputs else None):
         yield warning("schedule", *mistake)
 

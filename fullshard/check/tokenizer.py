@@ -43,12 +43,9 @@ def vocabulary(tokenizer: Any, *, rows: int, stored: int | None = None) -> Itera
     ids = tokenizer.get_vocab().values()
     highest, tokens = max(ids, default=-1), len(tokenizer)
     if highest >= rows:
-        yield error(
-            "vocabulary",
-            f"model.tokenizer has ids up to {highest:,}, but the embedding has {rows:,} rows: the first text with "
-            "such a token would crash the run.",
-            "Use the model's own tokenizer, or one whose ids have no gaps.",
-        )
+        text = f"model.tokenizer has ids up to {highest:,}, but the embedding has {rows:,} rows: the first text with "
+        text += "such a token would crash the run."
+        yield error("vocabulary", text, "Use the model's own tokenizer, or one whose ids have no gaps.")
     else:
         left = f" ({rows - tokens:,} rows unused)" if rows > tokens else ""
         left += f", resized from {stored:,}" if stored not in (None, rows) else ""
@@ -60,18 +57,12 @@ def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> I
     ids = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
     beyond = {name: value for name, value in ids.items() if value is not None and value >= rows}
     if beyond:
-        yield error(
-            "special tokens",
-            f"model.tokenizer: {_named(beyond)} outside the embedding of {rows:,} rows.",
-            "Use the model's own tokenizer, or one whose ids have no gaps.",
-        )
+        text = f"model.tokenizer: {_named(beyond)} outside the embedding of {rows:,} rows."
+        yield error("special tokens", text, "Use the model's own tokenizer, or one whose ids have no gaps.")
     if ids["eos"] is None:
-        yield warning(
-            "special tokens",
-            "model.tokenizer has no end token (eos_token): documents run into each other, and the model never learns "
-            "to stop.",
-            'Set "eos_token" in its tokenizer_config.json.',
-        )
+        text = "model.tokenizer has no end token (eos_token): documents run into each other, and the model never "
+        text += "learns to stop."
+        yield warning("special tokens", text, 'Set "eos_token" in its tokenizer_config.json.')
     strange = {}
     for name in ("bos", "eos", "pad"):
         value = config.get(f"{name}_token_id")
@@ -79,11 +70,10 @@ def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> I
             if isinstance(one, int) and one >= rows:
                 strange[name] = one
     if strange:
-        yield warning(
-            "special tokens",
-            f"config.json: {_named(strange)} outside the embedding of {rows:,} rows; generation would not stop there.",
-            "Fix the ids in config.json, or set them: model.overrides.eos_token_id=...",
-        )
+        text = f"config.json: {_named(strange)} outside the embedding of {rows:,} rows; generation would not stop "
+        text += "there."
+        remedy = "Fix the ids in config.json, or set them: model.overrides.eos_token_id=..."
+        yield warning("special tokens", text, remedy)
     if not beyond and not strange and ids["eos"] is not None:
         yield ok("special tokens", _described(tokenizer, ids))
 
@@ -168,11 +158,9 @@ def token_ids(samples: Samples, *, rows: int, noun: str = "sample") -> Iterator[
     if highest is None:
         return
     if highest >= rows:
-        yield error(
-            "vocabulary",
-            f"data.train contains the token {highest:,}, but the embedding has {rows:,} rows, for 0 to {rows - 1:,}.",
-            f"Tokenise with the model's own tokenizer; from scratch, set model.overrides.vocab_size={highest + 1}.",
-        )
+        text = f"data.train contains the token {highest:,}, but the embedding has {rows:,} rows, for 0 to {rows - 1:,}."
+        remedy = f"Tokenise with the model's own tokenizer; from scratch, set model.overrides.vocab_size={highest + 1}."
+        yield error("vocabulary", text, remedy)
     else:
         read = counted(len(chosen), noun)
         yield ok("vocabulary", f"tokens up to {highest:,} in {read}, {rows:,} embedding rows")

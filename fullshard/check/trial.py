@@ -167,14 +167,9 @@ def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
         f"{sent / speed:.2f} s of its {seconds:.2f} s"
     )
     if world.device.type == "cuda" and sent / speed > seconds:
-        return [
-            warning(
-                "exchange",
-                f"{text}: the network limits the speed.",
-                "Use sharding.strategy: hybrid (several nodes) or grad_op, a larger batch.per_device, or check the "
-                "links between GPUs and nodes.",
-            )
-        ]
+        remedy = "Use sharding.strategy: hybrid (several nodes) or grad_op, a larger batch.per_device, or check the "
+        remedy += "links between GPUs and nodes."
+        return [warning("exchange", f"{text}: the network limits the speed.", remedy)]
     return [ok("exchange", text)]
 
 
@@ -217,12 +212,7 @@ def _round_trip(world: World, built: Built) -> list[Finding]:
     equal = all(reduce.gather_objects(bool((checksums(parameters) == before).all())))
     where = saver.target.run.parent
     if not equal:
-        return [
-            error(
-                "checkpoint",
-                f"A checkpoint written to {where} came back with different values.",
-                "The storage corrupts data: check it, or choose another folder with output=DIR.",
-            )
-        ]
+        remedy = "The storage corrupts data: check it, or choose another folder with output=DIR."
+        return [error("checkpoint", f"A checkpoint written to {where} came back with different values.", remedy)]
     text = f"{size(num_bytes)} written to {where} in {written:.1f} s, read back in {read:.1f} s, all values equal"
     return [ok("checkpoint", text)]

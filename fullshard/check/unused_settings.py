@@ -26,16 +26,13 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
     for line in without_effect(recipe):
         yield warning("no effect", line, LEAVE_OUT)
     if sharding.cpu_offload and device == "cpu":
-        yield warning(
-            "no effect", "sharding.cpu_offload has no effect on a CPU: everything is in host memory already.", LEAVE_OUT
-        )
+        text = "sharding.cpu_offload has no effect on a CPU: everything is in host memory already."
+        yield warning("no effect", text, LEAVE_OUT)
     if sharding.forward_prefetch and shards == 1:
-        yield warning(
-            "no effect",
-            f"sharding.forward_prefetch has no effect: with strategy {sharding.strategy} on "
-            f"{counted(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, so nothing is gathered.",
-            LEAVE_OUT,
-        )
+        text = f"sharding.forward_prefetch has no effect: with strategy {sharding.strategy} on "
+        text += f"{counted(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, so nothing is "
+        text += "gathered."
+        yield warning("no effect", text, LEAVE_OUT)
     if sharding.wrap and sharding.wrap.whole:
         asked = {
             "activation_checkpointing": sharding.activation_checkpointing != "none",
@@ -43,11 +40,9 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
             "forward_prefetch": sharding.forward_prefetch,
         }
         for key in (key for key, is_asked in asked.items() if is_asked):
-            yield warning(
-                "no effect",
-                f"sharding.{key} has no effect with sharding.wrap.whole: it works block by block, and there are none.",
-                f"Leave out sharding.{key}, or sharding.wrap.",
-            )
+            text = f"sharding.{key} has no effect with sharding.wrap.whole: it works block by block, and there are "
+            text += "none."
+            yield warning("no effect", text, f"Leave out sharding.{key}, or sharding.wrap.")
 
 
 def of_evaluation(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
@@ -57,18 +52,12 @@ def of_evaluation(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]
     if not validates:
         for key in ("every_steps", "per_device", "patience"):
             if getattr(evaluate, key) is not None and not _needs_no_data(evaluate):
-                yield warning(
-                    "no effect",
-                    f"evaluate.{key} has no effect: there is no validation data.",
-                    "Give data.validation, or a data.holdout above 0, or leave it out.",
-                )
+                text = f"evaluate.{key} has no effect: there is no validation data."
+                yield warning("no effect", text, "Give data.validation, or a data.holdout above 0, or leave it out.")
     elif not evaluate.parts:
         kept = "data.validation" if data.validation else f"data.holdout = {data.holdout:g}"
-        yield warning(
-            "no effect",
-            f"{kept} is held out for nothing: evaluate.parts is empty.",
-            "Leave evaluate.parts out, or set data.holdout to 0.",
-        )
+        text = f"{kept} is held out for nothing: evaluate.parts is empty."
+        yield warning("no effect", text, "Leave evaluate.parts out, or set data.holdout to 0.")
     if data.validation is not None and data.holdout not in (0, _default(data, "holdout")):
         yield warning("no effect", "data.holdout has no effect: data.validation is given.", LEAVE_OUT)
     if evaluate.patience is not None and validates:
@@ -78,11 +67,8 @@ def of_evaluation(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]
 def _patience(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     evaluate = recipe.evaluate
     if recipe.checkpoint.best is None:
-        yield warning(
-            "no effect",
-            "evaluate.patience has no effect: checkpoint.best is null, so validations are not compared.",
-            "Leave checkpoint.best out, or evaluate.patience.",
-        )
+        text = "evaluate.patience has no effect: checkpoint.best is null, so validations are not compared."
+        yield warning("no effect", text, "Leave checkpoint.best out, or evaluate.patience.")
     elif inputs and evaluate.parts:
         plan = inputs.plan
         times = plan.total_steps // evaluate.every_steps if evaluate.every_steps else 0
@@ -118,11 +104,8 @@ def of_intervals(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
             )
         epochs = getattr(section, "every_epochs", None)
         if epochs is not None and epochs > max(plan.epochs, 1):
-            yield warning(
-                "no effect",
-                f"{name}.every_epochs = {epochs} has no effect: the run has only {counted(plan.epochs, 'epoch')}.",
-                "Lower it, or set it to null.",
-            )
+            text = f"{name}.every_epochs = {epochs} has no effect: the run has only {counted(plan.epochs, 'epoch')}."
+            yield warning("no effect", text, "Lower it, or set it to null.")
 
 
 def has_validation(recipe: Recipe, inputs: RunInputs | None) -> bool:

@@ -92,17 +92,12 @@ def look_at_values(stored: Stored) -> Iterator[Finding]:
     bad = [name for name in chosen if not bool(torch.isfinite(_sample(stored, name)).all())]
     zero = [name for name in chosen if len(stored[name].shape) > 1 and name not in bad and _is_zero(stored, name)]
     if bad:
-        yield error(
-            "stored values",
-            f"{stored[bad[0]].file}: {_some(bad)} {_hold(bad)} NaN or Inf, and training cannot repair that.",
-            "Use an earlier version of the weights, or download them again.",
-        )
+        text = f"{stored[bad[0]].file}: {_some(bad)} {_hold(bad)} NaN or Inf, and training cannot repair that."
+        yield error("stored values", text, "Use an earlier version of the weights, or download them again.")
     if zero:
-        yield warning(
-            "stored values",
-            f"{stored[zero[0]].file}: {_some(zero)} {_hold(zero)} nothing but zeros, as after an interrupted download.",
-            "Download the weights again, unless the model is meant to start that way.",
-        )
+        text = f"{stored[zero[0]].file}: {_some(zero)} {_hold(zero)} nothing but zeros, as after an interrupted "
+        text += "download."
+        yield warning("stored values", text, "Download the weights again, unless the model is meant to start that way.")
     if not bad and not zero:
         yield ok("stored values", f"finite in a sample of {len(chosen)} of {len(names)} tensors")
 
