@@ -141,9 +141,8 @@ def _judged_files(
             else f"Choose a folder that you may write to: {key}=DIR, or --output DIR.",
         )
     elif blind:
-        text = f"{key} = {folder}: {on_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]}) do not see each other's "
-        text += "files."
-        yield error("shared files", text, share)
+        who = f"{on_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]})"
+        yield error("shared files", f"{key} = {folder}: {who} do not see each other's files.", share)
     else:
         what = (
             "rank 0 sees a file of every rank, and all ranks see a file of rank 0"

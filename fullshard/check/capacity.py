@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,36 +30,43 @@ EXPORT_BUFFER = 5_000_000_000
 """The export gathers one file's worth of tensors on rank 0."""
 
 
-def disk(
-    recipe: Recipe,
-    *,
-    parameters: int,
-    trainable: int,
-    weight_bytes: int | None = None,
-    adapters: bool = False,
-    plan: StepPlan | None = None,
-) -> Iterator[Finding]:
-    """Space in `output` for the checkpoints that are kept, the one being written, and the export.
+@dataclass(frozen=True)
+class ModelSize:
+    """What of a model takes space."""
 
-    `weight_bytes` is the size of the parameters as they are stored, where that is not the precision's storage dtype;
-    `adapters`: only they are exported; with `plan` no more checkpoints are counted than the run will write."""
-    each, count, export = budget(
-        recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes, adapters=adapters, plan=plan
+    parameters: int
+    trainable: int
+    weight_bytes: int | None = None
+    """Bytes of the parameters as they are kept, where that is not the precision's storage dtype."""
+    adapters: bool = False
+    """Only the adapters are exported."""
+
+
+def size_of(recipe: Recipe, module: nn.Module) -> ModelSize:
+    """Frozen parameters may stay in half precision."""
+    parameters = dict(module.named_parameters())
+    trainable = sum(p.numel() for p in parameters.values() if p.requires_grad)
+    kept = sum(
+        p.numel() * (_stored(recipe) if p.requires_grad else recipe.model.storage_dtype(name, p).itemsize)
+        for name, p in parameters.items()
     )
-    folder = standing(recipe.output)
-    free = shutil.disk_usage(folder).free
+    total = sum(p.numel() for p in parameters.values())
+    return ModelSize(total, trainable, kept, adapters=bool(recipe.model.adapters(module)))
+
+
+def disk(recipe: Recipe, model: ModelSize, plan: StepPlan | None = None) -> Iterator[Finding]:
+    """Space in `output` for the checkpoints that are kept, the one being written, and the export. With `plan` no more
+    checkpoints are counted than the run will write."""
+    each, count, export = budget(recipe, model, plan)
+    free = shutil.disk_usage(standing(recipe.output)).free
     remote = recipe.checkpoint.store
     if remote is not None:
         kept = f"{count} of them" if count is not None else "all of them (checkpoint.keep = null)"
         yield ok("store space", f"a checkpoint takes {size(each)}, {kept} at {remote}; free space is unknown")
         count, each = 0, 0
     if count is None:
-        yield warning(
-            "disk space",
-            f"checkpoint.keep = null keeps every checkpoint, {size(each)} each, and {recipe.output} has {size(free)} "
-            "free.",
-            "Set checkpoint.keep to a number that fits.",
-        )
+        text = f"checkpoint.keep = null keeps every checkpoint of {size(each)}; {recipe.output} has {size(free)} free."
+        yield warning("disk space", text, "Set checkpoint.keep to a number that fits.")
         return
     # Checkpoints of an earlier run already have their space.
     needed = max(count - len(files.published(recipe.folder)), 0) * each + export
@@ -73,21 +81,13 @@ def disk(
     yield from _judged("disk space", text, remedy, needed=needed, free=free)
 
 
-def budget(
-    recipe: Recipe,
-    *,
-    parameters: int,
-    trainable: int,
-    weight_bytes: int | None = None,
-    adapters: bool = False,
-    plan: StepPlan | None = None,
-) -> tuple[int, int | None, int]:
+def budget(recipe: Recipe, model: ModelSize, plan: StepPlan | None = None) -> tuple[int, int | None, int]:
     """Bytes of one checkpoint, how many are on disk at once (None: all that are written), bytes of the export."""
-    each = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
+    each = _checkpoint(recipe, model)
     settings = recipe.checkpoint
     export = 0
     if settings.at_end:
-        export = 4 * trainable if adapters else weight_bytes or 4 * parameters
+        export = 4 * model.trainable if model.adapters else model.weight_bytes or 4 * model.parameters
     writes = None if plan is None else _writes(recipe, plan)
     if settings.keep is None:
         return each, writes, export
@@ -96,18 +96,10 @@ def budget(
     return each, at_once if writes is None else min(at_once, writes), export
 
 
-def memory(
-    recipe: Recipe,
-    ranks: Ranks,
-    *,
-    machine: Machine,
-    parameters: int,
-    trainable: int,
-    weight_bytes: int | None = None,
-) -> Iterator[Finding]:
+def memory(recipe: Recipe, ranks: Ranks, model: ModelSize, *, machine: Machine) -> Iterator[Finding]:
     """Memory for parameters, gradients and optimizer state, where they are kept, and for the export."""
     stored = _stored(recipe)
-    state = (weight_bytes or stored * parameters) + (stored + _moments(recipe)) * trainable
+    state = (model.weight_bytes or stored * model.parameters) + (stored + _moments(recipe)) * model.trainable
     on_gpu = bool(machine.gpus) and recipe.topology.device != "cpu"
     here = math.ceil(state * _copies(recipe, ranks))
     held = "parameters, gradients and optimizer state"
@@ -125,10 +117,9 @@ def memory(
         yield from _judged("GPU memory", text, remedy, needed=each, free=smallest.memory_bytes)
         here, held = 0, ""
     held += f" of {ranks.per_node} ranks" if held and ranks.per_node > 1 else ""
-    export = min(EXPORT_BUFFER, 4 * parameters) if recipe.checkpoint.at_end and ranks.node_rank == 0 else 0
+    export = min(EXPORT_BUFFER, 4 * model.parameters) if recipe.checkpoint.at_end and ranks.node_rank == 0 else 0
     if recipe.checkpoint.asynchronous:
-        saved = _checkpoint(recipe, parameters=parameters, trainable=trainable, weight_bytes=weight_bytes)
-        export += math.ceil(saved * _copies(recipe, ranks))
+        export += math.ceil(_checkpoint(recipe, model) * _copies(recipe, ranks))
     last = "saving in the background" if recipe.checkpoint.asynchronous else "the export" if export else ""
     what = " and ".join(filter(None, (held, last)))
     text = f"{size(machine.memory_bytes)} available, {size(here + export)} needed for {what or 'nothing'}"
@@ -137,14 +128,6 @@ def memory(
         "lower limit than the machine."
     )
     yield from _judged("host memory", text, remedy, needed=here + export, free=machine.memory_bytes)
-
-
-def weight_bytes(recipe: Recipe, module: nn.Module) -> int:
-    """Bytes of a model's parameters as they are kept: frozen ones may stay in half precision."""
-    return sum(
-        p.numel() * (_stored(recipe) if p.requires_grad else recipe.model.storage_dtype(name, p).itemsize)
-        for name, p in module.named_parameters()
-    )
 
 
 def standing(path: Path) -> Path:
@@ -162,12 +145,12 @@ def _judged(check: str, text: str, remedy: str, *, needed: int, free: int) -> It
         yield ok(check, text)
 
 
-def _checkpoint(recipe: Recipe, *, parameters: int, trainable: int, weight_bytes: int | None) -> int:
+def _checkpoint(recipe: Recipe, model: ModelSize) -> int:
     """Bytes of one checkpoint, without frozen weights that the model's folder holds."""
     stored = _stored(recipe)
-    frozen_elsewhere = trainable < parameters and recipe.model.stored_in() is not None
-    weights = stored * trainable if frozen_elsewhere else weight_bytes or stored * parameters
-    return weights + _moments(recipe) * trainable
+    frozen_elsewhere = model.trainable < model.parameters and recipe.model.stored_in() is not None
+    weights = stored * model.trainable if frozen_elsewhere else model.weight_bytes or stored * model.parameters
+    return weights + _moments(recipe) * model.trainable
 
 
 def _stored(recipe: Recipe) -> int:

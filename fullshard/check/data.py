@@ -127,9 +127,8 @@ def _validation(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     small = f"; less than one batch of {batch:,}" if len(data.validation) < batch else ""
     yield ok("validation", f"{found.text}{small}")
     if recipe.data.validation is None and recipe.data.holdout > MOST_HELD:
-        text = f"data.holdout = {recipe.data.holdout:g} keeps {recipe.data.holdout:.0%} of the records of data.train "
-        text += f"for validation and leaves {counted(len(data.train_from.chosen), 'sample')} to train on; 0.05 is "
-        text += "usual."
+        text = f"data.holdout = {recipe.data.holdout:g} keeps {recipe.data.holdout:.0%} of data.train for validation "
+        text += f"and leaves {counted(len(data.train_from.chosen), 'sample')} to train on; 0.05 is usual."
         yield warning("validation", text, "Lower data.holdout, or give data.validation.")
     if data.validation_from.store is not data.train_from.store:
         yield from _losses("data.validation", data.validation_from.store)

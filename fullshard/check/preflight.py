@@ -16,10 +16,8 @@ from fullshard.check.machine import Machine, inspect
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import SetupError
 from fullshard.log.console import Console
-from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading
 from fullshard.setup.inputs import RunInputs
-from fullshard.setup.step_plan import StepPlan
 
 
 def before_ranks_meet(reading: Reading, inputs: RunInputs, ranks: Ranks, *, console: Console) -> None:
@@ -50,21 +48,12 @@ def look(
     def model_and_space() -> Iterator[Finding]:
         if module is not None:
             yield from model.look(recipe, inputs, module=module, ranks=ranks)
-            yield from space(recipe, ranks, machine=machine, module=module, plan=inputs.plan if inputs else None)
+            size = capacity.size_of(recipe, module)
+            yield from capacity.disk(recipe, size, inputs.plan if inputs else None)
+            yield from capacity.memory(recipe, ranks, size, machine=machine)
 
     return {
         "Recipe": settings.look(reading, ranks, inputs),
         "Model": model_and_space(),
         "Data": data.look(recipe, inputs) if inputs else (),
     }
-
-
-def space(
-    recipe: Recipe, ranks: Ranks, *, machine: Machine, module: nn.Module, plan: StepPlan | None
-) -> Iterator[Finding]:
-    """Disk space and memory for a model of this size."""
-    trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    parameters = sum(p.numel() for p in module.parameters())
-    sizes = {"parameters": parameters, "trainable": trainable, "weight_bytes": capacity.weight_bytes(recipe, module)}
-    yield from capacity.disk(recipe, plan=plan, adapters=bool(recipe.model.adapters(module)), **sizes)
-    yield from capacity.memory(recipe, ranks, machine=machine, **sizes)

@@ -70,8 +70,7 @@ def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> I
             if isinstance(one, int) and one >= rows:
                 strange[name] = one
     if strange:
-        text = f"config.json: {_named(strange)} outside the embedding of {rows:,} rows; generation would not stop "
-        text += "there."
+        text = f"config.json: {_named(strange)} outside the embedding of {rows:,} rows; generation would not stop."
         remedy = "Fix the ids in config.json, or set them: model.overrides.eos_token_id=..."
         yield warning("special tokens", text, remedy)
     if not beyond and not strange and ids["eos"] is not None:

@@ -29,9 +29,8 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
         text = "sharding.cpu_offload has no effect on a CPU: everything is in host memory already."
         yield warning("no effect", text, LEAVE_OUT)
     if sharding.forward_prefetch and shards == 1:
-        text = f"sharding.forward_prefetch has no effect: with strategy {sharding.strategy} on "
-        text += f"{counted(ranks.per_node * ranks.nodes, 'rank')} every rank holds all parameters, so nothing is "
-        text += "gathered."
+        where = f"with strategy {sharding.strategy} on {counted(ranks.per_node * ranks.nodes, 'rank')}"
+        text = f"sharding.forward_prefetch has no effect: {where} every rank holds all parameters already."
         yield warning("no effect", text, LEAVE_OUT)
     if sharding.wrap and sharding.wrap.whole:
         asked = {
@@ -40,8 +39,7 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
             "forward_prefetch": sharding.forward_prefetch,
         }
         for key in (key for key, is_asked in asked.items() if is_asked):
-            text = f"sharding.{key} has no effect with sharding.wrap.whole: it works block by block, and there are "
-            text += "none."
+            text = f"sharding.{key} works block by block, and with sharding.wrap.whole there are no blocks."
             yield warning("no effect", text, f"Leave out sharding.{key}, or sharding.wrap.")
 
 

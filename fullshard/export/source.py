@@ -47,14 +47,9 @@ class Trained:
     frozen: Mapping[str, int]
     """Checksums of what the checkpoint leaves out."""
 
-    @property
-    def adapted(self) -> bool:
-        """Whether adapters were trained, and not the model."""
-        return bool(self.adapters)
-
     @cached_property
     def adapters(self) -> set[str]:
-        """Names of the adapters' tensors."""
+        """Names of the adapters' tensors; empty if the model itself was trained."""
         return self.family.adapters(self.module)
 
     def entries(self) -> dict[str, TensorEntry]:
@@ -204,7 +199,7 @@ def model_settings(
 
 
 def _processor(checkpoint: Path, family: Family) -> Any:
-    """The tokenizer or processor that lies in the checkpoint; None where there is none."""
+    """The tokenizer or processor in the checkpoint, if it has one."""
     folder = checkpoint / files.PROCESSOR
     if not folder.is_dir():
         return None

@@ -35,11 +35,11 @@ class ExportOptions:
 
 def settle(trained: Trained, form: str | None, out: Path) -> str:
     """The form that is meant, or an error that names the one that fits."""
-    chosen = form or ("state" if out.suffix in (*SAFE, *PICKLED) else "adapter" if trained.adapted else "hf")
+    chosen = form or ("state" if out.suffix in (*SAFE, *PICKLED) else "adapter" if trained.adapters else "hf")
     where = f"--as {chosen}: {trained.checkpoint}"
-    if chosen in ("adapter", "merged") and not trained.adapted:
+    if chosen in ("adapter", "merged") and not trained.adapters:
         raise CheckpointError(f"{where} was trained without adapters (model.lora). Use --as hf.")
-    if chosen == "hf" and trained.adapted:
+    if chosen == "hf" and trained.adapters:
         raise CheckpointError(
             f"{where} holds adapters, which are no model by themselves. Use --as merged for a whole model with the "
             "adapters added to its weights, or --as adapter for the adapters alone."
@@ -123,12 +123,12 @@ def _write_skeleton(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str,
 
 
 def free(text: str, checkpoint: Path) -> Path:
-    """The path that OUT means: nothing lies there yet, and it is no part of what is exported."""
+    """The path that OUT means: it is free, and not inside what is exported."""
     if "://" in text:
         raise SetupError(f"OUT = {text}: exports go to a local path. Write it here, then copy it there.")
     out = Path(text).expanduser()
     if isinstance(checkpoint, Path) and checkpoint in out.resolve().parents:
-        raise SetupError(f"OUT = {out} lies inside the checkpoint. Choose a place outside it.")
+        raise SetupError(f"OUT = {out} is inside the checkpoint. Choose a place outside it.")
     if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise SetupError(f"OUT = {out} exists and is not empty. Choose another name, or remove it first.")
     return out

@@ -31,17 +31,9 @@ _LINES = 12
 class RunFailed(FullshardError):
     """A run of the proof failed; the message has its last lines."""
 
-    def __init__(self, message: str, *, case: str, code: int) -> None:
-        super().__init__(message)
-        self.case, self.exit_code = case, code
-
 
 class Stopped(FullshardError):
     """A signal from the user or the cluster stopped the proof."""
-
-    def __init__(self, message: str, *, code: int) -> None:
-        super().__init__(message)
-        self.exit_code = code
 
 
 @dataclass
@@ -81,7 +73,9 @@ class Runs:
         with self.watch(what):
             code = self.start(case, told)
         if code == EXIT_PREEMPTED or code >= 128:
-            raise Stopped(f"Stopped by a signal, in the middle of: {what}.", code=code)
+            stopped = Stopped(f"Stopped by a signal, in the middle of: {what}.")
+            stopped.exit_code = code
+            raise stopped
         return code, told
 
 
@@ -114,4 +108,6 @@ def _failed(case: Case, how: str, code: int, told: Path) -> RunFailed:
     telling = [(path, text) for path, text in said if "Error" in text] or [(p, t) for p, t in said if t.strip()]
     lines = [line for line in telling[0][1].splitlines() if line.strip()][-_LINES:] if telling else ["(nothing)"]
     text = "\n".join(f"    {line}" for line in lines)
-    return RunFailed(f"The run `{case.title}` {how}. Its last lines:\n{text}", case=case.name, code=code or 1)
+    failed = RunFailed(f"The run `{case.title}` {how}. Its last lines:\n{text}")
+    failed.exit_code = code or 1
+    return failed

@@ -14,6 +14,7 @@ import pytest
 
 from fullshard.check import capacity, environment, kernels, machine
 from fullshard.check.agreement import among_ranks
+from fullshard.check.capacity import ModelSize
 from fullshard.check.findings import Finding
 from fullshard.check.machine import Gpu, Machine
 from fullshard.contracts.launcher import Ranks
@@ -402,17 +403,17 @@ def plan(*, steps: int, per_epoch: int = 10) -> Any:
 def test_what_checkpoints_take(tmp_path: Path) -> None:
     asked = recipe(tmp_path, checkpoint={"every_steps": 2, "keep": 3, "best": {"metric": "loss"}})
     # fp32 weights and two fp32 moments; three kept, the best, one being written; and an fp32 export.
-    assert capacity.budget(asked, parameters=1000, trainable=1000) == (12_000, 5, 4000)
-    assert capacity.budget(asked, parameters=1000, trainable=1000, plan=plan(steps=4))[1] == 2
-    assert capacity.budget(asked, parameters=1000, trainable=10, weight_bytes=2000)[0] == 2000 + 80
-    assert capacity.budget(recipe(tmp_path, precision="bf16-pure"), parameters=1000, trainable=1000)[0] == 6000
+    assert capacity.budget(asked, ModelSize(1000, 1000)) == (12_000, 5, 4000)
+    assert capacity.budget(asked, ModelSize(1000, 1000), plan(steps=4))[1] == 2
+    assert capacity.budget(asked, ModelSize(1000, 10, 2000))[0] == 2000 + 80
+    assert capacity.budget(recipe(tmp_path, precision="bf16-pure"), ModelSize(1000, 1000))[0] == 6000
     lora = recipe(tmp_path, model={"lora": True}, checkpoint={"keep": 1, "best": None, "every_epochs": 1})
-    assert capacity.budget(lora, parameters=1000, trainable=10, adapters=True) == (4080, 2, 40)
+    assert capacity.budget(lora, ModelSize(1000, 10, adapters=True)) == (4080, 2, 40)
     none = recipe(tmp_path, checkpoint={"at_end": False, "every_epochs": None, "best": None})
-    assert capacity.budget(none, parameters=1000, trainable=10, plan=plan(steps=100))[1:] == (0, 0)
+    assert capacity.budget(none, ModelSize(1000, 10), plan(steps=100))[1:] == (0, 0)
     every = recipe(tmp_path, checkpoint={"keep": None, "every_steps": 5, "best": None})
-    assert capacity.budget(every, parameters=1, trainable=1, plan=plan(steps=100))[1] == 20
-    assert next(capacity.disk(every, parameters=1, trainable=1)).level == "warning"
+    assert capacity.budget(every, ModelSize(1, 1), plan(steps=100))[1] == 20
+    assert next(capacity.disk(every, ModelSize(1, 1))).level == "warning"
 
 
 def test_the_budget_is_what_a_run_writes(tmp_path: Path) -> None:
@@ -425,7 +426,7 @@ def test_the_budget_is_what_a_run_writes(tmp_path: Path) -> None:
     tensors = json.loads((saved / "manifest.json").read_text())["tensors"]
     weights = [t["shape"] for name, t in tensors.items() if name.startswith("model/")]
     number = sum(_product(shape) for shape in weights)
-    each, count, export = capacity.budget(load(settings), parameters=number, trainable=number)
+    each, count, export = capacity.budget(load(settings), ModelSize(number, number))
     assert each <= written <= each + 3000 * len(tensors)  # DCP frames every tensor, and the manifest names it
     exported = sum(file.stat().st_size for file in (tmp_path / "runs/run/model").iterdir())
     assert export <= exported <= export + 50_000
@@ -442,9 +443,9 @@ def test_frozen_weights_keep_half_precision(tmp_path: Path) -> None:
     module = asked.model.build(processor=None)
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters()) - trainable
-    assert capacity.weight_bytes(asked, module) == 2 * frozen + 4 * trainable
+    assert capacity.size_of(asked, module).weight_bytes == 2 * frozen + 4 * trainable
     # The folder holds the frozen ones: a checkpoint has adapters and their moments alone.
-    assert capacity.budget(asked, parameters=frozen + trainable, trainable=trainable)[0] == 12 * trainable
+    assert capacity.budget(asked, ModelSize(frozen + trainable, trainable))[0] == 12 * trainable
 
 
 def _product(shape: list[int]) -> int:
@@ -456,10 +457,10 @@ def _product(shape: list[int]) -> int:
 
 def test_disk_space(tmp_path: Path) -> None:
     asked = recipe(tmp_path)
-    fine = next(capacity.disk(asked, parameters=1000, trainable=1000))
+    fine = next(capacity.disk(asked, ModelSize(1000, 1000)))
     assert fine.level == "ok"
     assert "for 4 checkpoints of 11.7 KiB and the export" in fine.text
-    full = next(capacity.disk(asked, parameters=10**15, trainable=10**15))
+    full = next(capacity.disk(asked, ModelSize(10**15, 10**15)))
     assert full.level == "error"
     assert "checkpoint.keep" in full.remedy
 
@@ -468,7 +469,7 @@ def test_host_memory(tmp_path: Path) -> None:
     number = 700_000_000  # 10.4 GiB of state on any number of ranks, and 2.6 GiB while it is exported
 
     def level(asked: Recipe, ranks: Ranks, here: Machine) -> list[tuple[str, str]]:
-        found = capacity.memory(asked, ranks, machine=here, parameters=number, trainable=number)
+        found = capacity.memory(asked, ranks, ModelSize(number, number), machine=here)
         return [(finding.check, finding.level) for finding in found]
 
     asked = recipe(tmp_path, topology={"device": "cpu", "devices": 2})
@@ -485,7 +486,7 @@ def test_memory_with_gpus(tmp_path: Path) -> None:
 
     def level(here: Machine, ranks: Ranks, **sections: Any) -> dict[str, str]:
         asked = recipe(tmp_path, **sections)
-        found = capacity.memory(asked, ranks, machine=here, parameters=number, trainable=number)
+        found = capacity.memory(asked, ranks, ModelSize(number, number), machine=here)
         return {finding.check: finding.level for finding in found}
 
     assert level(with_gpus(T4), Ranks(1)) == {"GPU memory": "error", "host memory": "ok"}

@@ -293,10 +293,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
 
 def test_a_store_needs_no_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5_000))
-    sizes: dict[str, Any] = {"parameters": 1_000, "trainable": 1_000}
-    [local] = capacity.disk(read(settings(output=str(tmp_path))).recipe, **sizes)
+    model = capacity.ModelSize(1_000, 1_000)
+    [local] = capacity.disk(read(settings(output=str(tmp_path))).recipe, model)
     assert local.level == "error"
-    away, here = capacity.disk(read(settings(output="memory://box")).recipe, **sizes)
+    away, here = capacity.disk(read(settings(output="memory://box")).recipe, model)
     assert "a checkpoint takes 11.7 KiB, 5 of them at memory://box" in away.text
     assert here.level == "ok"
     assert "needed for the export" in here.text
