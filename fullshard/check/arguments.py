@@ -67,6 +67,5 @@ def check(
         ranks = asked.ranks(reading.recipe.topology, launch)
     except SetupError as mistake:
         ranks = mistake
-    if launch.launcher != "none" and not isinstance(ranks, SetupError):
-        raise typer.Exit(command.check_as_rank(reading, ranks, how, rank=launch.rank))
-    raise typer.Exit(command.check(reading, ranks, how))
+    launched = launch.launcher != "none" and not isinstance(ranks, SetupError)
+    raise typer.Exit(command.check(reading, ranks, how, rank=launch.rank if launched else None))

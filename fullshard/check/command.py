@@ -51,31 +51,22 @@ class CheckOptions:
     resume_anyway: bool = False
 
 
-def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions) -> int:
+def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions, *, rank: int | None = None) -> int:
     """Checks in this process, then on ranks that it starts; returns the exit code. An error in place of `ranks` (the
-    recipe asks for devices that do not exist) becomes a finding."""
-    report = Report(as_json=options.as_json)
-    with json_alone(options.as_json):
-        extra = _look(reading, ranks, report, options)
-    tried = not (options.quick or report.failed)
-    if tried and isinstance(ranks, Ranks):
-        with report.working("Starting the ranks and trying the longest batch"):
-            found = _on_ranks(reading, ranks)
-        report.section("Trial", found)
-    report.end(options.command, tried=tried, extra=extra)
-    return EXIT_USER if report.failed else EXIT_DONE
-
-
-def check_as_rank(reading: Reading, ranks: Ranks, options: CheckOptions, *, rank: int) -> int:
-    """The same in a rank that a launcher started: all ranks check, rank 0 reports."""
-    problem, by_hand = _launch_problem(reading.recipe.topology)
-    report = Report(as_json=options.as_json, silent=rank != 0 and not by_hand)
+    recipe asks for devices that do not exist) becomes a finding. Under a launcher this is `rank`: all ranks check, and
+    rank 0 reports."""
+    problem, by_hand = (None, False) if rank is None else _launch_problem(reading.recipe.topology)
+    report = Report(as_json=options.as_json, silent=bool(rank) and not by_hand)
     with json_alone(options.as_json):
         extra = _look(reading, problem or ranks, report, options)
     tried = not (options.quick or report.failed)
-    if tried:
+    if tried and rank is not None:
         with json_alone(options.as_json):
             found = _as_one(reading, rank=rank)
+        report.section("Trial", found)
+    elif tried and isinstance(ranks, Ranks):
+        with report.working("Starting the ranks and trying the longest batch"):
+            found = _on_ranks(reading, ranks)
         report.section("Trial", found)
     report.end(options.command, tried=tried, extra=extra)
     return EXIT_USER if report.failed else EXIT_DONE

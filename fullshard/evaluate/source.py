@@ -72,24 +72,31 @@ def _run(target: str, options: EvaluateOptions, *, nodes: int) -> EvaluationTarg
     return EvaluationTarget(str(chosen.checkpoint), chosen.reading, chosen.checkpoint, why)
 
 
+def for_these_ranks(
+    recipe: dict[str, Any], checkpoint: Path | None, options: EvaluateOptions, *, nodes: int
+) -> dict[str, Any]:
+    """A run's recipe for as many ranks of this machine as it had, unless others are asked for."""
+    from fullshard.export.source import model_settings
+
+    topology = {**recipe.get("topology", {}), "nodes": nodes}
+    topology |= {"devices": options.devices} if options.devices is not None else {}
+    sharding = dict(recipe.get("sharding", {}))
+    if sharding.get("strategy") == "hybrid" and nodes == 1:
+        sharding["strategy"] = "auto"
+    model = recipe["model"]
+    if checkpoint is not None:
+        model = model_settings(checkpoint, files.read_state(checkpoint), options.base, options.trust_remote_code)
+    return {**recipe, "topology": topology, "sharding": sharding, "model": model}
+
+
 def _as_it_was(options: EvaluateOptions, *, nodes: int) -> Here:
-    """The run's recipe as it was trained, for as many ranks of this machine as it had, unless others are asked for."""
+    """The run's recipe as it was trained."""
 
     def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
-        from fullshard.export.source import model_settings
-
-        topology = {**recipe.get("topology", {}), "nodes": nodes}
-        topology |= {"devices": options.devices} if options.devices is not None else {}
-        sharding = dict(recipe.get("sharding", {}))
-        if sharding.get("strategy") == "hybrid" and nodes == 1:
-            sharding["strategy"] = "auto"
+        recipe = for_these_ranks(recipe, checkpoint, options, nodes=nodes)
         # Nothing is trained, so any batch will do; two passes, so that a step has more than one sample.
         batch = {"per_device": recipe.get("batch", {}).get("per_device", 8), "accumulate": 2}
-        recipe = {key: value for key, value in recipe.items() if key not in ("schedule", "duration")}
-        recipe |= {"topology": topology, "sharding": sharding, "batch": batch}
-        if checkpoint is not None:
-            state = files.read_state(checkpoint)
-            recipe["model"] = model_settings(checkpoint, state, options.base, options.trust_remote_code)
+        recipe = {key: value for key, value in recipe.items() if key not in ("schedule", "duration")} | {"batch": batch}
         reading = read(recipe, *options.settings)
         if options.data is None:
             return reading

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +24,7 @@ from fullshard.commands.options import (
     json_alone,
 )
 from fullshard.errors import SetupError
+from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.contracts.model import Continuation
@@ -76,40 +77,33 @@ def generate(
     check_weights(weights)
     if top_p <= 0:
         raise SetupError(f"--top-p {top_p}: no token is left to sample. Give a share above 0; 1 takes all.")
+    from fullshard.contracts.model import Continuation
     from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import gathered
 
     texts = {"--prompt": prompt, "--prompts": prompts, "--messages": messages}
+    drawing = {"--max-new-tokens": max_new_tokens, "--temperature": temperature, "--top-p": top_p, "--seed": seed}
     flags = {"--raw": raw, "--base": base, "--trust-remote-code": trust_remote_code, "--json": as_json}
-    ask = Ask(raw, max_new_tokens, temperature, top_p, seed, batch_size)
-    words = as_words({**texts, **ask.options(), "--weights": weights, **flags})
+    words = as_words({**texts, **drawing, "--batch-size": batch_size, "--weights": weights, **flags})
     asked = gathered(prompt or [], prompts or [], messages or [])
     options = EvaluateOptions(None, checkpoint, weights, devices, (), base, trust_remote_code)
+    way = Continuation(max_new_tokens, temperature, top_p, seed, frozenset())
     with json_alone(as_json):
-        records = _generate(target, options, asked, ask, words, say=not as_json)
+        records = _generate(target, options, asked, way, words, raw=raw, batch_size=batch_size, say=not as_json)
     for record in records:
         typer.echo(json.dumps(record, ensure_ascii=False))
 
 
-@dataclass(frozen=True)
-class Ask:
-    """How to generate."""
-
-    raw: bool
-    tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-    batch_size: int
-
-    def options(self) -> dict[str, Any]:
-        """The same for a command line, but for --raw."""
-        names = {"--max-new-tokens": self.tokens, "--temperature": self.temperature, "--top-p": self.top_p}
-        return names | {"--seed": self.seed, "--batch-size": self.batch_size}
-
-
 def _generate(
-    target: str, options: EvaluateOptions, prompts: list[Prompt], ask: Ask, words: list[str], *, say: bool
+    target: str,
+    options: EvaluateOptions,
+    prompts: list[Prompt],
+    way: Continuation,
+    words: list[str],
+    *,
+    raw: bool,
+    batch_size: int,
+    say: bool,
 ) -> list[dict[str, Any]]:
     """This rank's part, from loading to the last line; returns what is left to print, on rank 0."""
     from fullshard.dist import env
@@ -125,33 +119,36 @@ def _generate(
     if (code := start_own(["generate", model.name, *words], topology)) is not None:
         raise typer.Exit(code)
     with as_rank(topology) as (console, meet):
-        rows, way = _laid_out(model, prompts, ask)
+        chat = model.chat and not raw
+        rows, way = _laid_out(model, prompts, way, chat=chat)
         world = meet()
-        _announce(console, model, len(prompts), ask, way, world)
-        made = _make(model, rows, way, world, console, batch_size=ask.batch_size)
+        layout = f"{counted(len(prompts), 'prompt')}, as {'user messages' if chat else 'plain text'}"
+        _announce(console, model, layout, way, world)
+        made = _make(model, rows, way, world, console, batch_size=batch_size)
         records = [_record(model, *each, way) for each in zip(prompts, rows, made, strict=True)]
         if say:
             _say(console, records)
     return records if world.is_main and not say else []
 
 
-def _laid_out(model: GeneratingModel, prompts: list[Prompt], ask: Ask) -> tuple[list[list[int]], Continuation]:
-    """The rows to continue, and how; refuses more tokens than the model has positions for."""
-    from fullshard.contracts.model import Continuation
+def _laid_out(
+    model: GeneratingModel, prompts: list[Prompt], way: Continuation, *, chat: bool
+) -> tuple[list[list[int]], Continuation]:
+    """The rows to continue, and where they end; refuses more tokens than the model has positions for."""
     from fullshard.generate.prompts import tokens_of
 
     if model.tokenizer is None:
         raise SetupError(f"{model.name} has no tokenizer to read a prompt with. Export it with one.")
-    rows = [tokens_of(prompt, model.tokenizer, chat=model.chat and not ask.raw) for prompt in prompts]
+    rows = [tokens_of(prompt, model.tokenizer, chat=chat) for prompt in prompts]
     longest, most = model.family.longest(model.module), max(map(len, rows))
-    if longest is not None and most + ask.tokens > longest:
+    if longest is not None and most + way.tokens > longest:
         raise SetupError(
-            f"--max-new-tokens {ask.tokens}: with a prompt of {most:,} tokens that is more than the {longest:,} "
+            f"--max-new-tokens {way.tokens}: with a prompt of {most:,} tokens that is more than the {longest:,} "
             f"positions of the model. Give at most {max(longest - most, 0):,}, or a shorter prompt."
         )
     ends = model.family.stop_tokens(model.module)
     ends |= {model.tokenizer.eos_token_id} - {None}
-    return rows, Continuation(ask.tokens, ask.temperature, ask.top_p, ask.seed, frozenset(ends))
+    return rows, replace(way, ends=frozenset(ends))
 
 
 def _make(
@@ -186,20 +183,15 @@ def _make(
         )
 
 
-def _announce(
-    console: Console, model: GeneratingModel, num_prompts: int, ask: Ask, way: Continuation, world: World
-) -> None:
-    from fullshard.formatting.plural import counted
-
+def _announce(console: Console, model: GeneratingModel, layout: str, way: Continuation, world: World) -> None:
     drawn = f"temperature {way.temperature:g}, top-p {way.top_p:g}, seed {way.seed}" if way.temperature else "greedy"
     kept = model.family.keeps_cache
     cache = "keys and values are kept" if kept else "no keys and values are kept: every token runs its whole row again"
     if world.size > 1:
         cache += "; every token gathers the weights from all ranks"
-    layout = "user messages" if model.chat and not ask.raw else "plain text"
     lines = [
         ("weights", f"{model.name} ({model.why})"),
-        ("prompts", f"{counted(num_prompts, 'prompt')}, as {layout}"),
+        ("prompts", layout),
         ("way", f"{drawn}, at most {counted(way.tokens, 'token')}"),
         ("cache", cache),
         ("world", world.describe()),
@@ -221,8 +213,6 @@ def _record(
 
 
 def _say(console: Console, records: list[dict[str, Any]]) -> None:
-    from fullshard.formatting.plural import counted
-
     for number, record in enumerate(records, start=1):
         end = "" if record["stopped"] == "stop token" else ", cut at --max-new-tokens"
         console.say(f"[{number}] {record['prompt']}")

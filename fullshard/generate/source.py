@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from fullshard.checkpoint import folder as files
-from fullshard.commands.chosen_run import RESOLVED, Here, choose, is_run
+from fullshard.commands.chosen_run import RESOLVED, choose, is_run
 from fullshard.config.part import decode, plain
 from fullshard.contracts.data import Encoder
 from fullshard.contracts.model import Family, Weights
 from fullshard.contracts.objective import Objective
 from fullshard.errors import SetupError
-from fullshard.evaluate.source import EvaluateOptions, find_target
-from fullshard.export.source import Values, model_settings, open_trained
+from fullshard.evaluate.source import EvaluateOptions, find_target, for_these_ranks
+from fullshard.export.source import Values, open_trained
 from fullshard.recipes.read import Reading, read
 from fullshard.setup.run_inputs import cache_folder, encoder_of
 from fullshard.text.tokens import inner_tokenizer
@@ -43,7 +43,11 @@ class GeneratingModel:
 def find_model(target: str, options: EvaluateOptions, *, nodes: int) -> GeneratingModel:
     """The run or model that RUN|MODEL means."""
     if is_run(target) or Path(target).name in ("best", "last"):
-        chosen = choose(target, options.checkpoint, here=_for_generating(options, nodes=nodes), best_first=True)
+
+        def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
+            return read(_leaner(for_these_ranks(recipe, checkpoint, options, nodes=nodes)))
+
+        chosen = choose(target, options.checkpoint, here=here, best_first=True)
         if chosen.checkpoint is not None:
             return _trained(chosen.checkpoint, chosen.reading, options)
         target = str(chosen.weights)
@@ -81,24 +85,9 @@ def _encoder(checkpoint: Path, reading: Reading) -> Encoder | None:
     return found if found is not None or not resolved.is_file() else encoder_of(read(resolved).recipe)
 
 
-def _for_generating(options: EvaluateOptions, *, nodes: int) -> Here:
-    """The run's recipe for the ranks of this machine; what only training needs is off."""
-
-    def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
-        topology = {**recipe.get("topology", {}), "nodes": nodes}
-        topology |= {"devices": options.devices} if options.devices is not None else {}
-        model = recipe["model"]
-        if checkpoint is not None:
-            model = model_settings(checkpoint, files.read_state(checkpoint), options.base, options.trust_remote_code)
-        return read(_leaner({**recipe, "topology": topology, "model": model}))
-
-    return here
-
-
 def _leaner(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The recipe without what only training needs."""
     sharding = {**recipe.get("sharding", {}), "compile": False, "activation_checkpointing": "none"}
-    if sharding.get("strategy") == "hybrid" and recipe["topology"]["nodes"] == 1:
-        sharding["strategy"] = "auto"
     model = plain(decode(Family, recipe["model"], where="model").unpacked())
     return {**recipe, "sharding": sharding, "model": model, "data": {**recipe["data"], "pack": False}}
 
