@@ -102,7 +102,7 @@ def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -
             problem = _attempt(lambda: made.extend(_make(folder)))
         # The other ranks create no folder: if they cannot see the one that rank 0 made, it is not shared.
         absent = reduce.from_main(problem) or _attempt(lambda: _note_absent(folder, patience_s))
-        written = absent or _attempt(lambda: _write(own, token))
+        written = absent or _attempt(lambda: own.write_text(token))
         problems: list[str | None] = reduce.gather_objects(written)
         peers = range(world.size) if world.is_main else [0]
         unseen = [
@@ -133,23 +133,16 @@ def _judged_files(
         share = f"Use a store that all nodes reach under one address: checkpoint.store=s3://bucket/runs (now {folder})."
     if failed:
         reasons = "; ".join(dict.fromkeys(str(problems[rank]) for rank in failed))
-        yield error(
-            "shared files",
-            f"{key} = {folder}: {on_ranks(failed, hosts)} cannot write there ({reasons}).",
-            f"{share} Check permissions and space."
-            if len(failed) < len(hosts)
-            else f"Choose a folder that you may write to: {key}=DIR, or --output DIR.",
-        )
+        text = f"{key} = {folder}: {on_ranks(failed, hosts)} cannot write there ({reasons})."
+        elsewhere = f"Choose a folder that you may write to: {key}=DIR, or --output DIR."
+        some = len(failed) < len(hosts)
+        yield error("shared files", text, f"{share} Check permissions and space." if some else elsewhere)
     elif blind:
         who = f"{on_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]})"
         yield error("shared files", f"{key} = {folder}: {who} do not see each other's files.", share)
     else:
-        what = (
-            "rank 0 sees a file of every rank, and all ranks see a file of rank 0"
-            if len(hosts) > 1
-            else "written and read"
-        )
-        yield ok("shared files", f"{folder}: {what}")
+        many = "rank 0 sees a file of every rank, and all ranks see a file of rank 0"
+        yield ok("shared files", f"{folder}: {many if len(hosts) > 1 else 'written and read'}")
 
 
 def _make(folder: Path) -> list[Path]:
@@ -162,10 +155,6 @@ def _make(folder: Path) -> list[Path]:
 def _note_absent(folder: Path, patience_s: float) -> None:
     if not paths.is_flat(folder) and not _wait(folder.is_dir, patience_s=patience_s):
         raise FileNotFoundError(2, "no such folder", str(folder))
-
-
-def _write(path: Path, token: str) -> None:
-    path.write_text(token)
 
 
 def _attempt(act: Callable[[], object]) -> str | None:

@@ -81,12 +81,8 @@ def look(
 
 def _computing(recipe: Recipe, machine: Machine, gpus: list[Gpu]) -> Iterator[Finding]:
     """Precision and kernels."""
-    precision = None
-    for found in _precisions(recipe.precision, gpus):
-        if isinstance(found, Finding):
-            yield found
-        else:
-            precision = found
+    found, precision = _precision(recipe.precision, gpus)
+    yield found
     kernel = recipe.model.attention_kernel()
     if precision is not None and kernel is not None:
         yield from attention(kernel, packed=recipe.data.pack, gpus=gpus, precision=precision, machine=machine)
@@ -169,7 +165,7 @@ def _links(machine: Machine, numbers: range | tuple[int, ...]) -> Finding:
     return ok("GPU links", f"NVLink between {joined} of {counted(len(pairs), 'pair')}, the others over PCIe ({kinds})")
 
 
-def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecision]:
+def _precision(word: str, gpus: list[Gpu]) -> tuple[Finding, ResolvedPrecision | None]:
     """The finding, and the precision if all GPUs resolve the word alike."""
     resolved: dict[str, tuple[ResolvedPrecision, str]] = {}
     places: list[tuple[tuple[int, int] | None, str]] = [(gpu.capability, gpu.name) for gpu in gpus]
@@ -177,20 +173,17 @@ def _precisions(word: str, gpus: list[Gpu]) -> Iterator[Finding | ResolvedPrecis
         try:
             found = resolve_for(word, capability=capability, name=name)
         except SetupError as mistake:
-            yield of("precision", mistake)
-            return
+            return of("precision", mistake), None
         resolved.setdefault(found.word, (found, name))
     if len(resolved) > 1:
         became = ", ".join(f"{became} on {name}" for became, (_, name) in resolved.items())
         text = f"precision = {word} means different things on these GPUs: {became}. All ranks need the same one."
-        yield error("precision", text, "Set precision: fp16 or fp32, or choose GPUs of one kind with --gpus.")
-        return
+        return error("precision", text, "Set precision: fp16 or fp32, or choose GPUs of one kind with --gpus."), None
     precision, _ = next(iter(resolved.values()))
     if precision.word == "bf16-pure":
-        yield warning("precision", str(precision.warning()), "Use precision: bf16 unless you run out of memory.")
-    else:
-        yield ok("precision", precision.describe())
-    yield precision
+        remedy = "Use precision: bf16 unless you run out of memory."
+        return warning("precision", str(precision.warning()), remedy), precision
+    return ok("precision", precision.describe()), precision
 
 
 def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from torch import nn
 from fullshard.check import tokenizer
 from fullshard.check import weights as stored
 from fullshard.check.findings import Finding, error, guarded, ok, warning
-from fullshard.check.norms import LowNorm, low_precision_norms
+from fullshard.check.norms import low_precision_norms
 from fullshard.check.settings import device_of
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.world import World
@@ -149,15 +149,11 @@ def _resolved(recipe: Recipe) -> ResolvedPrecision:
 
 def _norms(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
     compute = _resolved(recipe).compute
-    for low in low_precision_norms(module, compute=compute):
-        yield _low_norm(low, _word(compute))
-
-
-def _low_norm(low: LowNorm, compute: str) -> Finding:
-    text = f"{low.where}: {low.class_name} computes its statistics in {compute}: whole rows are {low.apart:.1e} off; "
-    text += f"with statistics in float32 they are at most {low.allowed:.1e} off."
     remedy = "In its forward, use x.float() for mean and variance and cast the result back, or use precision: fp32."
-    return warning("norms", text, remedy)
+    for low in low_precision_norms(module, compute=compute):
+        text = f"{low.where}: {low.class_name} computes its statistics in {_word(compute)}: whole rows are "
+        text += f"{low.apart:.1e} off; with statistics in float32 they are at most {low.allowed:.1e} off."
+        yield warning("norms", text, remedy)
 
 
 def weights(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:

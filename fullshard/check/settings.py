@@ -18,7 +18,7 @@ from fullshard.errors import RecipeError
 from fullshard.formatting.plural import counted
 from fullshard.launch.local import num_cores
 from fullshard.recipes.read import Reading
-from fullshard.setup.step_plan import StepPlan, plan_steps
+from fullshard.setup.step_plan import plan_steps
 
 if TYPE_CHECKING:
     from fullshard.dist.mesh import Layout
@@ -66,7 +66,11 @@ def _origin(reading: Reading) -> Iterator[Finding]:
 
 def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:
     """What a step, an epoch and the run consist of."""
-    plan = inputs.plan if inputs else _plan_without_data(recipe, ranks)
+    if inputs:
+        plan = inputs.plan
+    else:  # the batch alone; the number of rows is unknown
+        packed, world = recipe.data.pack and recipe.objective.encoder is None, ranks.per_node * ranks.nodes
+        plan = plan_steps(recipe.batch, recipe.duration, num_rows=1, world=world, packed=packed)
     lines = [line.partition(": ") for line in plan.describe()]
     for label, _, text in lines if inputs else lines[:1]:
         yield ok(label, text)
@@ -76,12 +80,6 @@ def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterat
         remedy = f"Use batch.global = {plan.num_rows // plan.world * plan.world or plan.world:,} or less, shorten "
         remedy += "data.sequence_length, or add data."
         yield warning("batch", problem, remedy)
-
-
-def _plan_without_data(recipe: Recipe, ranks: Ranks) -> StepPlan:
-    """The batch alone; the number of rows is unknown."""
-    packed = recipe.data.pack and recipe.objective.encoder is None
-    return plan_steps(recipe.batch, recipe.duration, num_rows=1, world=ranks.per_node * ranks.nodes, packed=packed)
 
 
 def mesh(recipe: Recipe, ranks: Ranks, layout: Layout | None) -> Iterator[Finding]:
@@ -189,7 +187,8 @@ def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """The learning-rate schedule over the run."""
     schedule = recipe.schedule
     total = inputs.plan.total_steps if inputs else recipe.duration.steps or 1000
-    factors = [schedule.factor(step, total) for step in _some_steps(total)]
+    some_steps = {min(total - 1, round(index * (total - 1) / 50)) for index in range(51)}
+    factors = [schedule.factor(step, total) for step in sorted(some_steps)]
     if not all(math.isfinite(factor) and factor >= 0 for factor in factors):
         text = f"schedule.kind = {schedule.kind()}: its factor of the learning rate falls to {min(factors):g}; below 0 "
         text += "training goes backwards."
@@ -204,7 +203,3 @@ def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
         yield warning("no effect", text, remedy)
     if mistake := schedule.never_falls(total if inputs else None):
         yield warning("schedule", *mistake)
-
-
-def _some_steps(total: int) -> list[int]:
-    return sorted({min(total - 1, round(index * (total - 1) / 50)) for index in range(51)})

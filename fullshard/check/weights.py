@@ -17,7 +17,6 @@ import torch
 from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.hf.weights.safetensors_folder import Stored, files_of, open_folder
 
-AGAIN = "Download or save it again."
 MOST_TENSORS = 512
 """At most this many tensors are sampled; reading every value would take minutes."""
 _LARGEST_HEADER = 100_000_000
@@ -42,7 +41,8 @@ def look_at_files(files: Sequence[Path]) -> Iterator[Finding]:
         problem = _problem(file)
         if problem:
             broken += 1
-            yield error("weight files", f"{file}: {problem}.", _remedy(file))
+            remedy = f"Run git lfs pull in {file.parent}." if _is_pointer(file) else "Download or save it again."
+            yield error("weight files", f"{file}: {problem}.", remedy)
         size += file.stat().st_size
     if not broken:
         noun = "file is" if len(files) == 1 else "files are"
@@ -78,10 +78,6 @@ def _problem(file: Path) -> str | None:
 def _is_pointer(file: Path) -> bool:
     with file.open("rb") as opened:
         return opened.read(40).startswith(b"version https://git-lfs")
-
-
-def _remedy(file: Path) -> str:
-    return f"Run git lfs pull in {file.parent}." if _is_pointer(file) else AGAIN
 
 
 def look_at_values(stored: Stored) -> Iterator[Finding]:

@@ -6,7 +6,9 @@ Must not import torch before it is called, nor know how a run is made or compare
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,9 +54,7 @@ def prove(
     Exit codes: 0 no drift; 2 a mistake in the recipe, the data or the setup; 3 drift.
     """
     if as_rank:
-        from fullshard.prove.rank import run_one
-
-        raise typer.Exit(run_one(Path(recipe)))
+        raise typer.Exit(_run_one(Path(recipe)))
     asked = options.RecipeArguments("prove", recipe, settings, devices, gpus, output=output, preset=preset)
     with json_alone(as_json):
         reading = asked.read()
@@ -156,3 +156,27 @@ def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
             for path in made:
                 with contextlib.suppress(OSError):
                     path.rmdir()
+
+
+def _run_one(folder: Path) -> int:
+    """Runs the recipe in the folder as one rank; returns its exit code."""
+    _redirect_output(folder / f"rank-{os.environ.get('RANK', '0')}.txt")
+    import torch
+
+    from fullshard import run
+    from fullshard.prove.runs import RECIPE, RESUME
+    from fullshard.recipes.read import read
+
+    if torch.cuda.is_available():
+        # Otherwise some kernels sum in a different order every time, and no two runs are bitwise equal.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return run.join(read(folder / RECIPE), resume=(folder / RESUME).read_text(encoding="utf-8"))
+
+
+def _redirect_output(path: Path) -> None:
+    """Redirects stdout and stderr of this process, and of every process it starts, to a file."""
+    with path.open("a", encoding="utf-8") as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(file.fileno(), stream.fileno())

@@ -19,9 +19,9 @@ from fullshard.errors import EXIT_PREEMPTED, FullshardError
 from fullshard.log.metrics import FILE, read
 from fullshard.prove.cases import STEPS, Case
 from fullshard.prove.compare import Steps, steps_of
-from fullshard.prove.rank import RECIPE, RESUME
 from fullshard.recipes.read import Reading, hand_on
 
+RECIPE, RESUME = "recipe.yaml", "resume"
 Start = Callable[[Case, Path], int]
 """Starts the ranks of a case and waits for them; their output goes into the folder. Returns the exit code."""
 _LINES = 12
