@@ -19,6 +19,7 @@ from fullshard.checkpoint import paths
 from fullshard.contracts.world import World
 from fullshard.dist import agreement, reduce
 from fullshard.dist.agreement import on_ranks, spread
+from fullshard.formatting.plural import counted
 from fullshard.proofs.same_run import Subject, compare
 from fullshard.recipe import Recipe
 
@@ -41,9 +42,8 @@ def among_ranks(
     """Called on every rank once they have met; `compared` must be equal on all of them. `folder` replaces `output`; a
     network file system gets `patience_s` to show a file."""
     hosts = agreement.hosts()
-    num_hosts = len(set(hosts))
-    where = f"{world.size} rank{'' if world.size == 1 else 's'} on {num_hosts} host{'' if num_hosts == 1 else 's'}"
     shown = list(dict.fromkeys(hosts))
+    where = f"{counted(world.size, 'rank')} on {counted(len(shown), 'host')}"
     found = [ok("hosts", f"{where}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")]
     found += _devices(hosts, world)
     found += _alike(compared)
@@ -83,12 +83,9 @@ def _clocks(clock: Callable[[], float], hosts: list[str]) -> Iterator[Finding]:
         return
     late = "ahead of" if skews[worst] > 0 else "behind"
     level = error if abs(skews[worst]) > SKEW_ERROR_S else warning
-    yield level(
-        "clocks",
-        f"the clock of rank {worst} ({hosts[worst]}) is {abs(skews[worst]):,.1f} s {late} that of rank 0 ({hosts[0]}); "
-        f"at most {SKEW_WARNING_S:g} s is allowed.",
-        "Synchronise the clocks of all nodes with chronyd or systemd-timesyncd.",
-    )
+    apart = f"{abs(skews[worst]):,.1f} s {late} that of rank 0 ({hosts[0]}); at most {SKEW_WARNING_S:g} s is allowed."
+    remedy = "Synchronise the clocks of all nodes with chronyd or systemd-timesyncd."
+    yield level("clocks", f"the clock of rank {worst} ({hosts[worst]}) is {apart}", remedy)
 
 
 def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -> Iterator[Finding]:
@@ -105,12 +102,8 @@ def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -
         written = absent or _attempt(lambda: own.write_text(token))
         problems: list[str | None] = reduce.gather_objects(written)
         peers = range(world.size) if world.is_main else [0]
-        unseen = [
-            rank
-            for rank in peers
-            if problems[rank] is None
-            and not _seen(folder / f".fullshard-check-{token}-{rank}", token, patience_s=patience_s)
-        ]
+        files = {rank: folder / f".fullshard-check-{token}-{rank}" for rank in peers if problems[rank] is None}
+        unseen = [rank for rank, file in files.items() if not _seen(file, token, patience_s=patience_s)]
         every: list[list[int]] = reduce.gather_objects(unseen)
     finally:
         with contextlib.suppress(Exception):  # whatever class the store's library raises

@@ -58,7 +58,7 @@ def disk(recipe: Recipe, model: ModelSize, plan: StepPlan | None = None) -> Iter
     """Space in `output` for the checkpoints that are kept, the one being written, and the export. With `plan` no more
     checkpoints are counted than the run will write."""
     each, count, export = budget(recipe, model, plan)
-    free = shutil.disk_usage(standing(recipe.output)).free
+    free = shutil.disk_usage(nearest_existing(recipe.output)).free
     remote = recipe.checkpoint.store
     if remote is not None:
         kept = f"{count} of them" if count is not None else "all of them (checkpoint.keep = null)"
@@ -130,7 +130,7 @@ def memory(recipe: Recipe, ranks: Ranks, model: ModelSize, *, machine: Machine) 
     yield from _judged("host memory", text, remedy, needed=here + export, free=machine.memory_bytes)
 
 
-def standing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = path.expanduser().absolute()
     return next(p for p in (path, *path.parents) if p.exists())

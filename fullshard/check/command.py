@@ -95,7 +95,7 @@ def _as_one(reading: Reading, *, rank: int) -> list[Finding]:
     except Exception as mistake:
         if rank != 0:
             raise
-        return [_met(mistake)]
+        return [_trial_error(mistake)]
 
 
 def refused(mistake: FullshardError, options: CheckOptions) -> int:
@@ -123,17 +123,17 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, options: 
         found = environment.look(recipe, asked if isinstance(asked, Ranks) else None, machine=machine)
         report.section("Environment", [*found, *([of("ranks", asked)] if isinstance(asked, SetupError) else [])])
         with report.working("Reading the data and building the model"):
-            laid = _lay(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
+            ready = _prepare(recipe, world_size=ranks.per_node * ranks.nodes, console=console)
         asked_of: dict[str, Any] = {"asked": options.resume, "anyway": options.resume_anyway}
-        before = guarded("earlier run", lambda: earlier.look(recipe, laid.inputs, **asked_of) if laid.inputs else ())
-        sections = preflight.look(reading, ranks, machine=machine, module=laid.module, inputs=laid.inputs)
+        before = guarded("earlier run", lambda: earlier.look(recipe, ready.inputs, **asked_of) if ready.inputs else ())
+        sections = preflight.look(reading, ranks, machine=machine, module=ready.module, inputs=ready.inputs)
         for title, seen in sections.items():
-            report.section(title, chain(laid.problems(title.lower()), seen, before if title == "Recipe" else ()))
-        return _units(recipe, ranks, laid.module, report) if options.units and laid.module is not None else {}
+            report.section(title, chain(ready.problems(title.lower()), seen, before if title == "Recipe" else ()))
+        return _units(recipe, ranks, ready.module, report) if options.units and ready.module is not None else {}
 
 
 @dataclass
-class _Laid:
+class _Prepared:
     """As much of a run's inputs as could be prepared."""
 
     module: nn.Module | None = None
@@ -144,13 +144,13 @@ class _Laid:
         return [of(where, mistake) for where, mistake in self.mistakes if where == section]
 
 
-def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
+def _prepare(recipe: Recipe, *, world_size: int, console: Console) -> _Prepared:
     """Continues after an error as far as possible, so that one check finds all of them."""
     from torch import nn
 
     from fullshard.setup.run_inputs import OpenSources, build_module, find_best, find_processor, prepare_data
 
-    laid, sources = _Laid(), OpenSources(recipe)
+    ready, sources = _Prepared(), OpenSources(recipe)
 
     def attempt(where: str, act: Callable[[], Any]) -> Any:
         try:
@@ -158,22 +158,22 @@ def _lay(recipe: Recipe, *, world_size: int, console: Console) -> _Laid:
         except FullshardError as mistake:
             # Training a tokenizer reads the data, so the model step may find an error in the data.
             where = "data" if isinstance(mistake, DataError) else where
-            if str(mistake) not in {str(known) for _, known in laid.mistakes}:
-                laid.mistakes.append((where, mistake))
+            if str(mistake) not in {str(known) for _, known in ready.mistakes}:
+                ready.mistakes.append((where, mistake))
             return None
 
     processor = attempt("model", lambda: find_processor(recipe, sources))
-    if laid.problems("model") or laid.problems("data"):
-        return laid
-    laid.module = attempt("model", lambda: build_module(recipe, processor))
-    if (built := laid.module) is not None:
+    if ready.problems("model") or ready.problems("data"):
+        return ready
+    ready.module = attempt("model", lambda: build_module(recipe, processor))
+    if (built := ready.module) is not None:
         attempt("recipe", lambda: find_best(recipe, built))
     # The data can be checked even if the model cannot be built.
-    module = nn.Module() if laid.module is None else laid.module
-    laid.inputs = attempt(
+    module = nn.Module() if ready.module is None else ready.module
+    ready.inputs = attempt(
         "data", lambda: prepare_data(recipe, sources, processor, module, world_size=world_size, console=console)
     )
-    return laid
+    return ready
 
 
 def _units(recipe: Recipe, ranks: Ranks, module: nn.Module, report: Report) -> dict[str, Any]:
@@ -208,21 +208,21 @@ def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
                 for path in absent:
                     with contextlib.suppress(OSError):
                         path.rmdir()
-        told = {int(file.stem): json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))}
-    return _merged(told, code, said=said.getvalue())
+        written = {int(file.stem): json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))}
+    return _merged(written, code, said=said.getvalue())
 
 
-def _merged(told: dict[int, list[dict[str, Any]]], code: int, *, said: str = "") -> list[Finding]:
+def _merged(written: dict[int, list[dict[str, Any]]], code: int, *, said: str = "") -> list[Finding]:
     """What the ranks agreed on, or what each raised, equal messages once; `said` is what the launcher printed."""
-    lists = {rank: [Finding(**finding) for finding in findings] for rank, findings in told.items()}
+    lists = {rank: [Finding(**finding) for finding in findings] for rank, findings in written.items()}
     agreed = next((found for found in lists.values() if not any(f.check == "trial" for f in found)), [])
-    met: dict[Finding, list[int]] = {}
+    raised: dict[Finding, list[int]] = {}
     for rank, found in lists.items():
         for finding in found:
             if finding.check == "trial":
-                met.setdefault(finding, []).append(rank)
+                raised.setdefault(finding, []).append(rank)
     failures = []
-    for finding, who in met.items():
+    for finding, who in raised.items():
         text = f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {finding.text}"
         failures.append(Finding(finding.level, finding.check, text, finding.remedy))
     if code and said.strip():
@@ -247,14 +247,14 @@ def trial_rank(reading: Reading, folder: Path) -> int:
     try:
         found = run_trial(reading)
     except Exception as mistake:
-        found = [_met(mistake)]
+        found = [_trial_error(mistake)]
     failed = any(finding.level == "error" for finding in found)
     path = folder / f"{os.environ.get('RANK', '0')}.json"
     path.write_text(json.dumps([finding.as_dict() for finding in found]), encoding="utf-8")
     return EXIT_USER if failed else EXIT_DONE
 
 
-def _met(mistake: Exception) -> Finding:
+def _trial_error(mistake: Exception) -> Finding:
     """What stopped the trial; an unexpected error also prints its traceback."""
     if isinstance(mistake, FullshardError):
         return of("trial", mistake)

@@ -16,7 +16,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from fullshard.check import remote_store
-from fullshard.check.capacity import standing
+from fullshard.check.capacity import nearest_existing
 from fullshard.check.findings import Finding, error, of, ok, warning
 from fullshard.check.kernels import attention, compiler
 from fullshard.check.machine import Gpu, Machine, inspect
@@ -250,7 +250,7 @@ def _folders(recipe: Recipe) -> Iterator[Finding]:
         ("output", f"output = {str(recipe.output)!r}", run if run.exists() else recipe.output),
         ("data cache", f"data.cache = {str(cache_folder(recipe))!r}", cache_folder(recipe)),
     ):
-        existing = standing(folder)
+        existing = nearest_existing(folder)
         try:
             with tempfile.TemporaryFile(dir=existing) as file:
                 file.write(b"fullshard")

@@ -81,8 +81,8 @@ class Report(Screen):
         count = {level: sum(f.level == level for _, f in self.found) for level in _MARKS}
         if self._as_json and not self._silent:
             found = [{"section": section, **finding.as_dict()} for section, finding in self.found]
-            told = {"correct": not self.failed, "tried": tried, "command": command, "findings": found, **extra}
-            sys.stdout.write(json.dumps(told, indent=1) + "\n")
+            report = {"correct": not self.failed, "tried": tried, "command": command, "findings": found, **extra}
+            sys.stdout.write(json.dumps(report, indent=1) + "\n")
             return
         warnings = f", {counted(count['warning'], 'warning')}" if count["warning"] else ""
         if self.failed:

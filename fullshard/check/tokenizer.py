@@ -17,6 +17,8 @@ from fullshard.formatting.plural import counted
 SCRIPTS = "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂 x = 3.14"
 """One line in many scripts; the same in every Unicode normal form that tokenizers use, except the full-width marks."""
 MOST_UNKNOWN = 0.01
+BETTER = "Use the model's own tokenizer, or train a byte-level one: model.tokenizer={train: {vocab_size: 8192}}."
+OWN = "Use the model's own tokenizer, or one whose ids have no gaps."
 _MOST_ROWS = 20_000
 
 
@@ -45,7 +47,7 @@ def vocabulary(tokenizer: Any, *, rows: int, stored: int | None = None) -> Itera
     if highest >= rows:
         text = f"model.tokenizer has ids up to {highest:,}, but the embedding has {rows:,} rows: the first text with "
         text += "such a token would crash the run."
-        yield error("vocabulary", text, "Use the model's own tokenizer, or one whose ids have no gaps.")
+        yield error("vocabulary", text, OWN)
     else:
         left = f" ({rows - tokens:,} rows unused)" if rows > tokens else ""
         left += f", resized from {stored:,}" if stored not in (None, rows) else ""
@@ -58,7 +60,7 @@ def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> I
     beyond = {name: value for name, value in ids.items() if value is not None and value >= rows}
     if beyond:
         text = f"model.tokenizer: {_named(beyond)} outside the embedding of {rows:,} rows."
-        yield error("special tokens", text, "Use the model's own tokenizer, or one whose ids have no gaps.")
+        yield error("special tokens", text, OWN)
     if ids["eos"] is None:
         text = "model.tokenizer has no end token (eos_token): documents run into each other, and the model never "
         text += "learns to stop."
@@ -96,12 +98,8 @@ def round_trip(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
     lost = [(text, back) for text in texts if (back := _there_and_back(tokenizer, text)).strip() != text.strip()]
     if lost:
         before, after = _difference(*lost[0])
-        yield warning(
-            "round trip",
-            f"model.tokenizer changes {len(lost)} of {len(texts)} sample texts: {before!r} comes back as {after!r}. "
-            "The model cannot learn what is lost.",
-            "Use the model's own tokenizer, or train a byte-level one: model.tokenizer={train: {vocab_size: 8192}}.",
-        )
+        changes = f"{len(lost)} of {len(texts)} sample texts: {before!r} comes back as {after!r}"
+        yield warning("round trip", f"model.tokenizer changes {changes}. The model cannot learn what is lost.", BETTER)
         return
     given = f"{len(texts)} sample texts survive exactly" if texts else "no text in the data"
     if _there_and_back(tokenizer, SCRIPTS).strip() == SCRIPTS:
@@ -135,12 +133,9 @@ def unknown_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
         total, here = total + len(ids), ids.count(unknown)
         found, example = found + here, example or (text.strip()[:40] if here else "")
     if total and found / total > MOST_UNKNOWN:
-        yield warning(
-            "unknown tokens",
-            f"model.tokenizer has no token for {found / total:.1%} of the sample texts (such as {example!r}), allowed "
-            f"{MOST_UNKNOWN:.0%}: they all become {tokenizer.unk_token}.",
-            "Use the model's own tokenizer, or train a byte-level one: model.tokenizer={train: {vocab_size: 8192}}.",
-        )
+        some = f"{found / total:.1%} of the sample texts (such as {example!r}), allowed {MOST_UNKNOWN:.0%}"
+        problem = f"model.tokenizer has no token for {some}: they all become {tokenizer.unk_token}."
+        yield warning("unknown tokens", problem, BETTER)
 
 
 def chat_template(encoder: OpenEncoder) -> Iterator[Finding]:

@@ -72,12 +72,9 @@ def _patience(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
         times = plan.total_steps // evaluate.every_steps if evaluate.every_steps else 0
         times += int(plan.epochs // evaluate.every_epochs) if evaluate.every_epochs else 0
         if times <= (evaluate.patience or 0):
-            yield warning(
-                "no effect",
-                f"evaluate.patience = {evaluate.patience} has no effect: the run has {counted(times, 'validation')}, "
-                "and the first is always the best.",
-                "Lower it, or validate more often with evaluate.every_steps.",
-            )
+            runs = f"the run has {counted(times, 'validation')}, and the first is always the best"
+            text = f"evaluate.patience = {evaluate.patience} has no effect: {runs}."
+            yield warning("no effect", text, "Lower it, or validate more often with evaluate.every_steps.")
 
 
 def of_intervals(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
@@ -85,21 +82,16 @@ def of_intervals(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     if inputs is None:
         return
     plan = inputs.plan
-    sections: dict[str, Checkpoint | Evaluate | Log] = {
-        "checkpoint": recipe.checkpoint,
-        "evaluate": recipe.evaluate,
-        "log": recipe.log,
-    }
-    for name, section in sections.items():
+    for name in ("checkpoint", "evaluate", "log"):
+        section: Checkpoint | Evaluate | Log = getattr(recipe, name)
         if name == "evaluate" and not has_validation(recipe, inputs):
             continue
         steps = section.every_steps
         if steps is not None and steps > plan.total_steps and steps != _default(section, "every_steps"):
-            yield warning(
-                "no effect",
-                f"{name}.every_steps = {steps:,} has no effect: the run has only {counted(plan.total_steps, 'step')}.",
-                f"Lower it, for instance to {max(plan.total_steps // 5, 1):,}, or leave it out.",
-            )
+            length = counted(plan.total_steps, "step")
+            text = f"{name}.every_steps = {steps:,} has no effect: the run has only {length}."
+            remedy = f"Lower it, for instance to {max(plan.total_steps // 5, 1):,}, or leave it out."
+            yield warning("no effect", text, remedy)
         epochs = getattr(section, "every_epochs", None)
         if epochs is not None and epochs > max(plan.epochs, 1):
             text = f"{name}.every_epochs = {epochs} has no effect: the run has only {counted(plan.epochs, 'epoch')}."

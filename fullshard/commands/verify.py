@@ -44,11 +44,11 @@ def verify(
         typer.echo(json.dumps({"whole": not any(found.values()), "checkpoints": report}, indent=1))
     else:
         for path, lines in found.items():
-            typer.echo("\n".join(_told(path, lines)))
+            typer.echo("\n".join(_verdict(path, lines)))
     raise typer.Exit(EXIT_USER if any(found.values()) else 0)
 
 
-def _told(path: Path, lines: list[str]) -> list[str]:
+def _verdict(path: Path, lines: list[str]) -> list[str]:
     if lines:
         if files.NEWER in lines[0]:
             return [f"✗ {path} cannot be verified", f"    {lines[0]}"]

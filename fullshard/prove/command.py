@@ -70,7 +70,7 @@ def _prove(reading: Reading, ranks: Ranks, chosen: str | None, *, keep: bool, as
 
     names, report = cases.check_names(chosen), Report(as_json=as_json)
     with json_alone(as_json), report.working("Reading the data and building the model ..."):
-        inputs = _lay(reading.recipe, ranks)
+        inputs = _inputs(reading.recipe, ranks)
         place = _place(reading.recipe, ranks, inputs)
     with _folder(reading.recipe, keep=keep) as folder:
         with json_alone(as_json):
@@ -101,7 +101,7 @@ def _own_ranks(topology: Topology) -> Ranks:
     return ranks_of(topology.model_copy(update={"nodes": 1}))
 
 
-def _lay(recipe: Recipe, ranks: Ranks) -> RunInputs:
+def _inputs(recipe: Recipe, ranks: Ranks) -> RunInputs:
     """The data and the empty model: errors in them show before any rank starts, and the ranks find the cache."""
     from fullshard.log import libraries
     from fullshard.log.console import Console

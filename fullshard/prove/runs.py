@@ -49,16 +49,16 @@ class Runs:
 
     def make(self, case: Case, what: str) -> None:
         """Runs a case to its last step; raises RunFailed if it does not get there."""
-        code, told = self._start(what, case)
+        code, outputs = self._start(what, case)
         if code or max(taken(case).numbers, default=0) < STEPS:
-            raise _failed(case, f"ended with exit code {code}, before step {STEPS} was saved", code, told)
+            raise _failed(case, f"ended with exit code {code}, before step {STEPS} was saved", code, outputs)
 
     def kill(self, case: Case, step: int, what: str) -> int:
         """Runs a case until it is killed after a step; returns the step of its last checkpoint."""
-        code, told = self._start(what, case.killed_after(step))
+        code, outputs = self._start(what, case.killed_after(step))
         if not (case.folder / f"killed-{step}").exists():
             how = f"ended with exit code {code} before" if code else "had no checkpoint to be killed after, at"
-            raise _failed(case, f"{how} step {step}", code, told)
+            raise _failed(case, f"{how} step {step}", code, outputs)
         return max(int(path.name.rpartition("-")[2]) for path in files.published(case.folder))
 
     def remove(self, case: Case) -> None:
@@ -68,30 +68,30 @@ class Runs:
 
     def _start(self, what: str, case: Case) -> tuple[int, Path]:
         self.number += 1
-        told = self.folder / f"start-{self.number}"
-        told.mkdir()
+        outputs = self.folder / f"start-{self.number}"
+        outputs.mkdir()
         with self.watch(what):
-            code = self.start(case, told)
+            code = self.start(case, outputs)
         if code == EXIT_PREEMPTED or code >= 128:
             stopped = Stopped(f"Stopped by a signal, in the middle of: {what}.")
             stopped.exit_code = code
             raise stopped
-        return code, told
+        return code, outputs
 
 
 def start_ranks(reading: Reading) -> Start:
     """Starts ranks with the recipe's own launcher."""
 
-    def start(case: Case, told: Path) -> int:
-        hand_on(Reading(case.recipe, reading.name, reading.source), told / RECIPE)
-        (told / RESUME).write_text(case.resume, encoding="utf-8")
-        command = [sys.executable, "-m", "fullshard", "prove", str(told), "--as-rank"]
+    def start(case: Case, outputs: Path) -> int:
+        hand_on(Reading(case.recipe, reading.name, reading.source), outputs / RECIPE)
+        (outputs / RESUME).write_text(case.resume, encoding="utf-8")
+        command = [sys.executable, "-m", "fullshard", "prove", str(outputs), "--as-rank"]
         said = io.StringIO()
         try:
             with contextlib.redirect_stderr(said):  # what the launcher prints; ranks write to their own files
                 return case.recipe.topology.launcher.start(command, case.ranks)
         finally:
-            (told / "launcher.txt").write_text(said.getvalue(), encoding="utf-8")
+            (outputs / "launcher.txt").write_text(said.getvalue(), encoding="utf-8")
 
     return start
 
@@ -102,11 +102,11 @@ def taken(case: Case, *, first: int = 1, last: int | None = None) -> Steps:
     return steps_of(read(path) if path.exists() else [], first=first, last=last)
 
 
-def _failed(case: Case, how: str, code: int, told: Path) -> RunFailed:
+def _failed(case: Case, how: str, code: int, outputs: Path) -> RunFailed:
     """The last lines of the rank that failed; of several, the first with an error."""
-    said = [(path, path.read_text(encoding="utf-8", errors="replace")) for path in sorted(told.glob("*.txt"))]
-    telling = [(path, text) for path, text in said if "Error" in text] or [(p, t) for p, t in said if t.strip()]
-    lines = [line for line in telling[0][1].splitlines() if line.strip()][-_LINES:] if telling else ["(nothing)"]
+    said = [(path, path.read_text(encoding="utf-8", errors="replace")) for path in sorted(outputs.glob("*.txt"))]
+    candidates = [(path, text) for path, text in said if "Error" in text] or [(p, t) for p, t in said if t.strip()]
+    lines = [line for line in candidates[0][1].splitlines() if line.strip()][-_LINES:] if candidates else ["(nothing)"]
     text = "\n".join(f"    {line}" for line in lines)
     failed = RunFailed(f"The run `{case.title}` {how}. Its last lines:\n{text}")
     failed.exit_code = code or 1
