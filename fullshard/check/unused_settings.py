@@ -39,7 +39,7 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
             "forward_prefetch": sharding.forward_prefetch,
         }
         for key in (key for key, is_asked in asked.items() if is_asked):
-            text = f"sharding.{key} works block by block, and with sharding.wrap.whole there are no blocks."
+            text = f"sharding.{key} has no effect with sharding.wrap.whole: it works on blocks, and there are none."
             yield warning("no effect", text, f"Leave out sharding.{key}, or sharding.wrap.")
 
 

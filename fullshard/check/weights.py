@@ -91,7 +91,7 @@ def look_at_values(stored: Stored) -> Iterator[Finding]:
         text = f"{stored[bad[0]].file}: {_some(bad)} {_hold(bad)} NaN or Inf, and training cannot repair that."
         yield error("stored values", text, "Use an earlier version of the weights, or download them again.")
     if zero:
-        text = f"{stored[zero[0]].file}: {_some(zero)} {_hold(zero)} only zeros, as after an interrupted download."
+        text = f"{stored[zero[0]].file}: {_some(zero)} {_hold(zero)} nothing but zeros, as after a failed download."
         yield warning("stored values", text, "Download the weights again, unless the model is meant to start that way.")
     if not bad and not zero:
         yield ok("stored values", f"finite in a sample of {len(chosen)} of {len(names)} tensors")
