@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from fullshard import build
 from fullshard.check.agreement import among_ranks
@@ -155,7 +154,7 @@ def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
     """The speed of an all-gather, and its share of a step."""
     if world.size == 1:
         return [ok("exchange", "one rank: nothing to exchange")]
-    speed = _all_gather_speed(world.device, num_bytes=PROBE_BYTES[world.device.type])
+    speed = _all_gather_speed(world, num_bytes=PROBE_BYTES[world.device.type])
     layout, units = built.model.plan.layout, built.model.units
     low = torch.finfo(built.model.precision.compute).bits // 8
     # Parameters are gathered in the compute dtype, once per pass; gradients are reduced in fp32.
@@ -173,13 +172,13 @@ def _exchange(world: World, built: Built, seconds: float) -> list[Finding]:
     return [ok("exchange", text)]
 
 
-def _all_gather_speed(device: torch.device, *, num_bytes: int) -> float:
+def _all_gather_speed(world: World, *, num_bytes: int) -> float:
     """Bytes per second that the slowest rank receives in an all-gather of `num_bytes`; the best of a few.
 
     An all-gather, because FSDP sends most of its bytes that way."""
-    world = dist.get_world_size()
-    share = torch.zeros(max(num_bytes // world, 1), dtype=torch.uint8, device=device)
-    whole = torch.empty(share.numel() * world, dtype=torch.uint8, device=device)
+    device = world.device
+    share = torch.zeros(max(num_bytes // world.size, 1), dtype=torch.uint8, device=device)
+    whole = torch.empty(share.numel() * world.size, dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(_ROUNDS + 1):  # the first one opens connections
         reduce.barrier(device)
@@ -189,7 +188,7 @@ def _all_gather_speed(device: torch.device, *, num_bytes: int) -> float:
             torch.cuda.synchronize(device)
         slowest = max(reduce.gather_objects(time.perf_counter() - begun))
         best = min(best, slowest)
-    return share.numel() * (world - 1) / best
+    return share.numel() * (world.size - 1) / best
 
 
 def _round_trip(world: World, built: Built) -> list[Finding]:

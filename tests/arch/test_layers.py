@@ -87,7 +87,7 @@ def test_collectives_are_in_dist_checkpoint_and_launch_only() -> None:
     """Apart from the check that measures how fast they are."""
     for path in FILES:
         place = path.relative_to(PACKAGE)
-        if place.parts[0] not in ("dist", "checkpoint", "launch") and place.as_posix() != "check/bandwidth.py":
+        if place.parts[0] not in ("dist", "checkpoint", "launch"):
             used = {name for name in imported(path) if name.startswith("torch.distributed")}
             assert used <= {"torch.distributed.tensor", "torch.distributed.tensor.DTensor"}, path
 

@@ -209,6 +209,7 @@ BROUGHT = {
     "quickstart": (),
     "sft": (*SHORT, "model=spoken", "data.train=pairs.jsonl"),
     "sft-lora": (*SHORT, "model.path=spoken", "data.train=pairs.jsonl", "model.lora.r=2"),
+    "vision": (),
 }
 """What a user brings to a built-in recipe; a new one needs an entry here."""
 
