@@ -84,7 +84,6 @@ def test_families_are_known_to_nobody() -> None:
 
 
 def test_collectives_are_in_dist_checkpoint_and_launch_only() -> None:
-    """Apart from the check that measures how fast they are."""
     for path in FILES:
         place = path.relative_to(PACKAGE)
         if place.parts[0] not in ("dist", "checkpoint", "launch"):
