@@ -496,6 +496,11 @@ def test_true_is_no_number(setting: str, message: str) -> None:
     assert error_of(MINIMAL, setting) == f"command line: {message}"
 
 
+def test_a_pair_has_two_entries() -> None:
+    message = "command line: optimizer.betas = [0.9, 0.95, 0.1]: it must be a list of at most 2 entries."
+    assert error_of(MINIMAL, "optimizer.betas=[0.9, 0.95, 0.1]") == message
+
+
 def test_a_warm_up_that_is_no_number_is_refused_in_words() -> None:
     for value in ("[1]", "soon", "-1"):
         assert "warm-up is a number of steps (0, 100) or a share of the run (0.03)" in error_of(

@@ -64,6 +64,7 @@ def test_wrapped_rows_hold_every_token_once_and_predict_every_next_token_once(tm
     assert len(rows) == -(-total // length)
     got = [rows[i] for i in range(len(rows))]
     assert all(len(row["input_ids"]) == length for row in got[:-1])
+    assert rows.lengths.tolist() == [len(row["input_ids"]) for row in got]
     for row in got:
         check_row(row)
     ids = np.concatenate([row["input_ids"] for row in got])
@@ -87,6 +88,7 @@ def test_fitted_rows_hold_whole_samples_once(tmp_path: Path) -> None:
         assert (row["labels"] == IGNORE).sum() == (row["position_ids"] == 0).sum()
     assert sorted(seen) == chosen.tolist()
     assert rows.num_tokens == sum(len(docs[d]) for d in chosen)
+    assert rows.lengths.tolist() == [len(rows[index]["input_ids"]) for index in range(len(rows))]
 
 
 def plain_best_fit(lengths: list[int], length: int) -> list[list[int]]:
