@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity, paths
 from fullshard.checkpoint.folder import write_json
+from fullshard.commands import rerun
 from fullshard.config.part import plain
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
@@ -31,7 +32,6 @@ from fullshard.formatting.plural import counted
 from fullshard.launch import signals
 from fullshard.launch.host_memory import reported_if_killed
 from fullshard.recipe import Recipe
-from fullshard.recipes import rerun
 from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
 from fullshard.setup import on_ranks
 

@@ -22,8 +22,8 @@ from fullshard.checkpoint import integrity
 from fullshard.config.part import decode, flat
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.schedule import Schedule
-from fullshard.data.inventory import Inventory, changes
 from fullshard.errors import CheckpointError, RecipeError
+from fullshard.proofs.same_data import Inventory, changes
 
 _MATTERS = ("seed", "model.", "objective.", "data.", "optimizer.kind")
 _HARMLESS = (

@@ -1,8 +1,7 @@
 """The ranks of a run: those that torchrun, accelerate launch or SLURM started, by their variables, or those to start.
 
-Everything is checked before the first collective: after it a wrong variable is a silent hang. SLURM's lists are parsed
-here, because scontrol is not installed inside most containers. Must not import torch (the caller counts the GPUs), and
-must not know models or data.
+SLURM's lists are parsed here, because scontrol is not installed inside most containers. Must not import torch (the
+caller counts the GPUs), and must not know models or data.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fullshard.errors import SetupError
 from fullshard.formatting.plural import counted
 from fullshard.launch.addresses import is_local, probe_port, resolve_host, split_address
 
-_TORCHRUN = "torchrun --nproc-per-node 8 -m fullshard train RECIPE"
+TORCHRUN = "torchrun --nproc-per-node 8 -m fullshard train RECIPE"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def detect(environ: Mapping[str, str]) -> Launch:
         there, missing = ("RANK", "WORLD_SIZE") if world is None else ("WORLD_SIZE", "RANK")
         raise SetupError(
             f"{there}={environ[there]} is set, {missing} is not: this is half of a launcher's environment. Unset "
-            f"{there} and let fullshard start the ranks, or start them with {_TORCHRUN}."
+            f"{there} and let fullshard start the ranks, or start them with {TORCHRUN}."
         )
     if _slurm_tasks(environ) > 1:
         return _slurm_launch(environ)
@@ -71,32 +70,6 @@ def export(launch: Launch, environ: MutableMapping[str, str] = os.environ) -> No
     """Sets the variables that torch.distributed reads, also under SLURM."""
     if launch.launcher != "none":
         environ.update(launch.variables())
-
-
-def check(launch: Launch, topology: Topology, environ: Mapping[str, str], *, num_gpus: int) -> None:
-    """Raises SetupError for a launch that would hang or train on the wrong devices."""
-    if launch.launcher == "none":
-        return
-    if launch.world < 1 or not 0 <= launch.rank < launch.world:
-        raise SetupError(
-            f"RANK={launch.rank} does not exist among WORLD_SIZE={launch.world} ranks, which are numbered from 0. "
-            f"Unset RANK and WORLD_SIZE and let fullshard start the ranks, or use {_TORCHRUN}."
-        )
-    if launch.launcher != "slurm" and launch.world > 1:
-        _check_by_hand(launch, environ, topology.nodes)
-    _check_numbers(launch)
-    if launch.world > 1:
-        _check_address(launch, environ)
-    # Under SLURM each task may see its own GPU only; then all tasks see one.
-    if launch.launcher != "slurm" or num_gpus != 1:
-        check_devices(launch.local_world, topology.device, num_gpus=num_gpus, backend=topology.backend)
-    idle = num_gpus - 1 if topology.device != "cpu" else 0
-    if launch.launcher == "slurm" and launch.local_world == 1 and launch.num_nodes > 1 and idle > 0:
-        raise SetupError(
-            f"SLURM started one task on each of {launch.num_nodes} nodes, and this node has {num_gpus} GPUs: {idle} of "
-            f"them would stay idle. Use srun --ntasks-per-node={num_gpus}; if one per node is meant, show it one: "
-            "--gpus-per-task=1."
-        )
 
 
 def _torch_launch(environ: Mapping[str, str], rank: int, world: int) -> Launch:
@@ -169,63 +142,6 @@ def _numbers(part: str) -> list[str]:
 def tasks_per_node(text: str) -> list[int]:
     """SLURM's `8(x2),4` as 8, 8, 4."""
     return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
-
-
-def _check_by_hand(launch: Launch, environ: Mapping[str, str], nodes: int) -> None:
-    """Variables set by hand: RANK used as the node number, or one process instead of several."""
-    missing = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if not environ.get(name)]
-    if not missing:
-        return
-    found = f"RANK={launch.rank} and WORLD_SIZE={launch.world} are set, {' and '.join(missing)} not"
-    remedy = (
-        f"Unset RANK, WORLD_SIZE and LOCAL_RANK and run on every node: fullshard train RECIPE --devices GPUS_PER_NODE "
-        f"--nodes {max(nodes, 2)} --node-rank THIS_NODE --master HOST:PORT; or use {_TORCHRUN}."
-    )
-    if (nodes > 1 and launch.rank < nodes < launch.world) or launch.local_rank > launch.rank:
-        raise SetupError(
-            f"{found}: RANK looks like the number of this node. RANK is the number of the process among all "
-            f"{launch.world}, and the node has its own: --node-rank. {remedy}"
-        )
-    raise SetupError(
-        f"{found}: this was set by hand, and starts one process per node instead of {launch.world} in all. The run "
-        f"would wait forever for the others. {remedy}"
-    )
-
-
-def _check_numbers(launch: Launch) -> None:
-    slurm = launch.launcher == "slurm"
-    if not 0 <= launch.local_rank < launch.local_world:
-        raise SetupError(
-            f"LOCAL_RANK={launch.local_rank} does not exist among the LOCAL_WORLD_SIZE={launch.local_world} ranks of "
-            f"this node. Let {_TORCHRUN} set them."
-        )
-    if launch.num_nodes * launch.local_world != launch.world:
-        raise SetupError(
-            f"WORLD_SIZE={launch.world} is not {counted(launch.num_nodes, 'node')} x {launch.local_world} ranks: the "
-            f"nodes run different numbers of processes. Start the same number on each "
-            f"({'--ntasks-per-node' if slurm else '--nproc-per-node'})."
-        )
-    expected = launch.node_rank * launch.local_world + launch.local_rank
-    if launch.rank != expected:
-        order = "Use srun --distribution=block." if slurm else f"Let {_TORCHRUN} set them."
-        node = " RANK looks like the number of this node." if launch.rank == launch.node_rank else ""
-        raise SetupError(
-            f"RANK={launch.rank} does not fit: rank {launch.local_rank} of node {launch.node_rank} with "
-            f"{launch.local_world} ranks per node must be RANK={expected}.{node} {order}"
-        )
-
-
-def _check_address(launch: Launch, environ: Mapping[str, str]) -> None:
-    if launch.master_addr is None or launch.master_port is None:
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in launch.variables()]
-        raise SetupError(
-            f"{' and '.join(missing)} not set: {launch.world} ranks do not know where to meet. Set MASTER_ADDR to the "
-            f"address of node 0 and MASTER_PORT to a free port on every node, or use {_TORCHRUN}."
-        )
-    resolve_host(launch.master_addr, f"MASTER_ADDR={launch.master_addr}")
-    # torchrun's agent already listens there, for its ranks; otherwise rank 0 is about to.
-    if launch.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        probe_port(launch.master_port, f"MASTER_PORT={launch.master_port}")
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int | None:

@@ -35,7 +35,7 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
     place = torch.device(choose_device_type(device))
     if place.type == "cuda":
         # LOCAL_RANK, never RANK: on the second node RANK is beyond the last GPU. The remainder is for ranks that share
-        # a GPU over gloo, and for SLURM tasks that each see one GPU; `env.check` has refused too many ranks.
+        # a GPU over gloo, and for SLURM tasks that each see one GPU; `proofs/launch.py` refuses too many ranks.
         place = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(place)
     if backend == "auto":

@@ -23,9 +23,9 @@ from fullshard.checkpoint.reader import CheckpointTensors, open_tensors
 from fullshard.checkpoint.tensor_files import TensorEntry
 from fullshard.config.part import decode, part_class
 from fullshard.contracts.model import Family, Weights
-from fullshard.dist.scalars import is_scalar
 from fullshard.dist.values import checksums
 from fullshard.errors import CheckpointError, FullshardError
+from fullshard.hf.scalars import is_scalar
 
 LARGE = 32 * 2**20
 """Bytes from which a tensor is not read whole."""

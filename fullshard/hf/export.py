@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
-from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf.adapters.edits import adapter_config, base_name, is_adapter
 from fullshard.hf.adapters.merge import Merge, merged_rows
 from fullshard.hf.adapters.peft_folder import stored_names
+from fullshard.hf.scalars import is_scalar
 
 SHARD_BYTES = 5_000_000_000
 """The usual size of one file."""

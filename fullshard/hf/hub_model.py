@@ -58,8 +58,8 @@ class HubModel(Family):
         return {name for name, _ in module.named_parameters() if is_adapter(name)}
 
     def exports(self, module: nn.Module, name: str) -> bool:
-        from fullshard.dist.scalars import is_scalar
         from fullshard.hf.adapters.edits import has_adapters, is_adapter
+        from fullshard.hf.scalars import is_scalar
 
         return is_adapter(name) or not (has_adapters(module) or is_scalar(name))
 

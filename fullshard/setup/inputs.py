@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.data.inventory import Inventory
 from fullshard.data.prepare import Prepared
+from fullshard.proofs.same_data import Inventory
 from fullshard.setup.step_plan import StepPlan
 
 

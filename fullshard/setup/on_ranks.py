@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fullshard.contracts.launcher import Ranks, Topology
 from fullshard.dist import env
+from fullshard.proofs import launch as proofs
 
 if TYPE_CHECKING:
     from fullshard.contracts.world import World
@@ -50,7 +51,7 @@ def check_launch(launch: Launch, topology: Topology) -> None:
     from fullshard.dist.world import choose_device_type
 
     gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
-    env.check(launch, topology, os.environ, num_gpus=gpus)
+    proofs.check_launch(launch, topology, os.environ, num_gpus=gpus)
 
 
 @contextlib.contextmanager

@@ -20,11 +20,11 @@ from fullshard.contracts.objective import Objective
 from fullshard.control.best import BestRule
 from fullshard.control.best_rule import best_rule, gives_numbers
 from fullshard.control.resume import ResumePoint, resume_point
-from fullshard.data.inventory import inventory
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.errors import DataError, RecipeError
 from fullshard.log.console import Console
+from fullshard.proofs.same_data import inventory
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.step_plan import plan_steps

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from fullshard.contracts.launcher import Topology
-from fullshard.dist.env import Launch, check, detect, expand_hosts, export, ranks_for, tasks_per_node
+from fullshard.dist.env import Launch, detect, expand_hosts, export, ranks_for, tasks_per_node
 from fullshard.errors import SetupError
+from fullshard.proofs.launch import check_launch as check
 
 TORCHRUN = {
     "RANK": "11",

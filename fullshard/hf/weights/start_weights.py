@@ -18,10 +18,10 @@ from torch import nn
 
 from fullshard.config.part import part_class
 from fullshard.contracts.model import Family, Weights
-from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf import checkpoint_model
 from fullshard.hf.adapters.edits import base_name, has_adapters, is_adapter
+from fullshard.hf.scalars import is_scalar
 from fullshard.hf.weights.safetensors_folder import Stored, TensorEntry
 from fullshard.hf.weights.state_file import Renamed, open_state
 from fullshard.hf.weights.stored_weights import NamedWeights, StoredWeights, Together, adapter_shapes

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from fullshard.contracts.model import Weights
-from fullshard.dist.scalars import is_scalar
 from fullshard.errors import CheckpointError
 from fullshard.hf.adapters.edits import base_name, is_adapter
+from fullshard.hf.scalars import is_scalar
 from fullshard.hf.weights.safetensors_folder import Stored, open_folder
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|position_ids$")

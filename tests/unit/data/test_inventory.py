@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.control.resume import _other_data
-from fullshard.data.inventory import changes, inventory
 from fullshard.data.sources.files import Files
+from fullshard.proofs.same_data import changes, inventory
 
 
 def write(path: Path, records: int, *, word: str = "a") -> Path:

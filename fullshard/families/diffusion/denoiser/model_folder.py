@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
-from fullshard.dist.scalars import is_scalar
 from fullshard.errors import RecipeError
 from fullshard.families.diffusion.denoiser.architectures import DIT, PIXART, settings_of
 from fullshard.hf.adapters.edits import base_name, is_adapter
 from fullshard.hf.adapters.merge import Merge, merged_rows
 from fullshard.hf.export import require_complete
+from fullshard.hf.scalars import is_scalar
 from fullshard.hf.weights.safetensors_folder import open_folder
 from fullshard.hf.weights.stored_weights import NamedWeights
 

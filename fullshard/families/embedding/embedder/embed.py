@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.dist.scalars import NAME as SCALARS
 from fullshard.errors import RecipeError
 from fullshard.families.embedding.batching.chunks import Images
 from fullshard.families.embedding.embedder.dense import AfterPooling
 from fullshard.families.embedding.embedder.sentence_folder import AFTER_POOLING, Layer, check_widths
+from fullshard.hf.scalars import NAME as SCALARS
 
 
 @dataclass(frozen=True)

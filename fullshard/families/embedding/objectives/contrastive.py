@@ -92,8 +92,8 @@ class Contrastive(Objective):
         return {"teacher": self.teacher} if self.teacher is not None else {}
 
     def extend(self, module: nn.Module) -> None:
-        from fullshard.dist.scalars import NAME as SCALARS
-        from fullshard.dist.scalars import Scalars
+        from fullshard.hf.scalars import NAME as SCALARS
+        from fullshard.hf.scalars import Scalars
 
         model: Any = module
         if not hasattr(model, "embed"):
