@@ -93,9 +93,9 @@ class RecipeArguments:
 
     def read(self) -> Reading:
         """The recipe with the settings and options on top."""
-        from fullshard.config.arguments import Typed, to_overrides
+        from fullshard.commands.arguments import to_overrides
         from fullshard.recipe import Recipe
-        from fullshard.recipes.read import read
+        from fullshard.recipes.read import Typed, read
 
         if self.recipe.startswith("-"):
             wanted = f"fullshard {self.command} RECIPE {self.recipe} ..."
@@ -154,7 +154,7 @@ def _starter() -> tuple[str, ...]:
 
 def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:
     """The options and the settings of the command line as one list; the same key twice is an error."""
-    from fullshard.config.arguments import key_of
+    from fullshard.recipes.read import key_of
 
     given = {option: (_KEYS[option], value) for option, value in options.items() if option in _KEYS}
     if "--gpus" in given:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.config import families
-from fullshard.config.arguments import Typed
 from fullshard.config.merge import Settings, parse_override
 from fullshard.config.part import decode, did_you_mean, plain
 from fullshard.errors import RecipeError
@@ -28,6 +28,26 @@ COMMAND_LINE = "command line"
 RUN_KEY = "run"
 """The key of a resolved recipe that says where it came from; not a setting."""
 _VERSIONS = ("fullshard", "torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pydantic", "numpy")
+
+
+def key_of(override: str) -> str:
+    """The key path of a setting, with underscores."""
+    return override.partition("=")[0].replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Typed:
+    """A command line: the command with the recipe and the options of its ranks, and the settings as `key=value`."""
+
+    command: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+
+    def again(self, *changes: str, resume: str | None = None) -> str:
+        """The same with some settings changed, quoted for a shell."""
+        left = {key_of(change): change for change in changes}
+        kept = [left.pop(key_of(setting), setting) for setting in self.settings]
+        options = ["--resume", resume] if resume else []
+        return shlex.join([*self.command, *options, *kept, *left.values()])
 
 
 @dataclass(frozen=True)

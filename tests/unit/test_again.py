@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from fullshard.cli import app
 from fullshard.commands import rerun
-from fullshard.config.arguments import Typed
 from fullshard.log.metrics import read as read_metrics
-from fullshard.recipes.read import Reading, hand_on, load, read
+from fullshard.recipes.read import Reading, Typed, hand_on, load, read
 from fullshard.run import execute
 from tests import small
 

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import fullshard.cli
 import fullshard.run
 from fullshard.cli import app, main
+from fullshard.commands.arguments import to_overrides
 from fullshard.commands.group import ELSEWHERE
 from fullshard.commands.recipe_arguments import OPTIONS
 from fullshard.commands.recipes import sentence
 from fullshard.config import families
-from fullshard.config.arguments import to_overrides
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import NumericalError, RecipeError
 from fullshard.recipes.read import Reading

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.config.arguments import to_overrides
+from fullshard.commands.arguments import to_overrides
 from fullshard.config.part import Part, Section, kinds, part_class
 from fullshard.config.section import keys_of, options
 from fullshard.data.sources.files import Files

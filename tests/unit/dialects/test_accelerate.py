@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fullshard.config.arguments import to_overrides
+from fullshard.commands.arguments import to_overrides
 from fullshard.dialects.accelerate import notes
 
 FSDP: dict[str, Any] = {

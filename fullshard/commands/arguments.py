@@ -6,10 +6,8 @@ Hyphens and underscores are the same. Must not know what any key means, beyond t
 from __future__ import annotations
 
 import re
-import shlex
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 
 from fullshard.dialects import foreign_keys
@@ -19,21 +17,6 @@ from fullshard.formatting.yaml_text import parse_value
 _SETTING = re.compile(r"^[A-Za-z_][\w.\-\[\]]*=")
 _KEY = re.compile(r"^--[A-Za-z_][\w.\-\[\]]*$")
 _FALSE = ("false", "no", "off", "0")
-
-
-@dataclass(frozen=True)
-class Typed:
-    """A command line: the command with the recipe and the options of its ranks, and the settings as `key=value`."""
-
-    command: tuple[str, ...]
-    settings: tuple[str, ...] = ()
-
-    def again(self, *changes: str, resume: str | None = None) -> str:
-        """The same with some settings changed, quoted for a shell."""
-        left = {key_of(change): change for change in changes}
-        kept = [left.pop(key_of(setting), setting) for setting in self.settings]
-        options = ["--resume", resume] if resume else []
-        return shlex.join([*self.command, *options, *kept, *left.values()])
 
 
 def to_overrides(words: Sequence[str], *, sections: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -54,11 +37,6 @@ def to_overrides(words: Sequence[str], *, sections: Sequence[str], options: Sequ
             )
         overrides.append(word)
     return overrides
-
-
-def key_of(override: str) -> str:
-    """The key path of a setting, with underscores."""
-    return override.partition("=")[0].replace("-", "_")
 
 
 def _is_setting(word: str) -> bool:
