@@ -100,7 +100,7 @@ def part_class(contract: type[P], kind: Any, *, where: str) -> type[P]:
         raise RecipeError(f"{where}.kind = {found(kind)}: it must be one word. Known: {known}.")
     if (ours := foreign_keys.of_value(f"{where}.kind", kind)) and kind not in kinds(contract):
         raise RecipeError(f"{where}.kind = '{kind}' is not known. Here it is {ours}: write {where}: {{kind: {ours}}}.")
-    if "." in kind:
+    if "." in kind and not kind.startswith("."):
         return _user_class(contract, kind, where=where)
     if kind not in kinds(contract):
         raise RecipeError(

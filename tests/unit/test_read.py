@@ -496,6 +496,13 @@ def test_true_is_no_number(setting: str, message: str) -> None:
     assert error_of(MINIMAL, setting) == f"command line: {message}"
 
 
+@pytest.mark.parametrize("kind", [".nan", ".my_module.Mine"])
+def test_a_kind_that_begins_with_a_dot_is_not_known(kind: str) -> None:
+    message = error_of(MINIMAL, f"schedule.kind={kind}")
+    assert message.startswith("command line: schedule.kind = ")
+    assert "Known: constant, cosine" in message
+
+
 def test_a_pair_has_two_entries() -> None:
     message = "command line: optimizer.betas = [0.9, 0.95, 0.1]: it must be a list of at most 2 entries."
     assert error_of(MINIMAL, "optimizer.betas=[0.9, 0.95, 0.1]") == message
