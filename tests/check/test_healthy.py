@@ -199,6 +199,7 @@ def test_nothing_is_found_on_two_ranks(name: str, seed: Seed, ranks: RankPool) -
 
 SHORT = ("data.sequence_length=128", "batch.per_device=2", "batch.global=4", "topology.device=cpu")
 BROUGHT = {
+    "desktop": (),
     "diffusion": (),
     "embedding": (),
     "embedding-8b": (*SHORT, "model.path=vision", "model.max_pixels=3136", "objective.matryoshka=[64]")

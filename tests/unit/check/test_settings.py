@@ -220,7 +220,7 @@ def test_built_in_recipes_are_without_findings(name: str, folder: Path, tmp_path
         overrides += [f"data.train={vision.pictures(tmp_path / 'seen', records=40)}", "data.validation=null"]
         overrides += [f"data.encode.image_root={tmp_path / 'seen' / 'images'}", "data.holdout=0.1", "batch.global=32"]
         overrides += ["duration.epochs=120"]
-    brings = name not in ("diffusion", "embedding", "quickstart", "vision")
+    brings = name not in ("desktop", "diffusion", "embedding", "quickstart", "vision")
     reading = read(name, *(overrides if brings else []), "topology.device=cpu")
     ranks = Ranks(2)
     findings = list(settings.look(reading, ranks, ground_of(reading, ranks)))
