@@ -1,0 +1,252 @@
+"""Fine-tuning of a vision-language model on one GPU with real decoded images: tokens and images per second, and memory,
+beside the same job in accelerate's FSDP2.
+
+    python benchmarks/vision.py [--tiny] [--steps 20]
+
+The Qwen2.5-VL-3B shape with random weights; JPEG files of 640 x 480 and texts of Python's language reference. Both keep
+fp32 parameters and Adam states, compute in bf16, recompute every block and decode images in as many workers. fullshard
+packs conversations into rows; the peer pads them, as its collators do. Only real tokens count. Each runs in its own
+process, product and peer in turn. `--tiny` runs everything in seconds on a CPU, for the script's own sake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TEXT = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
+VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
+    "patch_size": 14,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
+ROWS, LENGTH, WORKERS, WARMUP = 4, 2048, 8, 4
+
+
+def write_data(folder: Path, count: int, *, tiny: bool) -> None:
+    """Conversations about one picture each."""
+    from pydoc_data.topics import topics
+
+    import numpy as np
+    from PIL import Image
+
+    words = " ".join(topics[key] for key in sorted(topics)).split()
+    draw = random.Random(0)
+    (folder / "images").mkdir()
+    size = (64, 48) if tiny else (640, 480)
+    with (folder / "chats.jsonl").open("w") as file:
+        for number in range(count):
+            noise = np.random.default_rng(number).integers(0, 256, (12, 16, 3), dtype=np.uint8)
+            Image.fromarray(noise).resize(size).save(folder / "images" / f"{number}.jpg")
+            at, question, answer = draw.randrange(len(words) - 99), draw.randint(5, 15), draw.randint(20, 60)
+            content = [{"type": "image", "image": f"{number}.jpg"}]
+            content += [{"type": "text", "text": " ".join(words[at : at + question])}]
+            said = {"role": "assistant", "content": " ".join(words[at + question :][:answer])}
+            file.write(json.dumps({"messages": [{"role": "user", "content": content}, said]}) + "\n")
+
+
+def model_settings(*, tiny: bool) -> dict[str, Any]:
+    shape = {"size": "tiny"} if tiny else {"overrides": {"text_config": TEXT, "vision_config": VISION}}
+    return {"kind": "vlm", "architecture": "qwen2_5_vl", "tokenizer": {"train": {"vocab_size": 2048}}, **shape}
+
+
+def product(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
+    """fullshard, packed."""
+    from fullshard.log.metrics import read as read_metrics
+    from fullshard.recipes.read import read
+    from fullshard.run import execute
+
+    reading = read(
+        {
+            "name": "product",
+            "output": str(folder),
+            "model": model_settings(tiny=tiny),
+            "objective": "vision_lm",
+            "data": {
+                "train": str(folder / "chats.jsonl"),
+                "encode": {"kind": "image_chat", "image_root": str(folder / "images")},
+                "sequence_length": 256 if tiny else LENGTH,
+                "holdout": 0,
+                "workers": 0 if tiny else WORKERS,
+                "cache": str(folder / "cache"),
+            },
+            "batch": {"per_device": ROWS},
+            "duration": {"steps": steps},
+            "optimizer": {"lr": 1e-5},
+            "precision": "fp32" if tiny else "bf16",
+            "sharding": {"activation_checkpointing": "full"},
+            "checkpoint": {"every_epochs": None, "at_end": False, "best": None},
+            "evaluate": {"parts": []},
+            "log": {"every_steps": 1, "sinks": []},
+        }
+    )
+    execute(reading, resume="never")
+    records = [r for r in read_metrics(reading.recipe.folder / "metrics.jsonl") if r["kind"] == "train"][WARMUP:]
+    return {
+        "tokens": statistics.median(r["tokens_per_second"] for r in records),
+        "images": statistics.median(r["images_per_second"] for r in records),
+        "memory": max(r.get("memory_gib", 0.0) for r in records),
+        "wait": statistics.median(r["data_wait"] for r in records),
+    }
+
+
+def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
+    """accelerate's FSDP2 with Transformers' model and processor; conversations padded to the longest of a batch."""
+    import torch
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from transformers import AutoModelForImageTextToText
+
+    from fullshard.recipes.read import read
+
+    model_part = read({"name": "peer", "model": model_settings(tiny=tiny), "data": {"train": "x"}}).recipe.model
+    texts = (folder / "chats.jsonl").read_text().splitlines()
+    model_part.prepare(texts, cache=folder / "cache")
+    processor = model_part.processor(cache=folder / "cache")
+    config = model_part._config()  # type: ignore[attr-defined]
+    model_part._fit_vocabulary(config, processor)  # type: ignore[attr-defined]
+    config.use_cache = False
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision="no" if tiny else "bf16", cpu=tiny)
+    with accelerator.device:
+        model = AutoModelForImageTextToText.from_config(config)
+    loader: Any = torch.utils.data.DataLoader(
+        Chats(folder, texts),
+        batch_size=ROWS * 4,
+        shuffle=True,
+        drop_last=True,
+        num_workers=0 if tiny else WORKERS,
+        collate_fn=Padded(processor.whole),
+        pin_memory=not tiny,
+    )
+    model = accelerator.prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    model.train()
+    rates: list[dict[str, float]] = []
+    batches = iter(loader)
+    for _ in range(steps):
+        begun = time.monotonic()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            batch = next(batches)
+        waited = time.monotonic() - begun
+        counts = int(batch["attention_mask"].sum()), len(batch["image_grid_thw"])
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        float(loss.detach())
+        took = time.monotonic() - begun
+        rates.append({"tokens": counts[0] / took, "images": counts[1] / took, "wait": waited / took})
+    memory = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
+    return {key: statistics.median(r[key] for r in rates[WARMUP:]) for key in rates[0]} | {"memory": memory}
+
+
+class Chats:
+    """The records, with their image decoded."""
+
+    def __init__(self, folder: Path, lines: list[str]) -> None:
+        self._folder, self._lines = folder, lines
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> tuple[list[dict[str, Any]], Any]:
+        from PIL import Image
+
+        messages = json.loads(self._lines[index])["messages"]
+        return messages, Image.open(self._folder / "images" / messages[0]["content"][0]["image"]).convert("RGB")
+
+
+class Padded:
+    """A batch as Transformers' documentation makes it: padded on the right, the answer as labels."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+
+    def __call__(self, samples: list[tuple[list[dict[str, Any]], Any]]) -> dict[str, Any]:
+        texts = [self._processor.tokenizer.apply_chat_template(m, tokenize=False) for m, _ in samples]
+        found = self._processor(
+            text=texts,
+            images=[[image] for _, image in samples],
+            return_tensors="pt",
+            padding=True,
+            return_mm_token_type_ids=True,
+        )
+        labels = found["input_ids"].clone()
+        labels[found["attention_mask"] == 0] = -100
+        labels[found["mm_token_type_ids"] == 1] = -100
+        return {**found, "labels": labels}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--one", choices=("product", "peer"))
+    parser.add_argument("--folder", type=Path)
+    asked = parser.parse_args()
+    if asked.one:
+        run = product if asked.one == "product" else peer
+        print("RESULT " + json.dumps(run(asked.folder, asked.steps, tiny=asked.tiny)))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        write_data(folder, 64 if asked.tiny else 600, tiny=asked.tiny)
+        for name in ("product", "peer"):
+            words = [sys.executable, __file__, "--one", name, "--folder", str(folder), "--steps", str(asked.steps)]
+            # accelerate shards only under a launcher; these are the variables of one.
+            own = {
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": "29511",
+            }
+            environ = os.environ | (own if name == "peer" and not asked.tiny else {})
+            words += ["--tiny"] if asked.tiny else []
+            done = subprocess.run(words, capture_output=True, text=True, env=environ)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+            if not lines:
+                print(done.stdout[-3000:], done.stderr[-3000:])
+                rows.append(f"| {name} | failed | | | |")
+                continue
+            found = json.loads(lines[-1].removeprefix("RESULT "))
+            rows.append(
+                f"| {name} | {found['tokens']:,.0f} | {found['images']:.1f} | {found['memory']:.1f} | "
+                f"{found['wait']:.1%} |"
+            )
+    print("| job | tokens/s | images/s | peak GiB | data wait |\n|---|---|---|---|---|\n" + "\n".join(rows))
+
+
+if __name__ == "__main__":
+    main()
