@@ -143,9 +143,8 @@ def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
         collate_fn=Padded(processor.whole),
         pin_memory=not tiny,
     )
-    model = accelerator.prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    optimizer, loader = accelerator.prepare(optimizer, loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     rates: list[dict[str, float]] = []
     batches = iter(loader)

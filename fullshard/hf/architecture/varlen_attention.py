@@ -18,12 +18,12 @@ NAME = "fullshard_varlen"
 _GQA_IS_ASKED_FOR = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def register() -> str:
+def register(name: str = NAME) -> str:
     """Makes the attention known to Transformers; returns the name to ask for."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
-    return NAME
+    AttentionInterface.register(name, attend)
+    return name
 
 
 def attend(
@@ -36,16 +36,21 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: Any = None,
+    is_causal: bool | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Transformers' attention signature: (batch, heads, length, width) in, (batch, length, heads, width) out."""
     batch, heads, length, width = query.shape
     q, k, v = (t.transpose(1, 2).reshape(batch * length, t.shape[1], width) for t in (query, key, value))
     before = sliding_window - 1 if sliding_window else -1
-    window = (before, 0 if getattr(module, "is_causal", True) else before)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    window = (before, 0 if causal else before)
     settings: dict[str, Any] = {"scale": scaling, "window_size": window}
     if _GQA_IS_ASKED_FOR:
         settings["enable_gqa"] = True
     assert cu_seq_lens_q is not None, "packed rows come with the bounds of their documents"
-    out = cast(torch.Tensor, varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, length, length, **settings))
+    longest = length if max_length_q is None else int(max_length_q)
+    bounds = cu_seq_lens_q.to(torch.int32)
+    out = cast(torch.Tensor, varlen_attn(q, k, v, bounds, bounds, longest, longest, **settings))
     return out.reshape(batch, length, heads, width), None

@@ -25,6 +25,7 @@ from fullshard.multimodal.processor import has_processor, load_processor
 from fullshard.multimodal.towers import Tower
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,17 @@ class Vlm(TransformersModel):
         if found:
             count = counted(len(found), "parameter")
             logger.info("%s of the towers, such as %s, are not used by the model and stay as they are", count, found[0])
+
+    def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
+        from fullshard.multimodal.tower_attention import use_bounds
+
+        chosen = super().choose_kernels(module, device=device, compute=compute, packed=packed)
+        model: Any = module
+        if getattr(model, "takes_bounds", False):
+            encoders = [name for kind, names in model.towers.items() if kind == "vision" for name in names]
+            for name in encoders:
+                use_bounds(module.get_submodule(name))
+        return chosen
 
     def groups(self, module: nn.Module) -> list[Group]:
         model: Any = module
