@@ -1,7 +1,7 @@
 """One call of the attention kernel for all images of a tower that tells them apart by bounds.
 
-Without it Transformers calls the kernel once for each image or window of such a tower. CUDA, bf16 or fp16. Must not know
-model names, batches or ranks.
+Without it Transformers calls the kernel once for each image or window of such a tower. CUDA, bf16 or fp16. Must not
+know model names, batches or ranks.
 """
 
 from __future__ import annotations
