@@ -127,7 +127,7 @@ def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
     processor = model_part.processor(cache=folder / "cache")
     config = model_part._config()  # type: ignore[attr-defined]
     model_part._fit_vocabulary(config, processor)  # type: ignore[attr-defined]
-    config.use_cache = False
+    config.use_cache = config.text_config.use_cache = False
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
     )
@@ -157,7 +157,7 @@ def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
             batch = next(batches)
         waited = time.monotonic() - begun
         counts = int(batch["attention_mask"].sum()), len(batch["image_grid_thw"])
-        loss = model(**batch).loss
+        loss = model(**batch, use_cache=False).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
