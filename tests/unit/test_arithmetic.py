@@ -81,9 +81,9 @@ def test_the_four_numbers_are_said() -> None:
     ("changes", "words"),
     [
         ({"num_rows": 0}, "no sample"),
-        ({"steps": 3}, "exactly one"),
+        ({"steps": 3}, "exclude each other"),
         ({"epochs": None}, "exactly one"),
-        ({"accumulate": 2, "global_size": 16}, "not both"),
+        ({"accumulate": 2, "global_size": 16}, "exclude each other"),
     ],
 )
 def test_contradictions_are_errors(changes: dict[str, Any], words: str) -> None:

@@ -19,8 +19,7 @@ from fullshard.config.part import decode, kinds
 from fullshard.families.embedding.models.sentence_transformer import SentenceTransformer
 from fullshard.log.metrics import FILE
 from fullshard.log.metrics import read as read_metrics
-from fullshard.similarity.base import SimilarityLoss
-from fullshard.similarity.candidates import Reach
+from fullshard.similarity.base import Reach, SimilarityLoss
 from tests.families.embedding import texts
 
 PAGE = (Path(fullshard.__file__).parent / "families" / "embedding" / "README.md").read_text()
