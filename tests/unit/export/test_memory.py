@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -61,16 +62,25 @@ def checkpoint(path: Path, family: Hf, module: nn.Module) -> None:
     (path / "manifest.json").write_text(json.dumps({"format": "sharded", "files": described, "tensors": {}}))
 
 
-def test_peak_memory_stays_near_one_file(folder: Path) -> None:
-    """In bf16 the embedding has its own file, half as large as the tensor that it is read from. Two files in memory
-    would be 2; allocators add up to 10 MB of noise, and 1.53 was seen on a busy machine."""
-    words = []
-    for name, form, dtype in (("whole", "hf", "bf16"), ("adapters", "merged", "original")):
-        words += [str(folder / name), str(folder / form), form, str(SHARD_BYTES), dtype]
+def peaks(words: list[str]) -> list[int]:
+    """The peak of each export above what the process held before, in a process of its own."""
+    for out in words[1::5]:
+        shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", peak_memory.__name__, *words]
     said = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert said.returncode == 0, said.stderr
-    for form, above in zip(("hf", "merged"), map(int, said.stdout.split()), strict=True):
+    return [int(word) for word in said.stdout.split()]
+
+
+def test_peak_memory_stays_near_one_file(folder: Path) -> None:
+    """In bf16 the embedding has its own file, half as large as the tensor that it is read from. Two files in memory
+    would be more than 2. Allocators and a busy machine only ever add to a peak (1.53 and 1.76 were seen), so the least
+    of three measurements counts."""
+    words = []
+    for name, form, dtype in (("whole", "hf", "bf16"), ("adapters", "merged", "original")):
+        words += [str(folder / name), str(folder / form), form, str(SHARD_BYTES), dtype]
+    measured = [peaks(words) for _ in range(3)]
+    for form, above in zip(("hf", "merged"), map(min, zip(*measured, strict=True)), strict=True):
         sizes = [path.stat().st_size for path in (folder / form).glob("*.safetensors")]
         assert sum(sizes) > 2.5 * max(sizes)
         assert max(sizes) < 1.01 * (SHARD_BYTES if form == "hf" else 74_000_000)
