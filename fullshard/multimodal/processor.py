@@ -244,6 +244,11 @@ def load_processor(folder: Path, tokenizer: Any, *, model_type: str, trust_remot
     class_name = PROCESSOR_MAPPING_NAMES.get(model_type) or named
     if class_name is None:
         raise RecipeError(f"{where}: Transformers knows no processor for models of type {model_type}.")
+    if model_type == "paligemma":
+        raise RecipeError(
+            f"{where}: PaliGemma reads its question both ways and its answer from left to right, in its own layout, "
+            "which is not supported. Use another vision-language model."
+        )
     whole = assemble(str(class_name), {"image_processor": images, "tokenizer": tokenizer}, settings)
     return ImageTextProcessor(whole, kept)
 

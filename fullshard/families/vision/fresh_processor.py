@@ -129,13 +129,6 @@ def _gemma(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str], str]
     return images, {"image_seq_length": config.mm_tokens_per_image}, names, "<start_of_image>"
 
 
-def _paligemma(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str], str]:
-    vision = config.vision_config
-    tokens = (vision.image_size // vision.patch_size) ** 2
-    images = {"size": _square(vision.image_size), "image_seq_length": tokens}
-    return images, {}, ["<image>"], "<image>"
-
-
 SETTINGS = {
     "gemma3": _gemma,
     "idefics3": _idefics,
@@ -143,7 +136,6 @@ SETTINGS = {
     "llava": _llava,
     "llava_next": _llava_next,
     "llava_onevision": _onevision,
-    "paligemma": _paligemma,
     "qwen2_5_vl": _qwen,
     "qwen2_vl": _qwen,
     "qwen3_vl": _qwen,

@@ -64,11 +64,6 @@ EXTRA: dict[str, dict[str, Any]] = {
         "vision_config": {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
     },
     "gemma3": {"mm_tokens_per_image": 4, "text_config": {"sliding_window": 4096}},
-    "paligemma": {
-        "projection_dim": 64,
-        "vision_config": {"projection_dim": 64},
-        "text_config": {"num_key_value_heads": 1},
-    },
 }
 """What an architecture needs beyond TEXT and VISION."""
 

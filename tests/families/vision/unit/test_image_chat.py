@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 
 from fullshard.contracts.data import IGNORE
-from fullshard.errors import DataError
+from fullshard.errors import DataError, RecipeError
 from fullshard.families.vision.encoders.image_chat import ImageChat
 from fullshard.families.vision.models.vlm import Vlm
+from fullshard.multimodal.processor import load_processor
 from tests.families.vision.small import model_folder
 
 
@@ -156,3 +157,9 @@ def test_the_placeholder_in_a_text_is_no_image(folder: Path) -> None:
     record = json.loads(json.dumps(asked("What does <|image_pad|> mean?")))
     with pytest.raises(DataError, match="more often than it has images"):
         opened(folder, "qwen2_vl").encode(record)
+
+
+def test_a_model_with_a_layout_of_its_own_is_refused(folder: Path) -> None:
+    place = folder / "qwen2_vl"
+    with pytest.raises(RecipeError, match="PaliGemma reads its question both ways"):
+        load_processor(place, None, model_type="paligemma", trust_remote_code=False, where="model.path")
