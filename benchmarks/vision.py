@@ -1,12 +1,14 @@
 """Fine-tuning of a vision-language model on one GPU with real decoded images: tokens and images per second, and memory,
 beside the same job in accelerate's FSDP2.
 
-    python benchmarks/vision.py [--tiny] [--steps 20]
+    python benchmarks/vision.py [--tiny] [--steps 20] [--shape SmolVLM2-2.2B]
 
-The Qwen2.5-VL-3B shape with random weights; JPEG files of 640 x 480 and texts of Python's language reference. Both keep
-fp32 parameters and Adam states, compute in bf16, recompute every block and decode images in as many workers. fullshard
-packs conversations into rows; the peer pads them, as its collators do. Only real tokens count. Each runs in its own
-process, product and peer in turn. `--tiny` runs everything in seconds on a CPU, for the script's own sake.
+The shape of Qwen2.5-VL-3B or SmolVLM2-2.2B with random weights; JPEG files of 640 x 480 and texts of Python's language
+reference. Both keep fp32 parameters and Adam states, compute in bf16, recompute every block and decode images in
+equally many workers. fullshard packs conversations into rows; the peer pads them, as its collators do. Only real tokens
+count. MFU counts the language model by tokens and the towers by image tokens, without recomputation and without the
+tower's attention. Each runs in its own process, product and peer in turn. `--tiny` runs everything in seconds on a CPU,
+for the script's own sake.
 """
 
 from __future__ import annotations
@@ -23,26 +25,60 @@ import time
 from pathlib import Path
 from typing import Any
 
-TEXT = {
-    "hidden_size": 2048,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen2.5-VL-3B": (
+        "qwen2_5_vl",
+        {
+            "text_config": {
+                "hidden_size": 2048,
+                "intermediate_size": 11008,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 2,
+                "vocab_size": 151936,
+                "tie_word_embeddings": True,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+            },
+            "vision_config": {
+                "depth": 32,
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "num_heads": 16,
+                "out_hidden_size": 2048,
+                "patch_size": 14,
+                "window_size": 112,
+                "fullatt_block_indexes": [7, 15, 23, 31],
+            },
+        },
+    ),
+    "SmolVLM2-2.2B": (
+        "smolvlm",
+        {
+            "scale_factor": 3,
+            "text_config": {
+                "model_type": "llama",
+                "hidden_size": 2048,
+                "intermediate_size": 8192,
+                "num_hidden_layers": 24,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 32,
+                "head_dim": 64,
+                "vocab_size": 49280,
+                "max_position_embeddings": 8192,
+            },
+            "vision_config": {
+                "hidden_size": 1152,
+                "intermediate_size": 4304,
+                "num_hidden_layers": 27,
+                "num_attention_heads": 16,
+                "image_size": 384,
+                "patch_size": 14,
+            },
+        },
+    ),
 }
-VISION = {
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "out_hidden_size": 2048,
-    "patch_size": 14,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-}
+PEAK = 989e12
+"""Dense bf16 of an H200; of each measured rate the same share counts, product and peer."""
 ROWS, LENGTH, WORKERS, WARMUP = 4, 2048, 8, 4
 
 
@@ -68,12 +104,13 @@ def write_data(folder: Path, count: int, *, tiny: bool) -> None:
             file.write(json.dumps({"messages": [{"role": "user", "content": content}, said]}) + "\n")
 
 
-def model_settings(*, tiny: bool) -> dict[str, Any]:
-    shape = {"size": "tiny"} if tiny else {"overrides": {"text_config": TEXT, "vision_config": VISION}}
-    return {"kind": "vlm", "architecture": "qwen2_5_vl", "tokenizer": {"train": {"vocab_size": 2048}}, **shape}
+def model_settings(shape: str, *, tiny: bool) -> dict[str, Any]:
+    architecture, overrides = SHAPES[shape]
+    size = {"size": "tiny"} if tiny else {"overrides": overrides}
+    return {"kind": "vlm", "architecture": architecture, "tokenizer": {"train": {"vocab_size": 2048}}, **size}
 
 
-def product(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
+def product(folder: Path, shape: str, steps: int, *, tiny: bool) -> dict[str, float]:
     """fullshard, packed."""
     from fullshard.log.metrics import read as read_metrics
     from fullshard.recipes.read import read
@@ -83,7 +120,7 @@ def product(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
         {
             "name": "product",
             "output": str(folder),
-            "model": model_settings(tiny=tiny),
+            "model": model_settings(shape, tiny=tiny),
             "objective": "vision_lm",
             "data": {
                 "train": str(folder / "chats.jsonl"),
@@ -110,10 +147,11 @@ def product(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
         "images": statistics.median(r["images_per_second"] for r in records),
         "memory": max(r.get("memory_gib", 0.0) for r in records),
         "wait": statistics.median(r["data_wait"] for r in records),
+        "mfu": statistics.median(r.get("mfu", 0.0) for r in records),
     }
 
 
-def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
+def peer(folder: Path, shape: str, steps: int, *, tiny: bool) -> dict[str, float]:
     """accelerate's FSDP2 with Transformers' model and processor; conversations padded to the longest of a batch."""
     import torch
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -121,13 +159,16 @@ def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
 
     from fullshard.recipes.read import read
 
-    model_part = read({"name": "peer", "model": model_settings(tiny=tiny), "data": {"train": "x"}}).recipe.model
+    model_part = read({"name": "peer", "model": model_settings(shape, tiny=tiny), "data": {"train": "x"}}).recipe.model
     texts = (folder / "chats.jsonl").read_text().splitlines()
     model_part.prepare(texts, cache=folder / "cache")
     processor = model_part.processor(cache=folder / "cache")
     config = model_part._config()  # type: ignore[attr-defined]
     model_part._fit_vocabulary(config, processor)  # type: ignore[attr-defined]
     config.use_cache = config.text_config.use_cache = False
+    empty = model_part.build(processor=processor)
+    per_token = model_part.flops_per_token(empty, length=LENGTH)
+    per_image_token = model_part.media_flops(empty)["image_tokens"]
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
     )
@@ -140,7 +181,7 @@ def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
         shuffle=True,
         drop_last=True,
         num_workers=0 if tiny else WORKERS,
-        collate_fn=Padded(processor.whole),
+        collate_fn=Padded(processor, shape),
         pin_memory=not tiny,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
@@ -156,7 +197,8 @@ def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
             batches = iter(loader)
             batch = next(batches)
         waited = time.monotonic() - begun
-        counts = int(batch["attention_mask"].sum()), len(batch["image_grid_thw"])
+        counts = int(batch["attention_mask"].sum()), ROWS * 4
+        of_images = int((batch["input_ids"] == processor.image_token_id).sum())
         loss = model(**batch, use_cache=False).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -164,7 +206,15 @@ def peer(folder: Path, steps: int, *, tiny: bool) -> dict[str, float]:
         optimizer.zero_grad()
         float(loss.detach())
         took = time.monotonic() - begun
-        rates.append({"tokens": counts[0] / took, "images": counts[1] / took, "wait": waited / took})
+        spent = counts[0] * per_token + of_images * per_image_token
+        rates.append(
+            {
+                "tokens": counts[0] / took,
+                "images": counts[1] / took,
+                "wait": waited / took,
+                "mfu": spent / took / PEAK,
+            }
+        )
     memory = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
     return {key: statistics.median(r[key] for r in rates[WARMUP:]) for key in rates[0]} | {"memory": memory}
 
@@ -188,8 +238,9 @@ class Chats:
 class Padded:
     """A batch as Transformers' documentation makes it: padded on the right, the answer as labels."""
 
-    def __init__(self, processor: Any) -> None:
-        self._processor = processor
+    def __init__(self, processor: Any, shape: str) -> None:
+        self._processor, self._image_token = processor.whole, processor.image_token_id
+        self._more = {"return_mm_token_type_ids": True} if shape.startswith("Qwen") else {}
 
     def __call__(self, samples: list[tuple[list[dict[str, Any]], Any]]) -> dict[str, Any]:
         texts = [self._processor.tokenizer.apply_chat_template(m, tokenize=False) for m, _ in samples]
@@ -198,11 +249,11 @@ class Padded:
             images=[[image] for _, image in samples],
             return_tensors="pt",
             padding=True,
-            return_mm_token_type_ids=True,
+            **self._more,
         )
         labels = found["input_ids"].clone()
         labels[found["attention_mask"] == 0] = -100
-        labels[found["mm_token_type_ids"] == 1] = -100
+        labels[found["input_ids"] == self._image_token] = -100
         return {**found, "labels": labels}
 
 
@@ -210,12 +261,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="Qwen2.5-VL-3B")
     parser.add_argument("--one", choices=("product", "peer"))
     parser.add_argument("--folder", type=Path)
     asked = parser.parse_args()
     if asked.one:
         run = product if asked.one == "product" else peer
-        print("RESULT " + json.dumps(run(asked.folder, asked.steps, tiny=asked.tiny)))
+        print("RESULT " + json.dumps(run(asked.folder, asked.shape, asked.steps, tiny=asked.tiny)))
         return
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
@@ -223,6 +275,7 @@ def main() -> None:
         write_data(folder, 64 if asked.tiny else 600, tiny=asked.tiny)
         for name in ("product", "peer"):
             words = [sys.executable, __file__, "--one", name, "--folder", str(folder), "--steps", str(asked.steps)]
+            words += ["--shape", asked.shape]
             # accelerate shards only under a launcher; these are the variables of one.
             own = {
                 "RANK": "0",
@@ -237,14 +290,14 @@ def main() -> None:
             lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
             if not lines:
                 print(done.stdout[-3000:], done.stderr[-3000:])
-                rows.append(f"| {name} | failed | | | |")
+                rows.append(f"| {name} | failed | | | | |")
                 continue
             found = json.loads(lines[-1].removeprefix("RESULT "))
             rows.append(
                 f"| {name} | {found['tokens']:,.0f} | {found['images']:.1f} | {found['memory']:.1f} | "
-                f"{found['wait']:.1%} |"
+                f"{found['wait']:.1%} | {found['mfu']:.1%} |"
             )
-    print("| job | tokens/s | images/s | peak GiB | data wait |\n|---|---|---|---|---|\n" + "\n".join(rows))
+    print("| job | tokens/s | images/s | peak GiB | data wait | MFU |\n|---|---|---|---|---|---|\n" + "\n".join(rows))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def build(
     train, held_out = loaders(recipe, inputs, world, workers=workers)
     proofs = proven(recipe, model, train, world, learner.aux)
     quantities = inputs.data.quantities
-    report.measure(progress, flops_per_token=model.flops_per_token, quantities=quantities, workers=workers)
+    report.measure(progress, flops=model.flops, quantities=quantities, workers=workers)
     parts = Parts(
         learner=learner,
         lr=recipe.optimizer.lr,

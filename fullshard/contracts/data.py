@@ -162,7 +162,7 @@ class Quantity:
     name: str
     """Plural; metrics.jsonl has `images_per_second`."""
     short: str
-    """For the console: `img/s`."""
+    """For the console: `img/s`; empty: not shown there."""
     amounts: np.ndarray
     """How much each stored sample holds."""
 

@@ -205,6 +205,10 @@ class Family(Part):
         """Floating-point operations per token of one training step: 6·N + 6·L·d·s unless the family knows better."""
         return 6.0 * sum(p.numel() for p in module.parameters())
 
+    def media_flops(self, module: nn.Module) -> dict[str, float]:
+        """The same per unit of another quantity that the encoder counts: {"image_tokens": 3e9}."""
+        return {}
+
     def adapters(self, module: nn.Module) -> set[str]:
         """The parameters of adapters; empty: the model itself is trained."""
         return set()

@@ -1,8 +1,8 @@
 """Meters: how fast the run is and where its time goes.
 
 MFU = tokens per second x flops per token / (peak flops of one device x ranks), with tokens counted over all ranks,
-flops per token as the model family states them (6·N + 6·L·d·s for a decoder) and the peak dense bf16
-(dist/peak_flops.py). Must not know where the numbers go, and must not import torch."""
+flops per token as the model family states them (6·N + 6·L·d·s for a decoder), those of image or audio towers added, and
+the peak dense bf16 (dist/peak_flops.py). Must not know where the numbers go, and must not import torch."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Meters:
         self,
         *,
         flops_per_token: float | None = None,
+        media_flops: Mapping[str, float] | None = None,
         peak_flops: float | None = None,
         ranks: int = 1,
         samples: int = 0,
@@ -53,6 +54,7 @@ class Meters:
         self.totals = dict.fromkeys(PHASES, 0.0)
         """Seconds per phase in this process, warm-up included."""
         self._flops_per_token, self._peak_flops, self._ranks = flops_per_token, peak_flops, ranks
+        self._media_flops = media_flops or {}
         self._clock, self._began, self._warmup = clock, clock() - seconds, warmup
         self._window = _Window(clock())
         self._peaks: dict[str, float] = {}
@@ -113,8 +115,9 @@ class Meters:
             return {}
         rates = {f"{name}_per_second": round(amount / seconds, 2) for name, amount in window.quantities.items()}
         if self._flops_per_token and self._peak_flops:
-            flops = window.tokens / seconds * self._flops_per_token
-            rates["mfu"] = round(flops / (self._peak_flops * self._ranks), 4)
+            flops = window.tokens * self._flops_per_token
+            flops += sum(window.quantities[name] * each for name, each in self._media_flops.items())
+            rates["mfu"] = round(flops / seconds / (self._peak_flops * self._ranks), 4)
         waited = window.time.get("data", 0.0)
         rates["data_wait"] = round(waited / seconds, 4)
         heard = self._heard

@@ -33,13 +33,19 @@ class Report:
     """Of the epoch."""
 
     def measure(
-        self, progress: Progress, *, flops_per_token: float, quantities: Sequence[Quantity], workers: int
+        self,
+        progress: Progress,
+        *,
+        flops: tuple[float, dict[str, float]],
+        quantities: Sequence[Quantity],
+        workers: int,
     ) -> None:
         """Starts the meters, at `progress` for a run that is resumed; speed is logged in `quantities`."""
         self.workers = workers
-        self.console.speeds = {each.name: each.short for each in quantities}
+        self.console.speeds = {each.name: each.short for each in quantities if each.short}
         self.meters = Meters(
-            flops_per_token=flops_per_token,
+            flops_per_token=flops[0],
+            media_flops=flops[1],
             peak_flops=peak_of(self.world.device),
             ranks=self.world.size,
             samples=progress.samples,

@@ -34,7 +34,8 @@ class ShardedModel:
     plan: ShardPlan
     units: list[Unit]
     kernels: str
-    flops_per_token: float
+    flops: tuple[float, dict[str, float]]
+    """Per token, and per unit of other quantities."""
     left_out: frozenset[str]
 
 
@@ -53,7 +54,7 @@ def sharded_model(
     plan = _with_groups(recipe, module, shard_plan(recipe, module, world, precision))
     family, device = recipe.model, world.device
     kernels = family.choose_kernels(module, device=device.type, compute=precision.compute, packed=recipe.data.pack)
-    flops = family.flops_per_token(module, length=recipe.data.sequence_length)
+    flops = family.flops_per_token(module, length=recipe.data.sequence_length), family.media_flops(module)
     weights = values or family.weights(module)
     mesh = make_mesh(plan.layout, world)
     units = shard(module, plan, mesh, family=family, weights=weights, device=device, seed=recipe.seed)

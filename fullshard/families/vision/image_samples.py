@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.contracts.data import IGNORE, Collator, Encoder, Features
+from fullshard.contracts.data import IGNORE, Collator, Encoder, Features, Quantity, Store
 from fullshard.errors import DataError
 from fullshard.formatting.plural import counted
 from fullshard.images.reading import Picture, read_again
@@ -42,11 +42,20 @@ def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, 
         kept["token_type_ids"] = types[:length]
     return {
         **kept,
+        "image_tokens": np.array([len(places)], dtype=np.int32),
         "image_counts": np.array([len(pictures)], dtype=np.int32),
         "image_sizes": np.array([len(picture.data) for picture in pictures], dtype=np.int64),
         "image_files": np.array([picture.is_file for picture in pictures], dtype=bool),
         "image_data": np.frombuffer(b"".join(picture.data for picture in pictures), dtype=np.uint8),
     }
+
+
+def image_quantities(store: Store) -> list[Quantity]:
+    """Images, and the tokens that stand for them, by which the cost of the towers is reckoned."""
+    return [
+        Quantity("images", "img", store.sizes("image_sizes")),
+        Quantity("image_tokens", "", store.flat("image_tokens")),
+    ]
 
 
 class ImageCollator(Collator):
@@ -94,9 +103,10 @@ class ImageCollator(Collator):
         size = len(text)
         kept = {name: array[text] if len(array) == size else array for name, array in sample.items()}
         none = {name: sample[name][:0] for name in ("image_sizes", "image_files", "image_data")}
+        none |= {name: np.zeros(1, dtype=np.int32) for name in ("image_counts", "image_tokens")}
         kept["labels"] = np.where(kept["labels"] == self._processor.image_token_id, IGNORE, kept["labels"])
         kept["mrope"] = np.repeat(np.arange(len(kept["input_ids"]), dtype=np.int32)[:, None], kept["mrope"].shape[1], 1)
-        return {**kept, **none, "image_counts": np.zeros(1, dtype=np.int32)}
+        return {**kept, **none}
 
     @cached_property
     def _along(self) -> dict[str, int]:
@@ -139,4 +149,4 @@ class ImageCollator(Collator):
         return [images for images in found if images]
 
 
-__all__ = ["MEDIA", "ImageCollator", "image_sample"]
+__all__ = ["MEDIA", "ImageCollator", "image_quantities", "image_sample"]

@@ -5,21 +5,25 @@ Must not know devices, ranks or objectives.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
 
 
-def flops_per_token(module: nn.Module, *, length: int) -> float:
+def flops_per_token(module: nn.Module, *, length: int, without: Collection[str] = ()) -> float:
     """4·N + 2·T + 6·L·d·s, with N parameters, T of them trained, L layers of width d and sequences of s tokens.
 
     Without frozen parameters that is the usual 6·N + 6·L·d·s. A frozen one still costs its forward (2) and the gradient
-    of its input (2), but no gradient of its own. Of a mixture's experts only the chosen ones count.
+    of its input (2), but no gradient of its own. Of a mixture's experts only the chosen ones count. Parameters named in
+    `without` work on something else than tokens.
     """
     model: Any = module
     config = model.config.get_text_config(decoder=True)
     cost = 0.0
     for name, parameter in module.named_parameters():
+        if name in without:
+            continue
         share = _active_share(config) if ".experts." in name else 1.0
         cost += share * parameter.numel() * (6.0 if parameter.requires_grad else 4.0)
     return cost + 6.0 * float(config.num_hidden_layers * config.hidden_size * length)

@@ -92,6 +92,15 @@ def test_each_quantity_has_its_own_rate() -> None:
     assert meters.record(step=5, epoch=1, loss=1.0, lr=1e-4)["seconds_of_audio_per_second"] == 0.0
 
 
+def test_the_mfu_counts_what_images_cost() -> None:
+    clock = Clock()
+    meters = Meters(
+        flops_per_token=2e9, media_flops={"image_tokens": 3e9}, peak_flops=1e13, ranks=2, warmup=0, clock=clock
+    )
+    run_steps(meters, clock, 4, quantities={"tokens": 1000, "image_tokens": 500})
+    assert meters.record(step=4, epoch=1, loss=1.0, lr=1e-4)["mfu"] == (1000 * 2e9 + 500 * 3e9) / 2e13
+
+
 def test_warm_up_never_enters_a_rate() -> None:
     clock = Clock()
     meters = Meters(warmup=2, clock=clock)

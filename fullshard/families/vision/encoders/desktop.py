@@ -29,7 +29,7 @@ from fullshard.families.vision.desktop.events import ImageRef
 from fullshard.families.vision.desktop.formats import FORMATS, FormatName
 from fullshard.families.vision.desktop.screens import given
 from fullshard.families.vision.desktop.windows import Image, Window, cut
-from fullshard.families.vision.image_samples import ImageCollator, image_sample
+from fullshard.families.vision.image_samples import ImageCollator, image_quantities, image_sample
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
 from fullshard.text.tokens import shifted
 
@@ -70,7 +70,7 @@ class Desktop(Encoder):
         return [form.encode(event) for event in read_episode(record, image_root=self.image_root).events]
 
     def quantities(self, store: Store) -> list[Quantity]:
-        return [*super().quantities(store), Quantity("images", "img", store.sizes("image_sizes"))]
+        return [*super().quantities(store), *image_quantities(store)]
 
     def open(self, processor: Any, *, length: int) -> OpenDesktop:
         return OpenDesktop(self, processor, length=length)

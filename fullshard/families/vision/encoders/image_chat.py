@@ -15,7 +15,7 @@ from fullshard.contracts.data import DropReason, Encoded, Features, Quantity, Re
 from fullshard.errors import DataError
 from fullshard.families.vision import record_images as found_images
 from fullshard.families.vision.fresh_processor import TEMPLATE
-from fullshard.families.vision.image_samples import ImageCollator, image_sample
+from fullshard.families.vision.image_samples import ImageCollator, image_quantities, image_sample
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
 from fullshard.multimodal.spans import replaced
 from fullshard.text.chat import FORMS, ChatEncoder, OpenChat
@@ -49,7 +49,7 @@ class ImageChat(ChatEncoder):
         return ChatEncoder.accepts(record) and bool(_images_of(record))
 
     def quantities(self, store: Store) -> list[Quantity]:
-        return [*super().quantities(store), Quantity("images", "img", store.sizes("image_sizes"))]
+        return [*super().quantities(store), *image_quantities(store)]
 
     def open(self, processor: Any, *, length: int) -> OpenImageChat:
         return OpenImageChat(self, processor, length=length)

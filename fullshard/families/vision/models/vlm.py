@@ -66,10 +66,14 @@ class Vlm(TransformersModel):
         return found
 
     def build(self, *, processor: Any) -> nn.Module:
+        from fullshard.families.vision.tower_flops import patches_per_token
+
         module: Any = super().build(processor=processor)
         towers.check_names(self.towers, module.towers, model=type(module).__name__)
         towers.freeze(module, self.towers, module.towers)
-        self._freeze_unused(module, processor)
+        if processor:
+            self._freeze_unused(module, processor)
+            module.patches_per_token = patches_per_token(module, processor)
         return module  # type: ignore[no-any-return]
 
     def _freeze_unused(self, module: nn.Module, processor: Any) -> None:
@@ -78,9 +82,7 @@ class Vlm(TransformersModel):
 
         from fullshard.multimodal.unused import unused
 
-        found = (
-            unused(module, processor.features([Image.new("RGB", (64, 64))]), self.resting(module)) if processor else []
-        )
+        found = unused(module, processor.features([Image.new("RGB", (64, 64))]), self.resting(module))
         for name in found:
             module.get_parameter(name).requires_grad_(False)
         if found:
@@ -101,6 +103,19 @@ class Vlm(TransformersModel):
     def groups(self, module: nn.Module) -> list[Group]:
         model: Any = module
         return towers.groups(self.towers, model.towers)
+
+    def flops_per_token(self, module: nn.Module, *, length: int) -> float:
+        """Of the language model; the other towers work on images."""
+        from fullshard.hf.architecture.flops import flops_per_token
+
+        return flops_per_token(module, length=length, without=self.resting(module))
+
+    def media_flops(self, module: nn.Module) -> dict[str, float]:
+        from fullshard.families.vision.tower_flops import flops_per_image_token
+
+        patches = float(getattr(module, "patches_per_token", 1.0))
+        adapted = self.adapters(module)
+        return {"image_tokens": flops_per_image_token(module, self.resting(module), patches=patches, adapted=adapted)}
 
     def resting(self, module: nn.Module) -> set[str]:
         model: Any = module
