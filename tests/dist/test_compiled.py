@@ -38,6 +38,7 @@ def test_compiled_blocks_give_the_same_losses(ranks: RankPool, folder: Path) -> 
     )
 
 
+@pytest.mark.slow
 def test_8bit_adamw_trains_saves_and_resumes(ranks: RankPool, folder: Path) -> None:
     """Its states are quantised in blocks, so it stays near AdamW, not on it; resume is exact all the same. On other
     ranks the blocks are others: there it goes on near, as two quantisations of one state are."""

@@ -20,6 +20,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from tests.slow import only_first
 from tests.small import model_folder, recipe, token_file
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +100,7 @@ def start(folder: Path, tmp_path: Path) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [(TOKENISE, signal.SIGUSR1), (LOAD, signal.SIGUSR2)],
+    only_first([(TOKENISE, signal.SIGUSR1), (LOAD, signal.SIGUSR2)]),
     ids=["tokenising", "loading the model"],
 )
 def test_one_process_ends_with_75_and_a_line(start: Any, phase: str, number: signal.Signals) -> None:
@@ -122,7 +123,7 @@ def to_one_rank(run: Run, ranks: list[int]) -> None:
     os.kill(ranks[1], signal.SIGUSR2)
 
 
-@pytest.mark.parametrize("send", [to_launcher, to_group, to_one_rank])
+@pytest.mark.parametrize("send", only_first([to_launcher, to_group, to_one_rank]))
 def test_the_launcher_ends_with_75_when_its_ranks_do(start: Any, send: Callable[[Run, list[int]], None]) -> None:
     with start(MEET, topology={"devices": 2}) as run:
         ranks = run.ranks(2)
@@ -136,6 +137,7 @@ def test_the_launcher_ends_with_75_when_its_ranks_do(start: Any, send: Callable[
         assert not [pid for pid in ranks if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher",
     [
@@ -169,6 +171,7 @@ def test_in_an_evaluation_the_run_saves(start: Any, folder: Path) -> None:
         assert [path.name for path in run.run.glob("checkpoint-*")] == ["checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_in_the_final_export_the_run_comes_to_its_end(start: Any) -> None:
     with start(EXPORT) as run:
         run.ranks(1)
@@ -179,6 +182,7 @@ def test_in_the_final_export_the_run_comes_to_its_end(start: Any) -> None:
         assert (run.run / "model" / "config.json").exists()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_launcher_and_ranks_at_once(start: Any) -> None:
     with start(EXPORT, topology={"devices": 2}) as run:
         ranks = run.ranks(2)
@@ -198,6 +202,7 @@ def slurm(rank: int, port: int) -> dict[str, str]:
     return environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
+@pytest.mark.slow
 def test_a_task_of_srun_says_whom_it_waits_for_and_ends_with_75(start: Any) -> None:
     """The real rendezvous, in which the other task never comes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -212,6 +217,7 @@ def test_a_task_of_srun_says_whom_it_waits_for_and_ends_with_75(start: Any) -> N
         assert (code, err) == (75, f"Stopped by SIGUSR1 {UNSAVED}")
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_is_gone_while_they_meet_is_no_mistake_of_the_users(start: Any) -> None:
     from torch.distributed import TCPStore
 

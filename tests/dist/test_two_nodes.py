@@ -46,6 +46,7 @@ def train(nodes: Nodes, folder: Path, node: int, *options: str) -> subprocess.Po
     return nodes.start(node, [*command, *options], cwd=ROOT, start_new_session=True)
 
 
+@pytest.mark.slow
 def test_two_nodes_meet_train_and_notice_a_cut(nodes: Nodes, tmp_path: Path) -> None:
     model_folder(tmp_path / "model", num_hidden_layers=1)
     token_file(tmp_path / "train.jsonl", records=64)

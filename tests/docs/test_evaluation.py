@@ -56,6 +56,7 @@ def short(name: str, **sections: Any) -> str:
     return json.dumps({**base, **sections})
 
 
+@pytest.mark.slow
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     model_folder(tmp_path / "base", vocab_size=1200, max_position_embeddings=1024, num_hidden_layers=1)

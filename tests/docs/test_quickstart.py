@@ -22,6 +22,7 @@ from fullshard.cli import app
 from fullshard.log.metrics import read as read_metrics
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
+pytestmark = pytest.mark.slow
 SHORT = ("duration.epochs=1", "evaluate.every_steps=100")
 """A third of the run: enough for losses to fall."""
 STEPS = 241  # of one epoch, as the README says

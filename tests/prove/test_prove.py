@@ -133,6 +133,7 @@ def test_a_rank_of_a_launcher_is_refused(folder: Path, monkeypatch: pytest.Monke
     assert "starts, kills and restarts ranks by itself" in result.stderr
 
 
+@pytest.mark.slow
 def test_with_real_ranks_that_are_really_killed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

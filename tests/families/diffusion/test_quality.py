@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import fullshard
 from benchmarks.digits import make, measure
 
@@ -27,6 +29,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow
 def test_a_short_run_writes_digits(tmp_path: Path) -> None:
     fullshard.train(fullshard.load("diffusion", *SHORT, f"output={tmp_path}", f"data.cache={tmp_path}/cache"))
     found = measure(*make(tmp_path / "diffusion", each=10, guidance=2, steps=12))

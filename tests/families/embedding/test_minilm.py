@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.small import train
 
 STEPS = 4
 
 
+@pytest.mark.slow
 def test_recall_on_modules_that_were_not_trained_on_rises(ranks: Any, tmp_path: Path) -> None:
     import yaml
 
