@@ -35,6 +35,7 @@ def check(
         bool, typer.Option("--quick", help="Look only: start no ranks, and skip the trial of the model.")
     ] = False,
     units: Annotated[bool, typer.Option("--units", help="Print every FSDP unit with its dtypes.")] = False,
+    sample: Annotated[int | None, typer.Option(metavar="N", help="Print sample N token by token, and exit.")] = None,
     as_json: options.AsJson = False,
     trial_in: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -60,6 +61,8 @@ def check(
         launch = asked.launch()
         if trial_in is not None:
             raise typer.Exit(command.trial_rank(reading, trial_in))
+        if sample is not None:
+            raise typer.Exit(command.show_sample(reading, sample, as_json=as_json))
     except FullshardError as mistake:
         raise typer.Exit(command.refused(mistake, how)) from None
     ranks: Ranks | SetupError

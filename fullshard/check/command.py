@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,16 +60,23 @@ def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions, *,
     with json_alone(options.as_json):
         extra = _look(reading, problem or ranks, report, options)
     tried = not (options.quick or report.failed)
-    if tried and rank is not None:
-        with json_alone(options.as_json):
-            found = _as_one(reading, rank=rank)
-        report.section("Trial", found)
-    elif tried and isinstance(ranks, Ranks):
-        with report.working("Starting the ranks and trying the longest batch"):
-            found = _on_ranks(reading, ranks)
+    if tried and isinstance(ranks, Ranks):
+        with json_alone(options.as_json), report.working("Trying the longest batch on all ranks"):
+            found = _on_ranks(reading, ranks) if rank is None else _as_one(reading, rank=rank)
         report.section("Trial", found)
     report.end(options.command, tried=tried, extra=extra)
     return EXIT_USER if report.failed else EXIT_DONE
+
+
+def show_sample(reading: Reading, number: int, *, as_json: bool) -> int:
+    """Prints a sample of the training data."""
+    with json_alone(as_json):
+        from fullshard.log.console import Console
+        from fullshard.multimodal.transcript import show
+        from fullshard.setup.run_inputs import prepare_inputs
+
+        inputs = prepare_inputs(reading.recipe, world_size=1, console=Console(silent=True))
+    return show(inputs.data, number, as_json=as_json)
 
 
 def _launch_problem(topology: Topology) -> tuple[SetupError | None, bool]:
@@ -102,6 +109,7 @@ def refused(mistake: FullshardError, options: CheckOptions) -> int:
     """Reports a recipe that cannot be read, or a launcher that contradicts itself."""
     report = Report(as_json=options.as_json)
     section, check = ("Environment", "ranks") if isinstance(mistake, SetupError) else ("Recipe", "recipe")
+    section, check = ("Data", "data") if isinstance(mistake, DataError) else (section, check)
     # A recipe with several mistakes has a line for each.
     report.section(section, [error(check, line, "") for line in str(mistake).splitlines()])
     report.end(options.command, tried=False, extra={})
@@ -204,10 +212,7 @@ def _on_ranks(reading: Reading, ranks: Ranks) -> list[Finding]:
             return [of("ranks", mistake)]
         finally:
             if ranks.node_rank == 0:  # a killed rank could not clean up
-                clear(reading.recipe)
-                for path in absent:
-                    with contextlib.suppress(OSError):
-                        path.rmdir()
+                clear(reading.recipe, absent)
         written = {int(file.stem): json.loads(file.read_text()) for file in sorted(folder.glob("[0-9]*.json"))}
     return _merged(written, code, said=said.getvalue())
 
@@ -221,14 +226,12 @@ def _merged(written: dict[int, list[dict[str, Any]]], code: int, *, said: str = 
         for finding in found:
             if finding.check == "trial":
                 raised.setdefault(finding, []).append(rank)
-    failures = []
-    for finding, who in raised.items():
-        text = f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {finding.text}"
-        failures.append(Finding(finding.level, finding.check, text, finding.remedy))
+    failures = [
+        replace(finding, text=f"rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}: {finding.text}")
+        for finding, who in raised.items()
+    ]
     if code and said.strip():
-        advice = (
-            "Their last lines are above. If memory ran out (see dmesg): lower batch.per_device, or use fewer ranks."
-        )
+        advice = "Their last lines are above. If memory ran out (see dmesg), lower batch.per_device or use fewer ranks."
         failures.insert(0, error("trial", " ".join(said.split()), advice))
     # A rank that lost another one reports that too, but the other one's error is the cause.
     causes = [failure for failure in failures if not crash.is_victim(failure.text)]
@@ -248,10 +251,9 @@ def trial_rank(reading: Reading, folder: Path) -> int:
         found = run_trial(reading)
     except Exception as mistake:
         found = [_trial_error(mistake)]
-    failed = any(finding.level == "error" for finding in found)
     path = folder / f"{os.environ.get('RANK', '0')}.json"
     path.write_text(json.dumps([finding.as_dict() for finding in found]), encoding="utf-8")
-    return EXIT_USER if failed else EXIT_DONE
+    return EXIT_USER if any(finding.level == "error" for finding in found) else EXIT_DONE
 
 
 def _trial_error(mistake: Exception) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -51,13 +51,16 @@ def folder_of(recipe: Recipe) -> Path:
     return recipe.output / f".check-{recipe.name}"
 
 
-def clear(recipe: Recipe) -> None:
-    """Removes what a trial left, also in a remote store."""
+def clear(recipe: Recipe, made: Iterable[Path] = ()) -> None:
+    """Removes what a trial left, also in a remote store, and the folders it made if they are empty."""
     folder = folder_of(recipe)
     shutil.rmtree(folder, ignore_errors=True)
     if recipe.checkpoint.store is not None:
         with contextlib.suppress(Exception):  # a store that fails has already failed the trial
             paths.remove(recipe.model_copy(update={"name": folder.name}).checkpoints)
+    for path in made:
+        with contextlib.suppress(OSError):
+            path.rmdir()
 
 
 def run_trial(reading: Reading) -> list[Finding]:
@@ -94,10 +97,7 @@ def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
         yield hidden
     finally:
         if world.is_main:
-            clear(recipe)
-            for path in made:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
+            clear(recipe, made)
 
 
 def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tuple[float, list[Finding]]:

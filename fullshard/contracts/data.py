@@ -282,6 +282,10 @@ class OpenEncoder:
         """What the chosen samples contain, for the report."""
         return "not packed"
 
+    def passages(self, sample: Features) -> Sequence[tuple[str, int]]:
+        """A sample in parts for a person to read: what each says in words, and its number of tokens."""
+        return [("", len(sample["input_ids"]))]
+
     def chat_template(self) -> str | None:
         """Which template lays out conversations, or None for other data."""
         return None

@@ -28,7 +28,6 @@ _MOST_THREADS = 8
 _HF_KEYS = {"bytes", "path"}
 """The keys of an image of the `datasets` library; bytes win over a path."""
 
-
 UNREADABLE = DropReason(
     "with an image that cannot be read",
     "give images that exist and are complete; relative paths start at data.encode.root (for pairs: "

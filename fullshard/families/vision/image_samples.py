@@ -84,7 +84,7 @@ class ImageCollator(Collator):
                 found = sample["token_type_ids"].astype(np.int64)
                 types[row, : len(found)] = torch.from_numpy(found)
             batch[f"{MEDIA}token_type_ids"] = types
-        images = [self._processor.features(found) for sample in samples for found in self._images(sample)]
+        images = [self._processor.features(found) for sample in samples for found in self._by_document(sample)]
         if images:
             batch |= {f"{MEDIA}{name}": value for name, value in combine(images, along=self._along).items()}
         return batch
@@ -130,23 +130,53 @@ class ImageCollator(Collator):
         labels = np.full(len(ids), IGNORE, dtype=np.int32)
         return image_sample({"input_ids": ids, "labels": labels}, [picture], self._processor, length=self._length)
 
-    def _images(self, sample: Features) -> list[list[Any]]:
+    def _by_document(self, sample: Features) -> list[list[Any]]:
         """The decoded images of each document in a row that has some."""
-        ends = np.cumsum(sample["image_sizes"])
-        data = [
-            sample["image_data"][end - size : end].tobytes()
-            for end, size in zip(ends, sample["image_sizes"], strict=True)
-        ]
-        files = map(bool, sample["image_files"])
-        read = [
-            read_again(one, is_file=is_file, root=self._root)[2].convert("RGB")
-            for one, is_file in zip(data, files, strict=True)
-        ]
+        read = [read_again(one, is_file=is_file, root=self._root)[2] for one, is_file in stored_images(sample)]
         found, at = [], 0
         for count in map(int, sample["image_counts"]):
-            found.append(read[at : at + count])
+            found.append([image.convert("RGB") for image in read[at : at + count]])
             at += count
         return [images for images in found if images]
 
 
-__all__ = ["MEDIA", "ImageCollator", "image_quantities", "image_sample"]
+def stored_images(sample: Features) -> list[tuple[bytes, bool]]:
+    """The images of a sample: a path or the bytes of a file, and whether it is a path."""
+    ends = np.cumsum(sample["image_sizes"])
+    data = [
+        sample["image_data"][end - size : end].tobytes() for end, size in zip(ends, sample["image_sizes"], strict=True)
+    ]
+    return list(zip(data, map(bool, sample["image_files"]), strict=True))
+
+
+def tokens_per_image(sizes: Sequence[tuple[int, int]], processor: Any) -> list[int]:
+    """How many image tokens the model expects for each image of a sample; sizes are (width, height)."""
+    texts = processor.image_texts(sizes) if sizes else []
+    image, tokenizer = processor.image_token_id, processor.tokenizer
+    return [tokenizer(text, add_special_tokens=False)["input_ids"].count(image) for text in texts]
+
+
+def image_passages(sample: Features, processor: Any, *, root: Path | None, noun: str) -> list[tuple[str, int, int]]:
+    """Each image of a sample for a person to read: `[image 64x48 from cat.png]`, its first token and the token after
+    its last."""
+    stored = stored_images(sample)
+    sizes = [read_again(data, is_file=is_file, root=root)[2].size for data, is_file in stored]
+    places = np.flatnonzero(sample["input_ids"] == processor.image_token_id)
+    ends = np.cumsum(tokens_per_image(sizes, processor))
+    found, start = list[tuple[str, int, int]](), 0
+    for (data, is_file), (width, height), end in zip(stored, sizes, ends, strict=True):
+        origin = f"from {data.decode()}" if is_file else f"from {counted(len(data), 'byte')} in the record"
+        found.append((f"[{noun} {width}x{height} {origin}]", int(places[start]), int(places[end - 1]) + 1))
+        start = int(end)
+    return found
+
+
+__all__ = [
+    "MEDIA",
+    "ImageCollator",
+    "image_passages",
+    "image_quantities",
+    "image_sample",
+    "stored_images",
+    "tokens_per_image",
+]

@@ -20,6 +20,8 @@ from fullshard.families.vision.desktop.token_format import EVENT_END, EVENT_STAR
 class JsonEvents:
     """Text that any tokenizer can read; also for the state of windows."""
 
+    clock_ns = 2**63
+
     def vocabulary(self) -> list[str]:
         return list(MARKERS)
 

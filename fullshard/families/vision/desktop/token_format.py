@@ -45,6 +45,11 @@ STRUCTURE = [*MARKERS, *_KINDS.values(), *_PRESSED.values(), *_ACTIONS, *_BUTTON
 class EventFormat(Protocol):
     """Events to text and back. `decode(encode(event)) == rounded(event)` for every event that it `takes`."""
 
+    @property
+    def clock_ns(self) -> int:
+        """After this time the clock starts again at 0."""
+        ...
+
     def vocabulary(self) -> list[str]:
         """The tokens to add to a tokenizer, always in the same order."""
         ...
@@ -90,6 +95,10 @@ class TokenFormat:
     """The tokens of the 16 values of four flags."""
     digits: tuple[str, ...]
     signs: tuple[str, ...] = ()
+
+    @property
+    def clock_ns(self) -> int:
+        return prod(self.time_bases) * TIME_UNIT_NS
 
     def vocabulary(self) -> list[str]:
         return list(dict.fromkeys([*STRUCTURE, *self.keys, *self.flags, *self.digits, *self.signs]))

@@ -1,19 +1,18 @@
-"""A window for a person to read: when, what happens, its tokens, and a T under each token that is trained on.
+"""The tokens of a window for a person to read: each event in words, and when it happens.
 
-Must not know how tokens become numbers.
+Works on tokens alone, so that it shows what is trained on, not what was meant. Must not know files or the layout of
+samples.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from typing import Any
 
 from fullshard.families.vision.desktop.events import (
     NOTCH,
     SIDE_WHEEL,
     Event,
-    ImageRef,
     Key,
     Mouse,
     RawMouse,
@@ -21,43 +20,80 @@ from fullshard.families.vision.desktop.events import (
     buttons_of,
     key_name,
 )
-from fullshard.families.vision.desktop.token_format import EPISODE_START
-from fullshard.families.vision.desktop.windows import Image, Segment, Text, Window
-from fullshard.formatting.plural import counted, plural
+from fullshard.families.vision.desktop.token_format import (
+    EPISODE_END,
+    EPISODE_START,
+    EVENT_END,
+    EVENT_START,
+    MARKERS,
+    EventFormat,
+)
+from fullshard.formatting.plural import plural
 
-WIDTH = 110
-"""Columns for tokens."""
-_INDENT = " " * 12
+_EPISODE = {EPISODE_START: "start of the episode", EPISODE_END: "end of the episode"}
+Shown = tuple[str, int, int]
+"""A picture in words, its first token and the token after its last."""
 
 
-def pieces(text: str) -> list[str]:
-    """Text in event tokens and what is between them; a tokenizer may cut the latter further."""
-    return re.findall(r"<[A-Za-z0-9_]+>|(?:(?!<[A-Za-z0-9_]+>).)+", text, flags=re.DOTALL)
+def passages(
+    ids: Sequence[int], tokenizer: Any, form: EventFormat, screens: Sequence[Shown]
+) -> Iterator[tuple[str, int]]:
+    """What each event of a window says, and its number of tokens."""
+    names = {tokenizer.convert_tokens_to_ids(marker): marker for marker in MARKERS}
+    marks = [names.get(token, "") for token in ids]
+    start, first = 0, None
+    while start < len(ids):
+        stop = _stop(marks, start)
+        inside = [shown for shown in screens if start <= shown[1] < stop]
+        text = _without(ids, start, stop, inside, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
+        if marks[start] in _EPISODE:
+            yield _EPISODE[marks[start]], stop - start
+        else:
+            event = _event(text, form)
+            first = event.timestamp_ns if event and first is None else first
+            yield _said(event, inside, form, first or 0), stop - start
+        start = stop
 
 
-def transcript(window: Window, split: Callable[[str], Sequence[str]] = pieces) -> str:
-    """All events of a window. `split` gives the tokens of a text as the tokenizer cuts it."""
-    lines, trained, total, events, start = list[str](), 0, 0, 0, None
-    for _, group in groupby(window.segments, key=lambda segment: id(segment.event)):
-        segments = list(group)
-        event = segments[0].event
-        cells = [cell for segment in segments for cell in _cells(segment, split)]
-        trained += sum(size for _, size, mark in cells if mark)
-        total += sum(size for _, size, _ in cells)
-        events += event is not None
-        if event is not None and start is None:
-            start = event.timestamp_ns
-        when = "" if event is None or start is None else f"{(event.timestamp_ns - start) / 1e9:.3f} s"
-        lines += ["", f"{when:>10}  {words(event) if event else _marker(segments[0])}", *_table(cells)]
-    counts = [counted(events, "event"), counted(len(window.images), "screen"), counted(total, "token")]
-    return "\n".join([f"{window.episode_path}: {', '.join(counts)}, {trained:,} trained on (T)", *lines])
+def _stop(marks: Sequence[str], start: int) -> int:
+    """The token after the event, marker or other text that begins at `start`."""
+    if marks[start] in _EPISODE:
+        return start + 1
+    wanted = {EVENT_END} if marks[start] == EVENT_START else {EVENT_START, *_EPISODE}
+    found = next((at for at in range(start + 1, len(marks)) if marks[at] in wanted), len(marks))
+    return min(found + (marks[start] == EVENT_START), len(marks))
+
+
+def _without(
+    ids: Sequence[int], start: int, stop: int, screens: Sequence[Shown], decode: Callable[[list[int]], str]
+) -> str:
+    """The text of some tokens without those of pictures."""
+    covered = {at for _, first, last in screens for at in range(first, last)}
+    return decode([int(ids[at]) for at in range(start, stop) if at not in covered])
+
+
+def _event(text: str, form: EventFormat) -> Event | None:
+    try:
+        events = form.decode(text)
+    except ValueError:
+        return None
+    return events[0] if events else None
+
+
+def _said(event: Event | None, screens: Sequence[Shown], form: EventFormat, first: int) -> str:
+    pictures = " ".join(words for words, _, _ in screens)
+    if event is None:
+        return " ".join(filter(None, ["not an event of this format", pictures]))
+    said = pictures if isinstance(event, Screen) and pictures else " ".join(filter(None, [words(event), pictures]))
+    # The clock of tokens starts again at 0 from time to time.
+    return f"{(event.timestamp_ns - first) % form.clock_ns / 1e9:.3f} s  {said}"
 
 
 def words(event: Event) -> str:
     """An event in words."""
     match event:
         case Screen():
-            return f"screen: {_picture(event.image)}"
+            return "screen"
         case Key():
             return f"{'press' if event.pressed else 'release'} {key_name(event.key)}"
         case RawMouse():
@@ -79,35 +115,3 @@ def _raw(event: RawMouse) -> Iterator[str]:
     yield from (f"{name} button {'down' if pressed else 'up'}" for name, pressed in buttons_of(event.flags))
     if event.wheel:
         yield f"{'side wheel' if event.flags & SIDE_WHEEL else 'wheel'} {event.wheel / NOTCH:+g} {plural(2, 'notch')}"
-
-
-def _picture(image: ImageRef | None) -> str:
-    if isinstance(image, tuple):
-        return f"{image[0]} at {image[1] / 1e9:.3f} s"
-    return image if isinstance(image, str) else f"an image of {counted(len(image), 'byte')}" if image else "not known"
-
-
-def _marker(segment: Segment) -> str:
-    return (
-        "start of the episode" if isinstance(segment, Text) and segment.text == EPISODE_START else "end of the episode"
-    )
-
-
-def _cells(segment: Segment, split: Callable[[str], Sequence[str]]) -> list[tuple[str, int, bool]]:
-    """What is shown, the number of tokens, and whether they are trained on."""
-    if isinstance(segment, Image):
-        return [(f"[{counted(segment.tokens, 'image token')}]", segment.tokens, False)]
-    return [(token.replace("\n", "\\n"), 1, segment.trained) for token in split(segment.text)]
-
-
-def _table(cells: Sequence[tuple[str, int, bool]]) -> Iterator[str]:
-    """Lines of tokens, each with its marks below."""
-    tokens = marks = ""
-    for token, _, trained in [*cells, ("", 0, False)]:
-        if tokens and (not token or len(tokens) + len(token) > WIDTH):
-            yield f"{_INDENT}{tokens}".rstrip()
-            if marks.strip():
-                yield f"{_INDENT}{marks}".rstrip()
-            tokens = marks = ""
-        tokens += f"{token} "
-        marks += "T".ljust(len(token) + 1) if trained else " " * (len(token) + 1)

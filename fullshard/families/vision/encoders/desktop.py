@@ -28,8 +28,9 @@ from fullshard.families.vision.desktop.episodes import Episodes, read_episode
 from fullshard.families.vision.desktop.events import ImageRef
 from fullshard.families.vision.desktop.formats import FORMATS, FormatName
 from fullshard.families.vision.desktop.screens import given
+from fullshard.families.vision.desktop.transcript import passages
 from fullshard.families.vision.desktop.windows import Image, Window, cut
-from fullshard.families.vision.image_samples import ImageCollator, image_quantities, image_sample
+from fullshard.families.vision.image_samples import ImageCollator, image_passages, image_quantities, image_sample
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
 from fullshard.text.tokens import shifted
 
@@ -107,6 +108,10 @@ class OpenDesktop(OpenEncoder):
 
     def collator(self, store: Store) -> ImageCollator:
         return ImageCollator(self.settings, self.processor, root=self.settings.image_root, length=self.length)
+
+    def passages(self, sample: Features) -> list[tuple[str, int]]:
+        screens = image_passages(sample, self.processor, root=self.settings.image_root, noun="screen")
+        return [*passages(sample["input_ids"], self.processor.tokenizer, FORMATS[self.settings.format], screens)]
 
     def _sample(self, window: Window, pictures: dict[ImageRef, Picture]) -> Features:
         shown = [pictures[ref] for ref in window.images]

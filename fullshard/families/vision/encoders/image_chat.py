@@ -15,7 +15,7 @@ from fullshard.contracts.data import DropReason, Encoded, Features, Quantity, Re
 from fullshard.errors import DataError
 from fullshard.families.vision import record_images as found_images
 from fullshard.families.vision.fresh_processor import TEMPLATE
-from fullshard.families.vision.image_samples import ImageCollator, image_quantities, image_sample
+from fullshard.families.vision.image_samples import ImageCollator, image_passages, image_quantities, image_sample
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
 from fullshard.multimodal.spans import replaced
 from fullshard.text.chat import FORMS, ChatEncoder, OpenChat
@@ -88,6 +88,14 @@ class OpenImageChat(OpenChat):
 
     def collator(self, store: Store) -> ImageCollator:
         return ImageCollator(self.settings, self.processor, root=self.settings.image_root, length=self.length)
+
+    def passages(self, sample: Features) -> list[tuple[str, int]]:
+        found, at = list[tuple[str, int]](), 0
+        images = image_passages(sample, self.processor, root=self.settings.image_root, noun="image")
+        for words, start, stop in images:
+            found += [("", start - at), (words, stop - start)]
+            at = stop
+        return [(words, size) for words, size in [*found, ("", len(sample["input_ids"]) - at)] if size]
 
     def annotate_processor(self) -> None:
         if self._is_plain:

@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -22,8 +22,6 @@ from fullshard.families.vision.desktop.events import Event, Key, RawMouse, Scree
 from fullshard.families.vision.desktop.rows import message_of
 
 LEFT_DOWN, LEFT_UP = 0x001, 0x002
-_CELLS = 8
-"""The pointer moves on a grid of 8 x 8 cells, one cell at a time, in any of 8 directions."""
 _STEP_NS, _REACTION_NS = 100_000_000, 50_000_000
 _TARGETS, _FARTHEST = 2, 3
 """Buttons to click, and how many cells away the next one may be: near, so that the last move does not give the next one
@@ -47,10 +45,12 @@ class DesktopEpisodes(Source):
     """Decides what happens in each recording."""
     size: int = Field(64, ge=32, le=1024, multiple_of=8)
     """The width and height of the screen in pixels."""
+    cells: Literal[4, 8] = 8
+    """The pointer moves on a grid of this many cells across and down, one cell at a time, in any of 8 directions."""
 
     def open(self) -> Records:
         numbers = range(self.start, self.start + self.episodes)
-        rows = _Rows([row for number in numbers for row in _recording(number, self.seed, self.size)], self.size)
+        rows = _Rows([row for number in numbers for row in _recording(number, self)], self)
         return Listed(
             rows,
             where=lambda index: f"generated episode {rows.planned[index].number}, row {index + 1}",
@@ -82,8 +82,8 @@ class _Row:
 class _Rows(Sequence[Record]):
     """Records that are drawn when they are read."""
 
-    def __init__(self, planned: list[_Row], size: int) -> None:
-        self.planned, self._size = planned, size
+    def __init__(self, planned: list[_Row], settings: DesktopEpisodes) -> None:
+        self.planned, self._settings = planned, settings
 
     def __len__(self) -> int:
         return len(self.planned)
@@ -96,29 +96,38 @@ class _Rows(Sequence[Record]):
             "topic": {Screen: "screen", Key: "keyboard", RawMouse: "mouse/raw"}[type(row.event)],
             "timestamp_ns": row.event.timestamp_ns,
             "message_type": f"desktop/{kind}",
-            "message": draw(row.view, self._size) if isinstance(row.event, Screen) else json.dumps(message),
+            "message": draw(row.view, self._settings.size, self._settings.cells)
+            if isinstance(row.event, Screen)
+            else json.dumps(message),
         }
 
+    def _drawn(self, view: _View) -> bytes:
+        return draw(view, self._settings.size, self._settings.cells)
 
-def _recording(number: int, seed: int, size: int) -> Iterator[_Row]:
+
+def _recording(number: int, settings: DesktopEpisodes) -> Iterator[_Row]:
     """A screen before each action. Recordings start a minute apart."""
-    rng = np.random.default_rng([seed, number])
-    time = number * 60 * 10**9
-    for seen, action in _actions(rng, size // _CELLS):
+    rng = np.random.default_rng([settings.seed, number])
+    time, cell = number * 60 * 10**9, settings.size // settings.cells
+    for seen, action in _actions(rng, settings.cells):
+        if isinstance(action, RawMouse):
+            action = replace(action, dx=action.dx * cell, dy=action.dy * cell)
         yield _Row(number, Screen(time), seen)
         yield _Row(number, replace(action, timestamp_ns=time + _REACTION_NS), seen)
         time += _STEP_NS
 
 
-def _actions(rng: np.random.Generator, cell: int) -> Iterator[tuple[_View, Key | RawMouse]]:
-    """What is seen, and what to do then."""
-    pointer = _cell(rng.integers(_CELLS, size=2))
+def _actions(rng: np.random.Generator, cells: int) -> Iterator[tuple[_View, Key | RawMouse]]:
+    """What is seen, and what to do then; movement is in cells."""
+    pointer = _cell(rng.integers(cells, size=2))
     view = _View(pointer, pointer, colour=(), background=tuple(rng.integers(10, 60, size=3).tolist()))
     for _ in range(_TARGETS):
-        view = replace(view, button=_near(rng, view.pointer), colour=tuple(rng.integers(*_BUTTON_COLOURS).tolist()))
+        view = replace(
+            view, button=_near(rng, view.pointer, cells), colour=tuple(rng.integers(*_BUTTON_COLOURS).tolist())
+        )
         while view.pointer != view.button:
             across, down = (_sign(to - at) for at, to in zip(view.pointer, view.button, strict=True))
-            yield view, RawMouse(0, across * cell, down * cell)
+            yield view, RawMouse(0, across, down)
             view = replace(view, pointer=(view.pointer[0] + across, view.pointer[1] + down))
         yield view, RawMouse(0, 0, 0, flags=LEFT_DOWN)
         yield replace(view, pressed=True), RawMouse(0, 0, 0, flags=LEFT_UP)
@@ -129,10 +138,10 @@ def _actions(rng: np.random.Generator, cell: int) -> Iterator[tuple[_View, Key |
         yield replace(view, pressed=True), Key(0, ord(letter), pressed=False)
 
 
-def _near(rng: np.random.Generator, place: tuple[int, int]) -> tuple[int, int]:
+def _near(rng: np.random.Generator, place: tuple[int, int], cells: int) -> tuple[int, int]:
     """Another cell, not far away."""
     while True:
-        other = _cell(np.clip(place + rng.integers(-_FARTHEST, _FARTHEST + 1, size=2), 0, _CELLS - 1))
+        other = _cell(np.clip(place + rng.integers(-_FARTHEST, _FARTHEST + 1, size=2), 0, cells - 1))
         if other != place:
             return other
 
@@ -146,19 +155,20 @@ def _sign(value: int) -> int:
 
 
 @functools.cache
-def draw(view: _View, size: int) -> bytes:
+def draw(view: _View, size: int, cells: int = 8) -> bytes:
     """A screen as PNG: the button in its colour and the pointer as a white cross; or the letter to type above a field
     with what was typed. A frame turns yellow while a button or key is down."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (size, size), view.background)
-    pen, cell = ImageDraw.Draw(image), size // _CELLS
+    pen, cell = ImageDraw.Draw(image), size // cells
     left, top = (place * cell for place in view.button)
     frame = _YELLOW if view.pressed and not view.asked else view.colour
     pen.rectangle((left, top, left + cell - 1, top + cell - 1), fill=view.colour, outline=frame, width=cell // 4)
     x, y = (place * cell + cell // 2 for place in view.pointer)
     for arm in ((x - cell // 2 + 1, y, x + cell // 2 - 1, y), (x, y - cell // 2 + 1, x, y + cell // 2 - 1)):
         pen.line(arm, fill=_WHITE, width=max(cell // 8, 1))
+    cell = size // 8
     if view.asked:
         pen.rectangle((cell, cell, size - cell - 1, size - cell - 1), fill=_WHITE)
         pen.text((size // 2, 3 * cell), view.asked, fill=_LETTERS[view.asked], font=_font(3 * cell), anchor="mm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,3 +74,8 @@ def random_infos(count: int) -> Iterator[Info]:
             "hWnd": rng.randrange(2**40),
         }
         yield Info(rng.randrange(2 * 10**18), "WindowInfo", message)
+
+
+def pieces(text: str) -> list[str]:
+    """Text in event tokens and what is between them; a tokenizer may cut the latter further."""
+    return re.findall(r"<[A-Za-z0-9_]+>|(?:(?!<[A-Za-z0-9_]+>).)+", text, flags=re.DOTALL)

@@ -10,8 +10,7 @@ import pytest
 
 from fullshard.families.vision.desktop.events import Info, Key, Mouse, RawMouse, Screen
 from fullshard.families.vision.desktop.formats import FORMATS, FormatName
-from fullshard.families.vision.desktop.transcript import pieces
-from tests.families.vision.desktop.samples import random_events, random_infos
+from tests.families.vision.desktop.samples import pieces, random_events, random_infos
 
 NAMES: tuple[FormatName, ...] = ("factorized", "hierarchical", "json")
 REPEATS_NS = {"factorized": 10 * 10**9, "hierarchical": 16 * 10**9}

@@ -10,9 +10,8 @@ import pytest
 from fullshard.families.vision.desktop.episodes import Episode
 from fullshard.families.vision.desktop.events import Event, ImageRef, Info, Key, Mouse, RawMouse, Screen
 from fullshard.families.vision.desktop.formats import FORMATS, FormatName
-from fullshard.families.vision.desktop.transcript import pieces
 from fullshard.families.vision.desktop.windows import NO_IMAGE, ROUNDED, TOO_LONG, Cut, Image, Text, cut, trained_tokens
-from tests.families.vision.desktop.samples import random_events
+from tests.families.vision.desktop.samples import pieces, random_events
 
 MS = 1_000_000
 FORM = FORMATS["factorized"]
