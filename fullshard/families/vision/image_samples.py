@@ -149,11 +149,29 @@ def stored_images(sample: Features) -> list[tuple[bytes, bool]]:
     return list(zip(data, map(bool, sample["image_files"]), strict=True))
 
 
-def tokens_per_image(sizes: Sequence[tuple[int, int]], processor: Any) -> list[int]:
-    """How many image tokens the model expects for each image of a sample; sizes are (width, height)."""
+def image_spans(ids: np.ndarray, sizes: Sequence[tuple[int, int]], processor: Any) -> list[tuple[int, int]]:
+    """The first token of each image, and the token after its last; sizes are (width, height). Raises if the image
+    tokens are not those that the model expects for such images."""
     texts = processor.image_texts(sizes) if sizes else []
     image, tokenizer = processor.image_token_id, processor.tokenizer
-    return [tokenizer(text, add_special_tokens=False)["input_ids"].count(image) for text in texts]
+    expected = [np.flatnonzero(np.array(tokenizer(t, add_special_tokens=False)["input_ids"]) == image) for t in texts]
+    places, total = np.flatnonzero(ids == image), sum(map(len, expected))
+    again = "Tokenise again with the processor of this model, or give the images that belong to the tokens."
+    if len(places) != total:
+        raise DataError(
+            f"'input_ids' has {counted(len(places), 'image token')}, but the model needs {total:,} for "
+            f"{counted(len(sizes), 'image')}. {again}"
+        )
+    found, at = list[tuple[int, int]](), 0
+    for number, (offsets, (width, height)) in enumerate(zip(expected, sizes, strict=True)):
+        mine = places[at : at + len(offsets)]
+        if (mine - mine[0] != offsets - offsets[0]).any():
+            raise DataError(
+                f"'input_ids' does not have the image tokens of images[{number}] ({width}x{height}) together. {again}"
+            )
+        found.append((int(mine[0]), int(mine[-1]) + 1))
+        at += len(offsets)
+    return found
 
 
 def image_passages(sample: Features, processor: Any, *, root: Path | None, noun: str) -> list[tuple[str, int, int]]:
@@ -161,13 +179,12 @@ def image_passages(sample: Features, processor: Any, *, root: Path | None, noun:
     its last."""
     stored = stored_images(sample)
     sizes = [read_again(data, is_file=is_file, root=root)[2].size for data, is_file in stored]
-    places = np.flatnonzero(sample["input_ids"] == processor.image_token_id)
-    ends = np.cumsum(tokens_per_image(sizes, processor))
-    found, start = list[tuple[str, int, int]](), 0
-    for (data, is_file), (width, height), end in zip(stored, sizes, ends, strict=True):
+    found = []
+    for (data, is_file), size, span in zip(
+        stored, sizes, image_spans(sample["input_ids"], sizes, processor), strict=True
+    ):
         origin = f"from {data.decode()}" if is_file else f"from {counted(len(data), 'byte')} in the record"
-        found.append((f"[{noun} {width}x{height} {origin}]", int(places[start]), int(places[end - 1]) + 1))
-        start = int(end)
+        found.append((f"[{noun} {size[0]}x{size[1]} {origin}]", *span))
     return found
 
 
@@ -177,6 +194,6 @@ __all__ = [
     "image_passages",
     "image_quantities",
     "image_sample",
+    "image_spans",
     "stored_images",
-    "tokens_per_image",
 ]

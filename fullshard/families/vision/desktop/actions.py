@@ -79,12 +79,23 @@ def _down(pressed: bool) -> str:
 
 
 def meaning_of_text(text: str, form: EventFormat, *, last: Mouse | None = None) -> Meaning | None:
-    """What the first event of a text does. None: it is not an action, as a model may write anything."""
+    """What the first event of a text does, after the pointer event `last`. None: it is not an action, as a model may
+    write anything."""
+    event = _first(text, form)
+    return _meaning(event, last) if event else None
+
+
+def pointer_in(text: str, form: EventFormat) -> Mouse | None:
+    """The first event of a text, if it says where the pointer is."""
+    event = _first(text, form)
+    return event if isinstance(event, Mouse) else None
+
+
+def _first(text: str, form: EventFormat) -> Event | None:
     try:
-        events = form.decode(text)
+        return next(iter(form.decode(text)), None)
     except ValueError:
         return None
-    return _meaning(events[0], last) if events else None
 
 
 def accuracy(expected: Sequence[Meaning | None], predicted: Sequence[Meaning | None]) -> dict[str, Score]:

@@ -13,7 +13,7 @@ from fullshard.contracts.data import Record, Records
 from fullshard.data.records import combine
 from fullshard.errors import DataError
 from fullshard.families.vision.desktop.events import Event, Info, Screen
-from fullshard.families.vision.desktop.rows import events_of, whole
+from fullshard.families.vision.desktop.rows import events_of, form_of, whole
 from fullshard.families.vision.desktop.screens import located
 from fullshard.formatting.plural import counted
 
@@ -29,13 +29,14 @@ class Episode:
 class Episodes:
     """An open source of whole episodes: `episode_path`, its `rows`, and their `places` for errors.
 
-    The rows of an episode must be next to each other, so that no episode is cut in two by mistake."""
+    The rows of an episode must be next to each other, so that no episode is cut in two by mistake. Rows that hold
+    finished windows may be in any order."""
 
     def __init__(self, rows: Records) -> None:
         self._rows = rows
         self.notes = [*getattr(rows, "notes", [])]
-        self._starts, seen = list[int](), dict[str, int]()
-        last = None
+        self._found: dict[str, list[int]] = {}
+        finished, last = len(rows) > 0 and form_of(rows[0]) == "tokenised", None
         for index in range(len(rows)):
             path = rows[index].get("episode_path")
             if not isinstance(path, str) or not path:
@@ -43,33 +44,30 @@ class Episodes:
                     f"{rows.where(index)}: 'episode_path' must be the name of the recording, found {found(path)}. Name "
                     "it."
                 )
-            if path != last:
-                if path in seen:
-                    raise DataError(
-                        f"{rows.where(index)}: 'episode_path' = {found(path)} is here again, after rows of another "
-                        f"episode; its first row is {rows.where(seen[path])}. Sort the rows by episode_path and "
-                        "timestamp_ns."
-                    )
-                seen[path] = index
-                self._starts.append(index)
+            if path in self._found and path != last and not finished:
+                raise DataError(
+                    f"{rows.where(index)}: 'episode_path' = {found(path)} is here again, after rows of another "
+                    f"episode; its first row is {rows.where(self._found[path][0])}. Sort the rows by episode_path and "
+                    "timestamp_ns."
+                )
+            self._found.setdefault(path, []).append(index)
             last = path
-        self._ends = [*self._starts[1:], len(rows)]
+        self._paths = list(self._found)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._paths)
 
     def __getitem__(self, index: int) -> Record:
-        rows = range(self._starts[index], self._ends[index])
-        found = [self._rows[row] for row in rows]
+        path = self._paths[index]
         return {
-            "episode_path": found[0]["episode_path"],
-            "rows": found,
-            "places": [self._rows.where(row) for row in rows],
+            "episode_path": path,
+            "rows": [self._rows[row] for row in self._found[path]],
+            "places": [self._rows.where(row) for row in self._found[path]],
         }
 
     def where(self, index: int) -> str:
-        size = self._ends[index] - self._starts[index]
-        return f"{self._rows.where(self._starts[index])} ({counted(size, 'row')} of one episode)"
+        rows = self._found[self._paths[index]]
+        return f"{self._rows.where(rows[0])} ({counted(len(rows), 'row')} of one episode)"
 
     def fingerprint(self) -> str:
         return combine("episodes", self._rows.fingerprint())

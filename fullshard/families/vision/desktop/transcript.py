@@ -1,12 +1,12 @@
 """The tokens of a window for a person to read: each event in words, and when it happens.
 
-Works on tokens alone, so that it shows what is trained on, not what was meant. Must not know files or the layout of
-samples.
+Shows what is trained on, not what was meant: events are decoded from their tokens. Must not know files or the layout
+of samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fullshard.families.vision.desktop.events import (
@@ -20,14 +20,8 @@ from fullshard.families.vision.desktop.events import (
     buttons_of,
     key_name,
 )
-from fullshard.families.vision.desktop.token_format import (
-    EPISODE_END,
-    EPISODE_START,
-    EVENT_END,
-    EVENT_START,
-    MARKERS,
-    EventFormat,
-)
+from fullshard.families.vision.desktop.spans import spans
+from fullshard.families.vision.desktop.token_format import EPISODE_END, EPISODE_START, EventFormat
 from fullshard.formatting.plural import plural
 
 _EPISODE = {EPISODE_START: "start of the episode", EPISODE_END: "end of the episode"}
@@ -39,45 +33,14 @@ def passages(
     ids: Sequence[int], tokenizer: Any, form: EventFormat, screens: Sequence[Shown]
 ) -> Iterator[tuple[str, int]]:
     """What each event of a window says, and its number of tokens."""
-    names = {tokenizer.convert_tokens_to_ids(marker): marker for marker in MARKERS}
-    marks = [names.get(token, "") for token in ids]
-    start, first = 0, None
-    while start < len(ids):
-        stop = _stop(marks, start)
-        inside = [shown for shown in screens if start <= shown[1] < stop]
-        text = _without(ids, start, stop, inside, lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False))
-        if marks[start] in _EPISODE:
-            yield _EPISODE[marks[start]], stop - start
-        else:
-            event = _event(text, form)
-            first = event.timestamp_ns if event and first is None else first
-            yield _said(event, inside, form, first or 0), stop - start
-        start = stop
-
-
-def _stop(marks: Sequence[str], start: int) -> int:
-    """The token after the event, marker or other text that begins at `start`."""
-    if marks[start] in _EPISODE:
-        return start + 1
-    wanted = {EVENT_END} if marks[start] == EVENT_START else {EVENT_START, *_EPISODE}
-    found = next((at for at in range(start + 1, len(marks)) if marks[at] in wanted), len(marks))
-    return min(found + (marks[start] == EVENT_START), len(marks))
-
-
-def _without(
-    ids: Sequence[int], start: int, stop: int, screens: Sequence[Shown], decode: Callable[[list[int]], str]
-) -> str:
-    """The text of some tokens without those of pictures."""
-    covered = {at for _, first, last in screens for at in range(first, last)}
-    return decode([int(ids[at]) for at in range(start, stop) if at not in covered])
-
-
-def _event(text: str, form: EventFormat) -> Event | None:
-    try:
-        events = form.decode(text)
-    except ValueError:
-        return None
-    return events[0] if events else None
+    covered = {at for _, start, stop in screens for at in range(start, stop)}
+    first = None
+    for span in spans(ids, tokenizer, form, pictures=covered):
+        inside = [shown for shown in screens if span.start <= shown[1] < span.stop]
+        if span.event is not None and first is None:
+            first = span.event.timestamp_ns
+        said = _EPISODE[span.marker] if span.marker else _said(span.event, inside, form, first or 0)
+        yield said, span.stop - span.start
 
 
 def _said(event: Event | None, screens: Sequence[Shown], form: EventFormat, first: int) -> str:

@@ -6,9 +6,8 @@ tokenizers, image processors or files.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -18,7 +17,6 @@ from fullshard.families.vision.desktop.token_format import (
     EPISODE_END,
     EPISODE_START,
     EVENT_END,
-    EVENT_START,
     EventFormat,
 )
 
@@ -26,7 +24,6 @@ TOO_LONG = "too long for a window"
 NO_IMAGE = "without a screen"
 ROUNDED = "rounded: the wheel turned less than whole notches"
 LEFT_OUT = "left out: "
-_ACTION = re.compile(r'<KEYBOARD>|<MOUSE>|<POINTER>|"(desktop/)?(Keyboard|Mouse|RawMouse)Event"')
 
 
 @dataclass(frozen=True)
@@ -166,17 +163,3 @@ def _chosen(events: Sequence[Event], form: EventFormat, use_info: bool, counts: 
             counts[f"{LEFT_OUT}MouseEvent beside RawMouseEvent, which says the same"] += 1
         else:
             yield event
-
-
-def trained_tokens(tokens: Iterable[str]) -> list[bool]:
-    """Which tokens of a finished window belong to actions, for rows that were tokenised elsewhere."""
-    marks, span = list[bool](), list[str]()
-    for token in tokens:
-        if token == EVENT_START or span:
-            span.append(token)
-        else:
-            marks.append(False)
-        if token == EVENT_END and span:
-            marks += [bool(_ACTION.search("".join(span)))] * len(span)
-            span = []
-    return marks + [False] * len(span)

@@ -1,12 +1,11 @@
 """Recordings of a desktop: screens, keys and mouse as event tokens and images; only actions are learned.
 
 Rows of a source become whole episodes, and episodes become windows of at most `data.sequence_length` tokens, the
-samples. Must not know ranks.
+samples. Rows may also hold windows that were tokenised elsewhere. Must not know ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -24,13 +23,23 @@ from fullshard.contracts.data import (
     Records,
     Store,
 )
+from fullshard.errors import DataError
 from fullshard.families.vision.desktop.episodes import Episodes, read_episode
 from fullshard.families.vision.desktop.events import ImageRef
 from fullshard.families.vision.desktop.formats import FORMATS, FormatName
-from fullshard.families.vision.desktop.screens import given
+from fullshard.families.vision.desktop.rows import form_of, tokenised
+from fullshard.families.vision.desktop.screens import given, located
+from fullshard.families.vision.desktop.spans import learned
 from fullshard.families.vision.desktop.transcript import passages
-from fullshard.families.vision.desktop.windows import Image, Window, cut
-from fullshard.families.vision.image_samples import ImageCollator, image_passages, image_quantities, image_sample
+from fullshard.families.vision.desktop.windows import NO_IMAGE, Image, Window, cut
+from fullshard.families.vision.image_samples import (
+    ImageCollator,
+    image_passages,
+    image_quantities,
+    image_sample,
+    image_spans,
+)
+from fullshard.formatting.plural import counted
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
 from fullshard.text.tokens import shifted
 
@@ -41,7 +50,9 @@ class Desktop(Encoder):
     """Episodes of screen, keyboard and mouse events."""
 
     forms: ClassVar[str] = (
-        'desktop: {"episode_path": "...", "topic": "...", "timestamp_ns": 0, "message_type": "...", "message": {...}}'
+        'desktop: {"episode_path": "...", "topic": "...", "timestamp_ns": 0, "message_type": "...", "message": {...}}, '
+        '{"episode_path": "...", "bin_idx": 0, "timestamp_ns": 0, "state": [...], "actions": [...]}, or '
+        '{"episode_path": "...", "input_ids": [...], "attention_mask": [...], "images": [...]}'
     )
     packs_media: ClassVar[bool] = True
 
@@ -66,8 +77,8 @@ class Desktop(Encoder):
 
     def texts(self, record: Record) -> list[str]:
         form = FORMATS[self.format]
-        if form.vocabulary() and self.format != "json":
-            return ["desktop"]  # every event has tokens of its own
+        if self.format != "json" or _is_finished(record):
+            return ["desktop"]  # every event has tokens of its own, or is tokenised already
         return [form.encode(event) for event in read_episode(record, image_root=self.image_root).events]
 
     def quantities(self, store: Store) -> list[Quantity]:
@@ -83,6 +94,8 @@ class OpenDesktop(OpenEncoder):
     settings: Desktop
 
     def encode(self, record: Record) -> Encoded:
+        if _is_finished(record):
+            return self._finished(record)
         settings, form = self.settings, FORMATS[self.settings.format]
         episode = read_episode(record, image_root=settings.image_root)
         pictures: dict[ImageRef, Picture] = {}
@@ -101,17 +114,62 @@ class OpenDesktop(OpenEncoder):
             if settings.unreadable == "error":
                 raise
             return Encoded(dropped=[UNREADABLE])
-        learned = [window for window in found.windows if window.learned]
-        samples = [self._sample(window, pictures) for window in learned]
-        dropped = [NO_ACTION] * (len(found.windows) - len(learned))
-        return Encoded(samples, dropped=[*dropped, *_reasons(found.skipped)], lost=[*found.events.elements()])
+        kept = [window for window in found.windows if window.learned]
+        samples = [self._sample(window, pictures) for window in kept]
+        dropped = [NO_ACTION] * (len(found.windows) - len(kept)) + [_no_image()] * found.skipped[NO_IMAGE]
+        return Encoded(samples, dropped=dropped, lost=[*found.events.elements()])
+
+    def _finished(self, record: Record) -> Encoded:
+        """Rows that hold windows."""
+        samples, dropped = list[Features](), list[DropReason]()
+        for row, where in zip(record["rows"], record["places"], strict=True):
+            try:
+                found = self._window(row)
+            except DataError as error:
+                if isinstance(error, Unreadable) and self.settings.unreadable == "skip":
+                    dropped.append(UNREADABLE)
+                    continue
+                raise type(error)(f"{where}: {error}") from error
+            if isinstance(found, DropReason):
+                dropped.append(found)
+            else:
+                samples.append(found)
+        return Encoded(samples, dropped=dropped)
+
+    def _window(self, row: Record) -> Features | DropReason:
+        """A window that was tokenised elsewhere, checked, with the same loss as one made here."""
+        window, root = tokenised(row), self.settings.image_root
+        ids, tokenizer = np.array(window.input_ids, dtype=np.int32), self.processor.tokenizer
+        if ids.max() >= len(tokenizer):
+            raise DataError(
+                f"'input_ids' has {ids.max():,}, but the tokenizer has the ids 0 to {len(tokenizer) - 1:,}. Tokenise "
+                "with the tokenizer of this model and the tokens of data.encode.format."
+            )
+        if len(ids) > self.length:
+            raise DataError(
+                f"'input_ids' has {counted(len(ids), 'token')}, but data.sequence_length = {self.length:,}. Raise it."
+            )
+        known: dict[ImageRef, Picture] = {}
+        refs = [located(ref, root=root, episode_path=window.episode_path) for ref in window.images]
+        pictures = [self._picture(ref, known) for ref in refs]
+        if not pictures and self.settings.without_image == "skip":
+            return _no_image()
+        places = image_spans(ids, [picture.size for picture in pictures], self.processor)
+        covered = {at for start, stop in places for at in range(start, stop)}
+        marks = learned(ids.tolist(), tokenizer, FORMATS[self.settings.format], pictures=covered)
+        if not marks.any():
+            return NO_ACTION
+        tokens = {"input_ids": ids, "labels": shifted(ids, marks)}
+        return image_sample(tokens, pictures, self.processor, length=self.length)
 
     def collator(self, store: Store) -> ImageCollator:
         return ImageCollator(self.settings, self.processor, root=self.settings.image_root, length=self.length)
 
     def passages(self, sample: Features) -> list[tuple[str, int]]:
         screens = image_passages(sample, self.processor, root=self.settings.image_root, noun="screen")
-        return [*passages(sample["input_ids"], self.processor.tokenizer, FORMATS[self.settings.format], screens)]
+        return [
+            *passages(sample["input_ids"].tolist(), self.processor.tokenizer, FORMATS[self.settings.format], screens)
+        ]
 
     def _sample(self, window: Window, pictures: dict[ImageRef, Picture]) -> Features:
         shown = [pictures[ref] for ref in window.images]
@@ -121,8 +179,8 @@ class OpenDesktop(OpenEncoder):
             for segment in window.segments
         ]
         ids = np.array([token for tokens, _ in pieces for token in tokens], dtype=np.int32)
-        learned = np.repeat([trained for _, trained in pieces], [len(tokens) for tokens, _ in pieces])
-        tokens = {"input_ids": ids, "labels": shifted(ids, learned)}
+        marks = np.repeat([trained for _, trained in pieces], [len(tokens) for tokens, _ in pieces])
+        tokens = {"input_ids": ids, "labels": shifted(ids, marks)}
         return image_sample(tokens, shown, self.processor, length=self.length)
 
     def _picture(self, ref: ImageRef, known: dict[ImageRef, Picture]) -> Picture:
@@ -142,9 +200,13 @@ class OpenDesktop(OpenEncoder):
         return list(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _reasons(skipped: Counter[str]) -> list[DropReason]:
-    fix = "set data.encode.without_image = keep to train on such windows"
-    return [DropReason(f"({reason})", fix) for reason in skipped.elements()]
+def _no_image() -> DropReason:
+    return DropReason(f"({NO_IMAGE})", "set data.encode.without_image = keep to train on such windows")
+
+
+def _is_finished(record: Record) -> bool:
+    """Whether an episode comes as windows that were tokenised elsewhere."""
+    return form_of(record["rows"][0]) == "tokenised"
 
 
 __all__ = ["Desktop"]

@@ -6,7 +6,7 @@ the exact time or distance. All ranks run every forward pass together. Must not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fullshard.contracts.data import IGNORE
@@ -14,7 +14,8 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.no_grad import no_grad
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.errors import RecipeError
-from fullshard.families.vision.desktop.actions import Meaning, accuracy, baseline, meaning_of_text
+from fullshard.families.vision.desktop.actions import Meaning, accuracy, baseline, meaning_of_text, pointer_in
+from fullshard.families.vision.desktop.events import Mouse
 from fullshard.families.vision.desktop.formats import FORMATS
 from fullshard.families.vision.desktop.token_format import EVENT_END
 
@@ -26,12 +27,13 @@ TYPES = ("key", "button", "movement", "scroll")
 
 
 class Actions(Evaluation):
-    """`actions`, `actions_key`, ...: shares of predicted actions; `actions_baseline`: of the most frequent ones."""
+    """`actions`, `actions_key`, ...: the share of actions that are predicted right; `actions_baseline`,
+    `actions_key_baseline`, ...: the share that always giving the most frequent one gets."""
 
     numbers: ClassVar[Numbers | None] = {
-        "actions": "max",
-        "actions_baseline": "max",
-        **{f"actions_{name}": "max" for name in TYPES},
+        f"actions{of_type}{baseline}": "max"
+        for of_type in ("", *(f"_{name}" for name in TYPES))
+        for baseline in ("", "_baseline")
     }
     needs_held_out: ClassVar[bool] = True
 
@@ -52,35 +54,41 @@ class Actions(Evaluation):
             for batch in inputs.batches():
                 objective: Any = inputs.objective
                 predicted = objective.likeliest(inputs.model, to_device(batch, inputs.device))
-                pairs += _compared(batch["labels"], predicted.cpu(), inputs)
+                pairs += _compared(batch, predicted.cpu(), inputs)
                 bar.advance()
         every = [pair for part in gather_objects(pairs) for pair in part if pair[0] is not None]
         expected, found = [pair[0] for pair in every], [pair[1] for pair in every]
-        scores, usual = accuracy(expected, found), baseline(expected, expected)
-        numbers = {f"actions_{name}": scores[name].share for name in TYPES if name in scores}
-        return Findings({"actions": scores["all"].share, "actions_baseline": usual["all"].share, **numbers})
+        numbers = dict[str, float]()
+        for suffix, scores in (("", accuracy(expected, found)), ("_baseline", baseline(expected, expected))):
+            numbers |= {f"actions_{name}".removesuffix("_all") + suffix: score.share for name, score in scores.items()}
+        return Findings(numbers)
 
 
 def _compared(
-    labels: torch.Tensor, predicted: torch.Tensor, inputs: EvaluationInputs
+    batch: Mapping[str, Any], predicted: torch.Tensor, inputs: EvaluationInputs
 ) -> Iterator[tuple[Meaning | None, Meaning | None]]:
     """The meaning of each action in the labels, and of the tokens predicted in its place."""
     tokenizer, form = inputs.processor.tokenizer, FORMATS[inputs.encoder.settings.format]
     end = tokenizer.convert_tokens_to_ids(EVENT_END)
 
-    def meaning(tokens: list[int]) -> Meaning | None:
-        text = tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return meaning_of_text(text, form)
+    def text_of(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    for row, guess in zip(labels.tolist(), predicted.tolist(), strict=True):
+    for row, places, guess in zip(
+        *(t.tolist() for t in (batch["labels"], batch["position_ids"], predicted)), strict=True
+    ):
         true: list[int] = []
         said: list[int] = []
-        for token, other in zip(row, guess, strict=True):
+        last: Mouse | None = None
+        for token, place, other in zip(row, places, guess, strict=True):
+            last = last if place else None  # another document of the row
             if token != IGNORE:
                 true.append(token)
                 said.append(other)
                 if token == end:
-                    yield meaning(true), meaning(said)
+                    text = text_of(true)
+                    yield meaning_of_text(text, form, last=last), meaning_of_text(text_of(said), form, last=last)
+                    last = pointer_in(text, form) or last
                     true, said = [], []
 
 

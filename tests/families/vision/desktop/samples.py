@@ -79,3 +79,16 @@ def random_infos(count: int) -> Iterator[Info]:
 def pieces(text: str) -> list[str]:
     """Text in event tokens and what is between them; a tokenizer may cut the latter further."""
     return re.findall(r"<[A-Za-z0-9_]+>|(?:(?!<[A-Za-z0-9_]+>).)+", text, flags=re.DOTALL)
+
+
+class Pieces:
+    """A tokenizer that gives every piece of text a number."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int] = {}
+
+    def convert_tokens_to_ids(self, token: str) -> int:
+        return self._known.setdefault(token, len(self._known))
+
+    def decode(self, ids: list[int], **settings: bool) -> str:
+        return "".join(list(self._known)[one] for one in ids)

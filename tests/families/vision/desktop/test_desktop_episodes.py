@@ -67,11 +67,13 @@ def test_held_out_screens_are_new() -> None:
     assert not pictures(0) & pictures(50)
 
 
-def test_the_action_can_be_read_off_the_screen() -> None:
+@pytest.mark.parametrize("cells", [4, 8])
+def test_the_action_can_be_read_off_the_screen(cells: int) -> None:
     """By a rule on pixels: where the white cross and the coloured button are, what is yellow, the colour of the "
     "letter."""
     letters = {"A": (220, 60, 60), "B": (60, 160, 70), "C": (60, 90, 220), "D": (200, 150, 30)}
-    for events in recordings(episodes=40):
+    cell = 64 // cells
+    for events in recordings(episodes=40, cells=cells):
         for screen, action in zip(events[::2], events[1::2], strict=True):
             assert isinstance(screen, Screen)
             assert screen.image is not None
@@ -86,8 +88,8 @@ def test_the_action_can_be_read_off_the_screen() -> None:
             assert not asked
             cross = np.argwhere((shown == 245).all(-1))
             button = np.argwhere((shown[..., 2] >= 150) & (shown != 245).any(-1) | (shown == (255, 255, 0)).all(-1))
-            to = np.sign(button.mean(0) // 8 - np.median(cross, 0) // 8).astype(int)
-            assert (action.dy, action.dx) == tuple(8 * to)
+            to = np.sign(button.mean(0) // cell - np.median(cross, 0) // cell).astype(int)
+            assert (action.dy, action.dx) == tuple(cell * to)
             assert action.flags == (0 if to.any() else 1 if down else 2)
 
 

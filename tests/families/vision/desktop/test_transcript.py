@@ -7,34 +7,16 @@ import pytest
 from fullshard.families.vision.desktop.events import Event, Info, Key, Mouse, RawMouse, Screen
 from fullshard.families.vision.desktop.formats import FORMATS
 from fullshard.families.vision.desktop.transcript import passages, words
-
-
-class Letters:
-    """A tokenizer of event tokens and letters."""
-
-    known = (
-        "<EPISODE_START>",
-        "<EPISODE_END>",
-        "<EVENT_START>",
-        "<EVENT_END>",
-        "<KEYBOARD>",
-        "<9>",
-        "<VK_65>",
-        "<press>",
-    )
-
-    def convert_tokens_to_ids(self, token: str) -> int:
-        return self.known.index(token)
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        return "".join(self.known[one] if one < len(self.known) else chr(one) for one in ids)
+from tests.families.vision.desktop.samples import Pieces, pieces
 
 
 def test_what_is_no_event_is_said() -> None:
     """Tokens that were made elsewhere may hold anything."""
-    whole = [2, 4, 5, 5, 5, 6, 7, 3]
-    ids = [ord("x"), 0, *whole, ord("y"), 2, 4, 3, 1, *whole[:-1]]
-    assert list(passages(ids, Letters(), FORMATS["factorized"], [])) == [
+    whole = pieces("<EVENT_START><KEYBOARD><9><9><9><VK_65><press><EVENT_END>")
+    tokens = ["x", "<EPISODE_START>", *whole, "y", "<EVENT_START>", "<KEYBOARD>", "<EVENT_END>", "<EPISODE_END>"]
+    tokenizer = Pieces()
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in [*tokens, *whole[:-1]]]
+    assert list(passages(ids, tokenizer, FORMATS["factorized"], [])) == [
         ("not an event of this format", 1),
         ("start of the episode", 1),
         ("0.000 s  press A", 8),

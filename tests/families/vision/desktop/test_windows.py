@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from fullshard.errors import DataError
 from fullshard.families.vision.desktop.episodes import Episode
 from fullshard.families.vision.desktop.events import Event, ImageRef, Info, Key, Mouse, RawMouse, Screen
 from fullshard.families.vision.desktop.formats import FORMATS, FormatName
-from fullshard.families.vision.desktop.windows import NO_IMAGE, ROUNDED, TOO_LONG, Cut, Image, Text, cut, trained_tokens
-from tests.families.vision.desktop.samples import pieces, random_events
+from fullshard.families.vision.desktop.spans import learned
+from fullshard.families.vision.desktop.windows import NO_IMAGE, ROUNDED, TOO_LONG, Cut, Image, Text, cut
+from tests.families.vision.desktop.samples import Pieces, pieces, random_events
 
 MS = 1_000_000
 FORM = FORMATS["factorized"]
@@ -179,9 +181,20 @@ def test_the_mask_of_finished_windows_is_that_of_ours(name: FormatName) -> None:
             made = ["<image>"] * one.tokens if isinstance(one, Image) else pieces(one.text)
             tokens += made
             marks += [isinstance(one, Text) and one.trained] * len(made)
-        assert trained_tokens(tokens) == marks
-    # The state of windows is not trained on, wherever it was written.
-    state = ["<EVENT_START>", '{"message_type":"desktop/', "WindowInfo", '"}', "<EVENT_END>"]
-    assert trained_tokens(state) == [False] * 5
-    # An event that was cut off is not trained on.
-    assert trained_tokens(["<EVENT_END>", "<0>", "<EVENT_START>", "<KEYBOARD>"]) == [False] * 4
+        pictures = [at for at, token in enumerate(tokens) if token == "<image>"]
+        assert learned_in(tokens, name, pictures) == marks
+
+
+def learned_in(tokens: list[str], name: FormatName, pictures: Sequence[int] = ()) -> list[bool]:
+    tokenizer = Pieces()
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    return learned(ids, tokenizer, FORMATS[name], pictures=pictures).tolist()
+
+
+def test_what_is_not_learned_of_finished_windows() -> None:
+    state = ['{"message_type":"WindowInfo","timestamp_ns":1,"message":{"title":"KeyboardEvent"}}']
+    assert learned_in(["<EVENT_START>", *state, "<EVENT_END>"], "json") == [False] * 3
+    # An event that was cut off.
+    assert learned_in(["<EVENT_END>", "<0>", "<EVENT_START>", "<KEYBOARD>"], "factorized") == [False] * 4
+    with pytest.raises(DataError, match="Set data.encode.format to the format that the rows were made with"):
+        learned_in(["<EVENT_START>", *state, "<EVENT_END>"], "factorized")
