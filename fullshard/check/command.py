@@ -70,12 +70,15 @@ def check(reading: Reading, ranks: Ranks | SetupError, options: CheckOptions, *,
 
 def show_sample(reading: Reading, number: int, *, as_json: bool) -> int:
     """Prints a sample of the training data."""
-    with json_alone(as_json):
+    with json_alone(as_json), Report(as_json=as_json).working("Encoding the training data"):
+        from fullshard.log import libraries
         from fullshard.log.console import Console
         from fullshard.multimodal.transcript import show
         from fullshard.setup.run_inputs import prepare_inputs
 
-        inputs = prepare_inputs(reading.recipe, world_size=1, console=Console(silent=True))
+        console = Console(silent=True)
+        with libraries.route(console):
+            inputs = prepare_inputs(reading.recipe, world_size=1, console=console)
     return show(inputs.data, number, as_json=as_json)
 
 

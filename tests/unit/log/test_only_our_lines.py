@@ -15,6 +15,13 @@ OURS = {
         "--quick",
     ): r"|(Environment|Recipe|Model|Data)|  [✓!] .*| {20}.*|Setup is CORRECT.*|  fullshard train .*",
     ("train", "embedding", "--dry-run"): r"|[ -]*[\w.]+:.*|# .*| *- .*",
+    (
+        "check",
+        "vision",
+        "--sample",
+        "1",
+        "data.train.records=8",
+    ): r"|Sample 1 of 8, .*|\d+ tokens, .*|\[image .*| {4}.*",
 }
 """A command, and what each of its lines looks like."""
 
