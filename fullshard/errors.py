@@ -53,3 +53,14 @@ def missing_package(package: str, *, extra: str, needed_by: str) -> SetupError:
         f"{needed_by} needs the package {package}, which is not installed. "
         f"Install it with: pip install 'fullshard[{extra}]'"
     )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text without its full stop; its class if it has no text."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+
+
+def one_line(error: BaseException) -> str:
+    """The same with the class in front, unless the text is ours, the system's or missing."""
+    is_clear = isinstance(error, FullshardError) or (isinstance(error, OSError) and error.errno) or not str(error)
+    return first_line(error) if is_clear else f"{type(error).__name__}: {first_line(error)}"

@@ -15,17 +15,16 @@ from typing import Any
 
 import torch
 
-from fullshard.contracts.evaluation import Evaluation, EvaluationInputs
+from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, refuse_same_name
 from fullshard.contracts.progress import Progress, Result, Steps
 from fullshard.control import best
-from fullshard.control.averages import average, flush
 from fullshard.control.best import BestRule
 from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce
 from fullshard.errors import NumericalError
 from fullshard.log.report import Report
-from fullshard.step import LOGGED, Learner, StepResult, refuse_logged, seed_everything, train_step
+from fullshard.step import Learner, StepResult, refuse_logged, seed_everything, train_step
 
 
 @dataclass(frozen=True)
@@ -164,17 +163,29 @@ def _lr_factor(parts: Parts) -> float:
 
 
 def _flush(parts: Parts, state: State) -> float:
-    """Reads the sums off the device, over all ranks; the host waits here. Returns the loss not logged yet."""
+    """Adds the sums on the device, over all ranks, to those of the epoch and those not logged yet; the host waits here.
+    Returns the average loss not logged yet."""
+    progress, names = parts.progress, sorted(state.pending)
     with parts.report.phase("compute"):
-        flush(state.pending, parts.progress)
-    return average(parts.progress.unlogged.get("loss", [0.0, 0.0]))
+        pairs = reduce.sum_over_ranks(torch.stack([state.pending[name] for name in names])).tolist() if names else []
+    state.pending.clear()
+    for name, (total, count) in zip(names, pairs, strict=True):
+        for sums in (progress.epoch_sums, progress.unlogged):
+            before = sums.get(name, [0.0, 0.0])
+            sums[name] = [before[0] + total, before[1] + count]
+    return _average(progress.unlogged, "loss")
+
+
+def _average(sums: dict[str, list[float]], name: str) -> float:
+    total, count = sums.get(name, [0.0, 0.0])
+    return total / max(count, 1)
 
 
 def _log(parts: Parts, state: State) -> None:
     assert state.last is not None
     progress = parts.progress
     loss, grad_norm = _flush(parts, state), float(state.last.grad_norm)
-    averages = {name: average(pair) for name, pair in progress.unlogged.items() if name != "loss"}
+    averages = {name: _average(progress.unlogged, name) for name in progress.unlogged if name != "loss"}
     progress.unlogged = {}
     parts.report.log(
         step=progress.step,
@@ -233,7 +244,7 @@ def _after_epoch(parts: Parts, state: State, epoch: int, steps: Steps, *, second
     """What is due at the end of an epoch, or of a run that ends within one."""
     progress, due = parts.progress, parts.validation.due
     _require_finite(parts, state, _flush(parts, state))
-    train_loss = average(progress.epoch_sums.get("loss", [0.0, 0.0]))
+    train_loss = _average(progress.epoch_sums, "loss")
     ended = progress.step >= parts.total_steps
     numbers: dict[str, float] = {}
     if due.after_epoch(epoch) or due.after_step(progress.step) or ended:
@@ -254,6 +265,7 @@ def _evaluate(parts: Parts, state: State, *, at_end: bool = False) -> dict[str, 
     """Runs the evaluations that belong here and reports what they find."""
     numbers: dict[str, float] = {}
     texts: list[str] = []
+    owners: dict[str, str] = {}
     if parts.validation.own_code and not state.evaluated and not at_end:
         _save_unsettled(parts, state)
     state.evaluated = True
@@ -262,8 +274,8 @@ def _evaluate(parts: Parts, state: State, *, at_end: bool = False) -> dict[str, 
         for evaluation in parts.validation.evaluations:
             if evaluation.only_at_end == at_end:
                 found = evaluation.run(parts.validation.inputs)
-                taken = LOGGED if "loss" in numbers else LOGGED - {"loss"}
-                refuse_logged(f"evaluate.parts: a number of {evaluation.kind()}", found.numbers, taken)
+                refuse_logged(f"evaluate.parts: a number of {evaluation.kind()}", found.numbers.keys() - {"loss"})
+                refuse_same_name(owners, f"evaluate.parts: {evaluation.kind()}", found.numbers)
                 numbers |= found.numbers
                 texts += found.texts
     state.numbers = numbers or state.numbers

@@ -15,7 +15,6 @@ from pydantic import BeforeValidator, Field, model_validator
 from fullshard.checkpoint import folder
 from fullshard.checkpoint.settings import Checkpoint, remote_output
 from fullshard.config.part import Section, decode
-from fullshard.config.section import Exclusive
 from fullshard.contracts.data import Encoder, Source
 from fullshard.contracts.ema import Ema
 from fullshard.contracts.evaluation import Evaluation
@@ -54,7 +53,7 @@ class Data(Section):
     """Where encoded data is cached; null: the user's cache folder."""
 
 
-class Batch(Exclusive):
+class Batch(Section):
     """How many rows a step has: global = per_device x accumulate x ranks. Without packing a row is a sample."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("accumulate", "global"),)
@@ -67,7 +66,7 @@ class Batch(Exclusive):
     """Rows per step over all ranks, whatever their number."""
 
 
-class Duration(Exclusive):
+class Duration(Section):
     """How long the run is."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("epochs", "steps"),)
@@ -84,7 +83,7 @@ class Duration(Exclusive):
         return self
 
 
-class Wrap(Exclusive):
+class Wrap(Section):
     """Which modules become FSDP units; by default the model's own blocks, found by structure."""
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("classes", "min_params", "whole"),)

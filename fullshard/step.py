@@ -7,7 +7,7 @@ Must not know time, logging, checkpoints or any concrete loss.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,9 +116,9 @@ def count_terms(objective: Objective, batches: Sequence[Batch]) -> dict[str, int
     return {name: sum(count[name] for count in each) for name in sorted(each[0])}
 
 
-def refuse_logged(what: str, names: Iterable[str], taken: Set[str] = LOGGED) -> None:
+def refuse_logged(what: str, names: Iterable[str]) -> None:
     """Raises if a name would replace a number that every log has."""
-    if found := sorted(taken & set(names)):
+    if found := sorted(LOGGED & set(names)):
         raise SetupError(f"{what} is called {found[0]}, which every log has already. Rename it.")
 
 

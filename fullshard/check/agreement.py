@@ -19,6 +19,7 @@ from fullshard.checkpoint import paths
 from fullshard.contracts.world import World
 from fullshard.dist import agreement, reduce
 from fullshard.dist.agreement import on_ranks, spread
+from fullshard.errors import one_line
 from fullshard.formatting.plural import counted
 from fullshard.proofs.same_run import Subject, compare
 from fullshard.recipe import Recipe
@@ -157,7 +158,7 @@ def _attempt(act: Callable[[], object]) -> str | None:
     except OSError as problem:
         return problem.strerror or str(problem)
     except Exception as problem:
-        return paths.words(problem)
+        return one_line(problem)
     return None
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from fullshard.check.findings import Finding, ok, warning
-from fullshard.contracts.data import IGNORE, Samples
+from fullshard.contracts.data import IGNORE
 from fullshard.data.loader import Batch, Loader
 from fullshard.data.order import FILLER, permutation
-from fullshard.data.pack import can_pack
+from fullshard.data.pack import Samples
 from fullshard.data.prepare import Prepared, Stored, reasons, remarks
 from fullshard.data.records import origins
 from fullshard.data.store import Store
@@ -154,7 +154,7 @@ def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     yield ok("longest batch", f"{_shapes(longest)}; the longest {plan.noun} has {counted(top, 'token')}")
     if data.train.fixed_length is None and plan.per_device > 1 and not data.encoder.settings.lays_out:
         padding = _padding(recipe, data.train, per_device=plan.per_device)
-        packable = not recipe.data.pack and can_pack(data.train_from.store, data.encoder.settings)
+        packable = not recipe.data.pack and data.encoder.settings.can_pack(data.train_from.store)
         hint = "; data.pack=true would fill the rows" if packable and padding > 0.1 else ""
         yield ok("padding", f"about {padding:.0%} of a batch{hint}")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fullshard.check.findings import Finding, error, of, ok
 from fullshard.checkpoint import paths
-from fullshard.errors import FullshardError
+from fullshard.errors import FullshardError, one_line
 from fullshard.recipe import Recipe
 
 PATIENCE_S = 60.0
@@ -36,7 +36,7 @@ def look(recipe: Recipe, *, num_ranks: int, patience_s: float = PATIENCE_S) -> I
     except FullshardError as mistake:
         yield of("store", mistake)
     except Exception as problem:  # whatever the store's library raises
-        text = f"checkpoint.store = {address}: writing and reading back a small file failed ({paths.words(problem)})."
+        text = f"checkpoint.store = {address}: writing and reading back a small file failed ({one_line(problem)})."
         yield error("store", text, paths.REACH)
     else:
         yield ok("store", f"{address}: a small file written, read and removed in {time.monotonic() - begun:.1f} s")

@@ -146,13 +146,15 @@ def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterato
 
 def best_model(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """A direction that contradicts the evaluation's own."""
-    from fullshard.control.best_rule import mode_warning
     from fullshard.setup.run_inputs import find_best
 
     with contextlib.suppress(RecipeError):  # reported when the inputs were prepared
         rule = find_best(recipe, inputs.module) if inputs else None
-        if rule and (contradiction := mode_warning(rule)):
-            yield warning("best", *contradiction)
+        if rule and rule.contradicts:
+            better = "higher" if rule.mode == "min" else "lower"
+            text = f"checkpoint.best.mode = {rule.mode} keeps the model with the {rule.describe()}, the worst one: a "
+            remedy = f"Leave mode out: checkpoint.best: {rule.metric}."
+            yield warning("best", f"{text}{better} {rule.metric} is better.", remedy)
 
 
 def prompts(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from fullshard.check.findings import Finding, error, ok, warning
-from fullshard.contracts.data import OpenEncoder, Samples
+from fullshard.contracts.data import OpenEncoder
+from fullshard.data.pack import Samples
 from fullshard.formatting.plural import counted
 
 SCRIPTS = "Grüße, señor! Привет, мир. 你好，世界。こんにちは 안녕 नमस्ते مرحبا שלום 🙂 x = 3.14"

@@ -107,11 +107,11 @@ def has_validation(recipe: Recipe, inputs: RunInputs | None) -> bool:
 
 def gives_numbers(recipe: Recipe, inputs: RunInputs | None) -> bool:
     """Whether a validation can give a number; some evaluations need no data."""
-    from fullshard.control import best_rule
+    from fullshard.control import best
 
     module = inputs.module if inputs else None
     held_out = has_validation(recipe, inputs)
-    return best_rule.gives_numbers(recipe.evaluate.parts, recipe.objective, module, held_out=held_out)
+    return best.gives_numbers(recipe.evaluate.parts, recipe.objective, module, held_out=held_out)
 
 
 def _needs_no_data(evaluate: Evaluate) -> bool:

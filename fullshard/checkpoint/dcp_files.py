@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from fullshard.checkpoint import paths
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, first_line, one_line
 
 METADATA = ".metadata"
 _DO_NOT_USE = "Do not use this checkpoint, and find out where it came from."
@@ -130,7 +130,7 @@ class Reader(FileSystemReader):
         except CheckpointError:
             raise
         except Exception as error:  # a broken pickle may raise anything
-            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}).") from error
+            raise CheckpointError(f"{path} cannot be read ({one_line(error)}).") from error
         metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
         return cast(dcp.Metadata, metadata)
 
@@ -138,7 +138,7 @@ class Reader(FileSystemReader):
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:  # torch.load with weights_only
-            raise CheckpointError(f"{self.path}: {_first_line(error)}") from error
+            raise CheckpointError(f"{self.path}: {first_line(error)}") from error
 
     def piece(self, info: _StorageInfo) -> torch.Tensor:
         """One stored piece of a tensor."""
@@ -149,7 +149,7 @@ class Reader(FileSystemReader):
             if not isinstance(piece, torch.Tensor):
                 raise CheckpointError(f"found a {type(piece).__name__} instead of a tensor")
         except Exception as error:  # torch raises several classes for a damaged archive
-            raise CheckpointError(f"{path} cannot be read at byte {info.offset}: {_first_line(error)}") from error
+            raise CheckpointError(f"{path} cannot be read at byte {info.offset}: {first_line(error)}") from error
         return piece
 
     def rows(self, info: _StorageInfo, start: int, out: torch.Tensor) -> None:
@@ -254,7 +254,3 @@ def _untouched(path: Path) -> Iterator[None]:
 def _members(known: Any) -> dict[str, Any]:
     # Python itself sets __slotnames__ when an object is pickled, perhaps by a save in another thread.
     return {name: value for name, value in vars(known).items() if name != "__slotnames__"}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

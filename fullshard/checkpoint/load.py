@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint.all_or_fail import all_or_fail
 from fullshard.checkpoint.dcp_files import Reader
 from fullshard.checkpoint.reader import is_full, open_tensors
 from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
 from fullshard.checkpoint.write import norms
+from fullshard.dist.agreement import all_or_fail
 from fullshard.dist.average import KEY as EMA
 from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard

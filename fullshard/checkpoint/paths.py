@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
-from fullshard.errors import CheckpointError, FullshardError, SetupError, missing_package
+from fullshard.errors import CheckpointError, FullshardError, SetupError, missing_package, one_line
 
 _PACKAGES = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
 """Package and extra by protocol."""
@@ -50,7 +50,7 @@ def place(text: str | Path) -> Path:
             "of the installed fsspec, or a path without ://."
         ) from error
     except Exception as error:  # a store's library, which may log in right away
-        raise SetupError(f"{address} cannot be opened ({words(error)}). {REACH}") from error
+        raise SetupError(f"{address} cannot be opened ({one_line(error)}). {REACH}") from error
     if listings is not None:
         # A cached listing would hide what another process wrote since.
         listings.clear()
@@ -145,13 +145,7 @@ def reaching(place: Path) -> Iterator[None]:
     except Exception as error:
         if not is_remote(place):
             raise
-        raise CheckpointError(f"{place} cannot be used ({words(error)}). {REACH}") from error
-
-
-def words(error: BaseException) -> str:
-    """An error in one line."""
-    said = (str(error).strip().splitlines() or ["no text"])[0]
-    return said if isinstance(error, OSError) and error.errno else f"{type(error).__name__}: {said}"
+        raise CheckpointError(f"{place} cannot be used ({one_line(error)}). {REACH}") from error
 
 
 def upload_model(folder: Path, run: Path) -> None:
@@ -180,7 +174,7 @@ def send_texts(run: Path, target: Path, *, warn: Callable[[str], None]) -> None:
             if (run / name).is_file():
                 (target / name).write_bytes((run / name).read_bytes())
         except Exception as error:  # whatever the store's library raises
-            warn(f"{name} could not be copied to {target} ({words(error)}): for now it is only in {run}.")
+            warn(f"{name} could not be copied to {target} ({one_line(error)}): for now it is only in {run}.")
 
 
 def fetch_texts(run: Path, target: Path) -> None:

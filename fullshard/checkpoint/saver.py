@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import load, paths
-from fullshard.checkpoint.all_or_fail import all_or_fail
 from fullshard.checkpoint.background import Background, shortage, sizes_of
 from fullshard.checkpoint.tensors import Tensors, all_tensors, materialise_state, squares
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
@@ -30,6 +29,7 @@ from fullshard.contracts.model import Family
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist import reduce, values
+from fullshard.dist.agreement import all_or_fail
 from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
 from fullshard.errors import CheckpointError, SetupError

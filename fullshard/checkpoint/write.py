@@ -1,25 +1,38 @@
 """Writes one checkpoint on all ranks: tensors, facts, a check of what was written, and only then publishes it.
 
-The same for a synchronous save and for one in the background, which brings host tensors and its own process group.
-Must not know losses, recipes or what the facts mean.
+Tensors have one of two formats: `sharded`, where every rank writes its slices as DCP files, or `full`, with one
+safetensors file for the model and one for the optimizer. A save in the background brings host tensors and its own
+process group; nothing else differs. Must not know losses, recipes or what the tensors and facts mean.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity, paths
-from fullshard.checkpoint.all_or_fail import all_or_fail
-from fullshard.checkpoint.formats import Sharded, write_full
-from fullshard.checkpoint.tensors import Tensors, counts, tree
+from fullshard.checkpoint.dcp_files import Hashed, Writer
+from fullshard.checkpoint.reader import SECTIONS
+from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry
+from fullshard.checkpoint.tensors import Tensors, counts, flat, tree
 from fullshard.dist import reduce
+from fullshard.dist.agreement import all_or_fail
+from fullshard.dist.gather import gather_to_main, scatter_from_main
+from fullshard.dist.values import local, slices
 from fullshard.errors import CheckpointError
 
 
@@ -58,7 +71,7 @@ class Written:
 
 def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
     """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, deletes old ones. A failure is fatal."""
-    begun, main = time.monotonic(), torch.distributed.get_rank() == 0
+    begun, main = time.monotonic(), _is_main()
     hidden = files.unfinished(target.run, snapshot.step)
     with all_or_fail(f"{hidden} cannot be created", group=group):
         if main:
@@ -108,3 +121,140 @@ def _publish(target: Target, snapshot: Snapshot, manifest: dict[str, Any]) -> No
     best = snapshot.step if snapshot.best else snapshot.facts.get("progress", {}).get("best_step")
     files.point_best(target.run, best)
     files.tidy(target.run, keep=target.keep)
+
+
+class OneByOne(DefaultSavePlanner):
+    """Copies one tensor at a time to the host in each writing thread. DCP would hold all tensors of a file, which in a
+    synchronous save is a copy of the whole state."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._written = threading.local()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        for part in getattr(self._written, "parts", ()):  # DCP asks for the next tensor when the last one is written
+            part.untyped_storage().resize_(0)
+        self._written.parts = []
+        data = super().resolve_data(write_item)
+        if isinstance(data, torch.Tensor):
+            data = data.detach()
+            # A tensor subclass that is already on the host may return itself as its copy.
+            part = type(data) is torch.Tensor and data.untyped_storage().nbytes() != data.nbytes
+            if data.device.type != "cpu" or part:
+                data = data.to("cpu", copy=True)
+                self._written.parts = list(flat("", data).values())
+        return data
+
+
+class Sharded:
+    """Writes the slices of one run, save after save.
+
+    Which rank writes what is the same in every save, so it is planned once: planning would hold up the thread that
+    feeds the device."""
+
+    def __init__(self, *, threads: int) -> None:
+        self._threads = threads
+        self._form: list[Any] = []
+        self._plan: SavePlan | None = None
+        self._metadata: Metadata | None = None
+        """The metadata of the whole checkpoint, on rank 0."""
+
+    def write(self, folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
+        """Writes this rank's slices; returns the checksums of its files. Every rank fails if one does."""
+        problem, writer = f"{folder} cannot be written", Writer(folder, threads=self._threads)
+        if self._plan is None or self._form != _form(tensors):
+            self.agree(tensors, problem, group=group)
+        with all_or_fail(problem, group=group):
+            assert self._plan is not None
+            planner = OneByOne()
+            planner.set_up_planner(dict(tensors), is_coordinator=_is_main())
+            plan = planner.finish_plan(writer.prepare_local_plan(self._plan))
+            results = writer.write_data(plan, planner).wait()
+        written = gather_to_main(results, group=group)
+        with all_or_fail(problem, group=group):
+            if _is_main():
+                assert self._metadata is not None
+                writer.finish(self._metadata, written)
+        return writer.digests
+
+    def agree(self, tensors: Tensors, problem: str, *, group: Any) -> None:
+        """Plans which rank writes what, for tensors of this form; before the first save if the form is known."""
+        planner = DefaultSavePlanner()
+        with all_or_fail(problem, group=group):
+            planner.set_up_planner(dict(tensors), is_coordinator=_is_main())
+            mine = planner.create_local_plan()
+        plans = gather_to_main(mine, group=group)
+        with all_or_fail(problem, group=group):
+            if _is_main():
+                plans, self._metadata = planner.create_global_plan(plans)
+                plans = Writer(Path(), threads=1).prepare_global_plan(plans)
+        self._plan, self._form = scatter_from_main(plans, group=group), _form(tensors)
+
+
+def _form(tensors: Tensors) -> list[Any]:
+    """All that a plan depends on; the same on every rank."""
+    return [
+        (name, t.dtype, t.shape, t._spec.placements if isinstance(t, DTensor) else None) for name, t in tensors.items()
+    ]
+
+
+def _is_main() -> bool:
+    return torch.distributed.get_rank() == 0
+
+
+def write_full(folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
+    """Writes both files on rank 0; returns their checksums there. Every rank fails if one does.
+
+    Slices are sent to rank 0 one tensor at a time, through host memory: no GPU holds a second slice, no host a second
+    tensor."""
+    digests = {}
+    with all_or_fail(f"{folder} cannot be written", group=group):
+        for section in SECTIONS:
+            prefix, path = f"{section}/", folder / f"{section}.safetensors"
+            part = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            if other := [name for name, tensor in part.items() if type(local(tensor)) is not torch.Tensor]:
+                held = f"{prefix}{other[0]}, which is quantised by slices"
+                raise CheckpointError(f"checkpoint.format = full cannot hold {held}; use sharded")
+            if _is_main():
+                digests[path.name] = _write_file(path, part, group)
+            else:
+                for tensor in part.values():
+                    _send_slice(tensor, group)
+    return digests
+
+
+def _write_file(path: Path, tensors: Tensors, group: Any) -> str:
+    entries = {name: TensorEntry.of(tensor) for name, tensor in tensors.items()}
+    arriving = {name: _pieces(tensor, group) for name, tensor in tensors.items()}
+    try:
+        with path.open("wb") as file:
+            hashed = Hashed(file)
+            with SafetensorsStream(cast(Any, hashed), entries=entries) as stream:
+                for name, pieces in arriving.items():
+                    stream.add_rows(name, entries[name], pieces)
+            os.fsync(hashed.fileno())
+        return hashed.sha256.hexdigest()
+    finally:
+        for pieces in arriving.values():  # after an error the other ranks still send: receive before raising
+            deque(pieces, maxlen=0)
+
+
+def _pieces(tensor: torch.Tensor, group: Any) -> Iterator[torch.Tensor]:
+    """The slices of all ranks in order, on rank 0, one at a time."""
+    if not isinstance(tensor, DTensor):
+        yield tensor.detach().cpu()
+        return
+    mine = tensor.to_local().detach().cpu()
+    for rank, rows in slices(tensor):
+        if rank == 0:
+            yield mine
+        elif rows:
+            received = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+            torch.distributed.recv(received, src=rank, group=group)
+            yield received
+
+
+def _send_slice(tensor: torch.Tensor, group: Any) -> None:
+    """Sends this rank's slice to rank 0, unless rank 0 has the same."""
+    if isinstance(tensor, DTensor) and dict(slices(tensor)).get(torch.distributed.get_rank()):
+        torch.distributed.send(tensor.to_local().detach().cpu().contiguous(), dst=0, group=group)

@@ -1,10 +1,10 @@
-"""Where families are: each folder of `fullshard/families`, and each package that an installed distribution names.
+"""Finds families: each folder of `fullshard/families`, and each package that an installed distribution registers.
 
     [project.entry-points."fullshard.families"]
     speech = "my_package.speech"
 
 A family's folder `objectives/` holds its objectives, `models/` its models, and so on: the folders that contracts name.
-Its `recipes/` are built in, and each file of its `commands/` is a command: a function called like the file.
+Its `recipes/` are built in, and each file of its `commands/` is a command: a function with the name of the file.
 Must not import a family's parts, nor anything heavy: the command line completes the names of recipes.
 """
 
@@ -51,13 +51,13 @@ def _distribution(entry: EntryPoint) -> str:
 
 @functools.cache
 def folders(name: str) -> tuple[str, ...]:
-    """The packages of this name inside the families."""
+    """The packages with this name inside the families."""
     packages = (f"{family}.{name}" for family in families().values())
     return tuple(package for package in packages if importlib.util.find_spec(package) is not None)
 
 
 def paths(name: str) -> list[Path]:
-    """The folders of this name inside the families, as paths; they need not hold Python."""
+    """The folders with this name inside the families, as paths; they need not contain Python."""
     roots = [Path(root) for package in families().values() for root in importlib.import_module(package).__path__]
     return [root / name for root in roots if (root / name).is_dir()]
 

@@ -1,7 +1,7 @@
-"""Layers of settings, one over the other: preset, recipe, command line.
+"""Merges layers of settings: the command line over the recipe over a preset.
 
-Layers are plain mappings, merged before anything is checked, so that there is one validation path. The merge follows
-the sections only to know short forms and keys that exclude each other. Must not know what any key means.
+Layers are plain mappings, merged before anything is checked, so that there is one validation path. Sections
+matter only for short forms and for keys that exclude each other. Must not know what any key means.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_override(text: str) -> tuple[Path, Any]:
 
 
 def show(path: Path) -> str:
-    """A key path as it is written."""
+    """A key path as a recipe writes it."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")
 
 
@@ -59,7 +59,7 @@ class Settings:
     origins: dict[str, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
     _layer: str = "command line"
-    """The layer that is being merged."""
+    """The layer being merged."""
 
     def lay(self, values: Mapping[str, Any], layer: str) -> None:
         """Puts a layer on top; its values win, key by key."""
@@ -108,7 +108,7 @@ class Settings:
         return settled
 
     def _drop_excluded(self, cls: type[Section], below: Values, above: Values, where: str) -> None:
-        """A higher layer that names one of several keys that exclude each other means that one."""
+        """If a higher layer sets one of several keys that exclude each other, the others are dropped, with a note."""
         for group in cls.exclusive:
             chosen = next((f"{where}.{key}" for key in group if above.get(key) is not None), None)
             for key in group:
@@ -178,13 +178,13 @@ def _long(cls: type[Section] | None, value: Any) -> Any:
 
 
 def _underscored(cls: type[Section] | None, value: Mapping[Any, Any], where: str) -> Values:
-    """Hyphens of a section's keys as underscores; the keys of a plain mapping are the user's own."""
+    """Replaces hyphens in the keys of a section by underscores; the keys of a plain mapping stay as they are."""
     if cls is None:
         return dict(value)
     keys = [shown(key).replace("-", "_") for key in value]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
-        raise RecipeError(f"{join(where, twice)} is given twice, once with a hyphen. Keep one of them.")
+        raise RecipeError(f"{join(where, twice)} appears twice, once with a hyphen. Keep one of them.")
     return dict(zip(keys, value.values(), strict=True))
 
 

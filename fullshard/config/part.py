@@ -29,7 +29,7 @@ from fullshard.formatting.yaml_text import shown
 S = TypeVar("S", bound=Section)
 P = TypeVar("P", bound="Part")
 _FAILED = object()
-"""Stands for a value that could not be decoded: it fits no field, so no check across fields sees half a section."""
+"""Replaces a value that could not be decoded: it fits no field, so no check across fields sees half a section."""
 
 
 class Part(Section):
@@ -38,7 +38,7 @@ class Part(Section):
     folder: ClassVar[str] = ""
     """The package with the engine's own parts of this contract; a family has its own in a folder of the same name."""
     default_kind: ClassVar[str | None] = None
-    """The kind of a recipe that names none."""
+    """The kind to use if the recipe does not name one."""
     required: ClassVar[tuple[str, ...]] = ()
     """Methods that a class of this contract must have; `a or b` where one of them is enough."""
 
@@ -104,8 +104,8 @@ def part_class(contract: type[P], kind: Any, *, where: str) -> type[P]:
         return _user_class(contract, kind, where=where)
     if kind not in kinds(contract):
         raise RecipeError(
-            f"{where}.kind = {kind!r} is not known. Known: {known}{did_you_mean(kind, kinds(contract))}. For a class "
-            "of your own write its full name: my_package.my_module.MyClass."
+            f"{where}.kind = {kind!r} is not known. Known: {known}{did_you_mean(kind, kinds(contract))}. For your own "
+            "class, write its full name: my_package.my_module.MyClass."
         )
     module = importlib.import_module(_modules(contract.folder)[kind])
     for value in (getattr(module, name) for name in module.__all__):
@@ -115,8 +115,8 @@ def part_class(contract: type[P], kind: Any, *, where: str) -> type[P]:
 
 
 def class_of(cls: type[Section], value: Mapping[str, Any]) -> type[Section]:
-    """The class that a mapping is meant for: the part of its kind; `cls` itself where the kind is missing or wrong,
-    which decoding reports."""
+    """The class that a mapping describes: the part of its kind, or `cls` itself if the kind is missing or wrong, which
+    decoding reports."""
     if not issubclass(cls, Part):
         return cls
     try:
@@ -194,15 +194,8 @@ def _decode(cls: type[Section], value: Any, where: str, problems: list[str]) -> 
         if failed:  # a part's own check met the placeholder
             return None
         raise
-    problems.extend(_excluded(cls, value, where))
     section._ignored = ignored
     return section
-
-
-def _excluded(cls: type[Section], value: Mapping[str, Any], where: str) -> list[str]:
-    """A problem for each group of keys that exclude each other and are given together."""
-    given = [[join(where, key) for key in group if value.get(key) not in (None, False)] for group in cls.exclusive]
-    return [f"{' and '.join(keys)} exclude each other. Give one of them." for keys in given if len(keys) > 1]
 
 
 def _pop_ignored(cls: type[Section], value: dict[str, Any], where: str, problems: list[str]) -> dict[str, Any]:

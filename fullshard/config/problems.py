@@ -25,7 +25,7 @@ _NEEDED = {
     "path": "a path",
     "none": "null",
 }
-"""What is needed, by pydantic's name of the error or its first word."""
+"""What a key needs, by the type of pydantic's error or the first word of it."""
 _BOUNDS = {
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -131,17 +131,17 @@ def sort_of(value: Any) -> str:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """` (did you mean 'x'?)`, or nothing when no known word is near."""
+    """` (did you mean 'x'?)`, or nothing if no known word is close."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not near and word:
-        # `rank` for `r`, `accum` for `accumulate`; two such words are no hint.
+        # `rank` for `r`, `accum` for `accumulate`; several such words give no hint.
         begins = [name for name in known if name and (name.startswith(word) or word.startswith(name))]
         near = begins if len(begins) == 1 else []
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
 def unknown_key(where: str, key: str, value: Any, known: Sequence[str]) -> list[str]:
-    """The message for an unknown key: its name here if another trainer has it, else the nearest key."""
+    """The message for an unknown key: what we call it if another trainer has it, else the nearest key."""
     path, near = join(where, key), did_you_mean(key, known)
     nested = [f"{inner} is not a known key. {words}" for inner, words in foreign_keys.inside(path, value)]
     if nested and not near:

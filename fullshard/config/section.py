@@ -1,4 +1,4 @@
-"""A section, the closed group of recipe keys; and the one walk over the types of its keys.
+"""Sections, the closed groups of recipe keys, and one walk over the types of their keys.
 
 Merging, decoding and the schema all ask where sections are inside a type such as `Wrap | None`, `list[Sink]` or
 `dict[str, Tower]`. Must not know what any section means.
@@ -33,7 +33,8 @@ class Section(BaseModel):
     )
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of keys of which one may be set: `duration.steps` on the command line replaces the recipe's `epochs`."""
+    """Groups of keys of which at most one may be set: `duration.steps` on the command line replaces the recipe's
+    `epochs`."""
     no_effect: ClassVar[Mapping[str, NoEffect]] = {}
     """Keys of other trainers that are accepted here and do nothing."""
     _ignored: dict[str, Any] = PrivateAttr(default_factory=dict)
@@ -44,12 +45,9 @@ class Section(BaseModel):
         """Turns a short form (one word, a path) into a mapping; overridden by sections that have one."""
         return value
 
-
-class Exclusive(Section):
-    """A section that refuses keys that exclude each other by itself, so in Python as well."""
-
     @model_validator(mode="after")
     def _one_of_each_group(self) -> Self:
+        """In Python as well as in a recipe."""
         fields = {info.alias or name: name for name, info in type(self).model_fields.items()}
         for group in self.exclusive:
             given = [key for key in group if getattr(self, fields[key]) not in (None, False)]
@@ -96,14 +94,14 @@ def keys_of(cls: type[Section] | None) -> dict[str, FieldInfo]:
 
 
 def section_at(cls: type[Section] | None, key: str, form: str = "value") -> type[Section] | None:
-    """The section that a key holds, or each element of its list or mapping; None where it holds plain values."""
+    """The section that a key, or each element of its list or mapping, holds; None for plain values."""
     field = keys_of(cls).get(key)
     found = options(field.annotation) if field else ()
     return next((option.section for option in found if option.form == form and option.section), None)
 
 
 def without_effect(section: Section) -> list[str]:
-    """A line for each key that was given and does nothing, in this section and those inside it."""
+    """A line for each key that is set but has no effect, in this section and those inside it."""
     notes = [section.no_effect[key].note_for(value) for key, value in section._ignored.items()]
     inner = (getattr(section, name) for name in type(section).model_fields)
     return [

@@ -1,7 +1,7 @@
 """The contracts of the data path: source (records) → encoder (samples, kept on disk) → packer → loader (micro-batches).
 
-An encoder has three parts: its settings (`Encoder`), what they open for a run (`OpenEncoder`: records to samples) and
-what makes micro-batches of those samples (`Collator`). Must not know models, losses or ranks.
+An encoder has three parts: its settings (`Encoder`), the object that they open for a run (`OpenEncoder`: records to
+samples) and the one that makes micro-batches of samples (`Collator`). Must not know models, losses or ranks.
 """
 
 from __future__ import annotations
@@ -36,32 +36,6 @@ class Records(Protocol):
 
     def fingerprint(self) -> str:
         """Changes when the content changes; the key of every cache."""
-
-
-class Samples(Protocol):
-    """Rows for micro-batches, each one sample or several packed. The loader also takes a plain list of features."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Real tokens over all rows."""
-
-    @property
-    def fixed_length(self) -> int | None:
-        """The length all rows are padded to; None: the longest row of each micro-batch."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Real tokens of each row."""
-
-    def per_row(self, amounts: np.ndarray) -> np.ndarray:
-        """What each row holds of a quantity, given what each stored sample holds."""
-
-    def entries(self, feature: str) -> np.ndarray:
-        """The number of entries of a feature in each row."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Features: ...
 
 
 class Store(Protocol):
@@ -101,7 +75,7 @@ class Source(Part):
         return {"path": value} if isinstance(value, (str, list)) else value
 
     def open(self) -> Records:
-        """Checks that the data can be read and gives access to it. A run calls it once on each rank."""
+        """Checks that the data can be read, and opens it. A run calls it once on each rank."""
         raise NotImplementedError
 
 
@@ -118,12 +92,12 @@ NOTHING_LEARNED = DropReason(
     "with no answer or all labels masked",
     "give conversations an answer that is not blank, or labels that are not all -100",
 )
-LEARNED_TOO_LATE = DropReason("with all that is learned after data.sequence_length", "raise data.sequence_length")
+LEARNED_TOO_LATE = DropReason("with all labels after data.sequence_length", "raise data.sequence_length")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What an encoder made of one record."""
+    """What an encoder made from one record."""
 
     samples: Sequence[Features] = ()
     truncated: int = 0
@@ -131,7 +105,7 @@ class Encoded:
     dropped: Sequence[DropReason] = ()
     """One reason for each sample that was dropped."""
     lost: Sequence[str] = ()
-    """What the samples do not contain; continues "12 records have ..." in a warning."""
+    """What the samples lack; continues "12 records have ..." in a warning."""
     noted: Sequence[str] = ()
     """The same for a note in the report."""
 
@@ -188,13 +162,13 @@ class Encoder(Part):
     length_feature: ClassVar[str] = "input_ids"
     """The feature with one entry for each token."""
     needs_training_data: ClassVar[bool] = False
-    """The collator takes numbers from data.train: other data cannot be evaluated without it."""
+    """The collator takes numbers from data.train, which is therefore needed to evaluate other data."""
     conversations: ClassVar[bool] = False
     """Samples are conversations, laid out by a chat template."""
 
     @staticmethod
     def accepts(record: Record) -> bool:
-        """Whether to choose this encoder for such records if the recipe names none."""
+        """Whether to choose this encoder if the first record looks like this and the recipe names no encoder."""
         return False
 
     def texts(self, record: Record) -> list[str]:
@@ -202,20 +176,24 @@ class Encoder(Part):
         return []
 
     def columns_read(self, record: Record) -> list[str]:
-        """Which columns of the first record were read as what, if the user did not say, for the report."""
+        """How columns of the first record were read if the user did not name them, for the report."""
         return []
 
     def arranged(self, records: Records) -> Records:
-        """The records of a source as it takes them: several may become one, such as the rows of an episode."""
+        """The records of a source as it encodes them: several may become one, such as the rows of an episode."""
         return records
 
     def added_tokens(self) -> list[str]:
-        """Tokens of its own, which the tokenizer gets before the model is built."""
+        """Tokens that it adds to the tokenizer before the model is built."""
         return []
 
+    def can_pack(self, store: Store) -> bool:
+        """Whether samples can share a row: they hold tokens and labels only, or `packs_media` says so."""
+        return self.packs_media or set(store.names) == {"input_ids", "labels"}
+
     def quantities(self, store: Store) -> list[Quantity]:
-        """What speed is logged in, such as tokens, images or seconds of audio. The first is also what `tokens` in
-        metrics.jsonl and flops per token refer to."""
+        """The quantities that speed is logged in, such as tokens, images or seconds of audio. `tokens` in metrics.jsonl
+        and flops per token refer to the first one."""
         return [Quantity("tokens", "tok", store.lengths)]
 
     def check_model(self, module: Any) -> None:
@@ -263,11 +241,11 @@ class OpenEncoder:
         """Frees what only encoding needs. Called when all data is encoded."""
 
     def collator(self, store: Store) -> Collator:
-        """What makes micro-batches; `store` is the encoded training data."""
+        """The object that makes micro-batches; `store` is the encoded training data."""
         return Collator(self.settings)
 
     def external_fingerprint(self, records: Records) -> str:
-        """Changes when something changes that records refer to, such as files; part of the key of the cache."""
+        """Changes when the files or other things that records refer to change; part of the cache key."""
         return ""
 
     def identity(self, store: Store) -> dict[str, str]:
@@ -310,17 +288,21 @@ class Collator:
         found: dict[str, Any] = self.settings.collate(samples, length=length)
         return found
 
+    def length(self, sample: Features) -> int:
+        """Tokens of a row."""
+        return len(sample.get(self.settings.length_feature, ()))
+
     def blank(self, sample: Features) -> Features:
         """A sample of the same shape without loss terms, to fill up a batch."""
         return {name: np.full_like(array, IGNORE) if name == "labels" else array for name, array in sample.items()}
 
     def touching(self, samples: Sequence[Features]) -> Sequence[Features]:
-        """The samples, with a row of no weight added if none of them has media and another rank's have: every rank runs
-        a tower that any rank runs, or the others would wait for it."""
+        """The samples, plus a row without loss terms if they have no media but those of another rank do: if one rank
+        runs a tower, every rank must, or the first would wait for the others."""
         return samples
 
     def without_media(self, sample: Features) -> Features:
-        """The same sample with its tokens alone, so that it can be cut anywhere."""
+        """The tokens of the sample alone, so that it can be cut anywhere."""
         return sample
 
     def augment(self, batch: dict[str, Any], draws: np.ndarray) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Averaged weights: their settings, and evaluations that look at them instead of the trained ones, or at both.
+"""Averaged weights: their settings, and evaluations of the average, of the trained weights, or of both.
 
 Must not know how the average is kept, nor import torch.
 """
@@ -17,18 +17,19 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.objective import Numbers
 
 PREFIX = "ema_"
-"""Of the numbers and pictures of averaged weights, if the trained ones are evaluated too."""
+"""Prefix of the numbers and pictures of averaged weights if the trained weights are evaluated too."""
 
 
 class Ema(Section):
     """An exponential moving average of the weights, kept in fp32 and sharded like them."""
 
     decay: float = Field(0.9999, ge=0, lt=1)
-    """How much of the average stays at each update; 0.9999 remembers about the last 10,000."""
+    """Share of the average that each update keeps; 0.9999 averages over about the last 10,000 updates."""
     warmup: bool = True
-    """Begin with less: at update n at most n / (n + 9), so that the first weights are soon forgotten."""
+    """Start with a smaller decay, at most n / (n + 9) at update n, so that the first weights are soon forgotten."""
     evaluate: Literal["ema", "model", "both"] = "ema"
-    """Whose validation numbers and pictures: of the average, of the trained weights, or both, the average's as ema_."""
+    """Which weights are validated: the average, the trained ones (model), or both; then numbers of the average begin
+    with ema_."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -37,13 +38,13 @@ class Ema(Section):
         return {"decay": value} if isinstance(value, (int, float)) and value is not False else value
 
     def decay_at(self, update: int) -> float:
-        """What stays of the average at an update, counted from 1: nothing at the first."""
+        """The share of the average that an update keeps, counted from 1: nothing at the first."""
         if update <= 1:
             return 0.0
         return min(self.decay, update / (update + 9)) if self.warmup else self.decay
 
     def names(self, numbers: Numbers) -> Numbers:
-        """What validation numbers are called; those of averaged weights are better in the same direction."""
+        """The names of validation numbers; those of averaged weights keep their direction."""
         averaged = {f"{PREFIX}{name}": mode for name, mode in numbers.items()}
         return {**numbers, **averaged} if self.evaluate == "both" else numbers
 
@@ -65,7 +66,7 @@ class AveragedWeights(Protocol):
 
 @dataclass(frozen=True)
 class OfAverage:
-    """An evaluation as the loop runs it, of averaged weights."""
+    """An evaluation that runs on averaged weights."""
 
     evaluation: Evaluation
     average: AveragedWeights
@@ -90,7 +91,7 @@ class OfAverage:
 
 
 def evaluations(parts: Sequence[Evaluation], average: AveragedWeights | None) -> list[Any]:
-    """What the loop runs, of the weights that the settings name."""
+    """The evaluations that the loop runs, on the weights that the settings choose."""
     if average is None or average.settings.evaluate == "model":
         return list(parts)
     averaged = [OfAverage(part, average, PREFIX if average.settings.evaluate == "both" else "") for part in parts]

@@ -1,6 +1,6 @@
 """The contract of an evaluation: numbers (and texts) about the model as it is now.
 
-Runs on all ranks, in step with each other. Must not update weights.
+Runs on all ranks in lockstep. Must not update weights.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fullshard.config.part import Part
 from fullshard.contracts.objective import Batch, Numbers, Objective
+from fullshard.errors import RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -48,32 +49,43 @@ class Findings:
 
 
 class Evaluation(Part):
-    """Something to find out about the model at each validation."""
+    """Something to measure at each validation."""
 
     folder: ClassVar[str] = "fullshard.evaluations"
     required: ClassVar[tuple[str, ...]] = ("run",)
     numbers: ClassVar[Numbers | None] = None
-    """What it finds, and whether lower or higher is better: {"fid": "min", "recall": "max"}; None: not said, and
-    `checkpoint.best` by one of them must state its mode."""
+    """The numbers it reports, and whether lower or higher is better: {"fid": "min", "recall": "max"}; None: not
+    declared, and then `checkpoint.best` must state the mode."""
     needs_held_out: ClassVar[bool] = False
-    """Without validation data it finds nothing."""
+    """It needs validation data."""
     needs_tokenizer: ClassVar[bool] = False
-    """Without a tokenizer it cannot run."""
+    """It needs a tokenizer."""
 
     only_at_end: bool = False
     """Run once, when training is over, instead of at every validation."""
 
     def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
-        """`numbers`, if they depend on the settings, the objective or the (empty) model."""
+        """The same as `numbers`; override it if they depend on the settings, the objective or the (empty) model."""
         return self.numbers
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
         """Raises what would stop it at the first validation. Called before ranks meet, with the empty model and the
-        encoded validation data, if there is any."""
+        encoded validation data, or None."""
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
         """The same for the settings of the encoder."""
 
     def run(self, inputs: EvaluationInputs) -> Findings:
-        """Looks at the model; called on every rank with the same settings."""
+        """Measures the model; called on every rank with the same settings."""
         raise NotImplementedError
+
+
+def refuse_same_name(owners: dict[str, str], part: str, names: Iterable[str]) -> None:
+    """Notes in `owners` that `part` reports these numbers; raises if another part does."""
+    for name in names:
+        if name in owners:
+            raise RecipeError(
+                f"{owners[name]} and {part} both report a number called {name!r}, and one would overwrite the other. "
+                "Remove one of them, or rename it: with its key `name` if it has one, in its class if it is your own."
+            )
+        owners[name] = part

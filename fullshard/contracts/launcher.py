@@ -27,7 +27,7 @@ class Ranks:
     master: str | None = None
     """HOST:PORT; needed for more than one node."""
     device_ids: tuple[int, ...] | None = None
-    """Which GPUs, when not the first ones."""
+    """GPU ids, if not the first ones."""
     timeout_s: float = 600.0
     """How long the nodes wait for each other."""
 

@@ -25,7 +25,7 @@ class Weights(Protocol):
         """The parameters and buffers that are stored."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows `start` to `stop` (of dim 0) of one tensor, on the CPU, in its stored dtype; a 0-d tensor is whole."""
+        """Rows `start` to `stop` (of dim 0) of one tensor, on the CPU, in its stored dtype; all of a 0-d tensor."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Continuation:
     """How to continue a text."""
 
     tokens: int
-    """At most."""
+    """The most tokens to add."""
     temperature: float
     """0: always the most likely token."""
     top_p: float
-    """With a temperature: only the most likely tokens that together have this share."""
+    """With a temperature: sample from the most likely tokens that together have this probability."""
     seed: int
     ends: frozenset[int]
     """Tokens that end a text."""
@@ -145,7 +145,7 @@ class Family(Part):
         raise NotImplementedError
 
     def load_with(self, folder: str, *, adapter: bool) -> str | None:
-        """The line of Python that loads what was exported; None if nothing but fullshard can."""
+        """The line of Python that loads an exported folder; None if only fullshard can load it."""
         loader = (self.adapter_loader if adapter else None) or self.loader
         return f"{loader}({folder!r})" if loader else None
 
@@ -154,7 +154,7 @@ class Family(Part):
         return []
 
     def resting(self, module: nn.Module) -> set[str]:
-        """Names of parameters that only some samples need, such as a vision tower's: a step may leave them alone."""
+        """Names of parameters that only some samples need, such as a vision tower's: a step may not use them."""
         return set()
 
     def stop_tokens(self, module: nn.Module) -> set[int]:
@@ -175,8 +175,8 @@ class Family(Part):
         device: torch.device,
         in_step: bool,
     ) -> list[list[int]] | None:
-        """The tokens after each row, generated with a key-value cache; None: the family has none, and the objective is
-        asked for every token. `in_step`: other ranks call this too."""
+        """The tokens after each row, generated with a key-value cache; None: the family has no cache, and
+        the objective is asked for every token. `in_step`: other ranks call this too."""
         return None
 
     def longest(self, module: nn.Module) -> int | None:
@@ -198,7 +198,7 @@ class Family(Part):
         return torch.float32
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
-        """Makes the choices that depend on the device, such as the attention kernel; says what was chosen."""
+        """Makes the choices that depend on the device, such as the attention kernel; describes what was chosen."""
         return "the module's own"
 
     def flops_per_token(self, module: nn.Module, *, length: int) -> float:

@@ -1,6 +1,6 @@
 """`torch.no_grad()` for methods of parts.
 
-Must not import torch before such a method is called, because reading a recipe imports parts.
+Must not import torch before a decorated method is called, because reading a recipe imports parts.
 """
 
 from __future__ import annotations

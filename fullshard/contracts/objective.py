@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 Batch = dict[str, Any]
-"""One micro-batch: tensors by name. `sample_ids` is always there; -1 marks a sample that only fills the batch."""
+"""One micro-batch: tensors by name. `sample_ids` is always there; -1 marks a filler sample."""
 Direction = Literal["min", "max"]
 """Which values of a number are better: lower (min) or higher (max)."""
 Numbers = Mapping[str, Direction]
-"""What a validation finds: each number by name, with its direction."""
+"""What a validation reports: each number by name, with its direction."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Terms:
         return cls(weighted.sum(), metrics or {}, ordered)
 
     def over(self, total: torch.Tensor) -> torch.Tensor:
-        """The share of the loss: each sum divided by its count over all ranks and micro-batches."""
+        """This micro-batch's share of the loss: each sum divided by its count over all ranks and micro-batches."""
         import torch
 
         if not self.named:
@@ -76,32 +76,32 @@ class Objective(Part):
     default_kind: ClassVar[str | None] = "causal_lm"
     required: ClassVar[tuple[str, ...]] = ("count", "loss")
     needs: ClassVar[tuple[str, ...]] = ()
-    """The batch keys it reads. With input_ids among them, or none named, the engine proves before step 1 that documents
-    in a packed row do not change each other's terms; with labels too, that each counts at its own position, that no
+    """The batch keys it reads. If it lists input_ids, or no key, the engine proves before step 1 that documents in a
+    packed row do not change each other's terms; with labels too, that each counts at its own position, that no
     position sees later tokens, and that padding changes nothing (fullshard/proofs/before_step_one.py)."""
     bidirectional: ClassVar[bool] = False
     """Whether positions with a loss may see later tokens: only where labels are not the next tokens."""
     encoder: ClassVar[str | None] = None
-    """The kind of encoder meant where the recipe names none; None: chosen from the first record."""
+    """The kind of encoder to use if the recipe names none; None: chosen by the first record."""
     numbers: ClassVar[Numbers | None] = None
-    """What a validation of it measures, the loss included: {"loss": "min", "accuracy": "max"}; None: not said."""
+    """The numbers of a validation, the loss included: {"loss": "min", "accuracy": "max"}; None: not declared."""
 
     def count(self, batch: Batch) -> int | Mapping[str, int]:
-        """How many values the sum of the micro-batch adds up, from the batch alone (on the CPU, before any forward);
-        for a loss of several terms one number for each, by name, 0 where the micro-batch has none."""
+        """How many values the sum of the micro-batch has, from the batch alone (on the CPU, before any forward pass). A
+        loss of several terms returns a number for each name, 0 for a term that the micro-batch lacks."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         """The sum over those terms.
 
         `labels` are shifted already: labels[:, i] is the target of position i, or -100. Compare
-        logits[:, i] with labels[:, i]; do not shift once more. In a packed row `position_ids` start again at 0 with
-        each document: hand them to the model, which tells documents apart by them."""
+        logits[:, i] with labels[:, i]; do not shift again. In a packed row `position_ids` restart at 0 with each
+        document: pass them to the model, which uses them to keep documents apart."""
         raise NotImplementedError
 
     def predictions(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
-        """(rows, positions, vocabulary) of the logits that `loss` is computed from, so that proofs can look at each
-        position by itself; None: they go by the loss alone."""
+        """(rows, positions, vocabulary) of the logits that `loss` is computed from, so that proofs can check each
+        position; None: they use the loss alone."""
         return None
 
     @property
@@ -111,7 +111,9 @@ class Objective(Part):
 
     def next_token_logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """(rows, vocabulary) of what may follow each row; only for objectives that predict tokens."""
-        raise RecipeError(f"objective.kind = {self.kind()} predicts no tokens: leave evaluations that sample text out.")
+        raise RecipeError(
+            f"objective.kind = {self.kind()} does not predict tokens: remove evaluations that sample text."
+        )
 
     def extend(self, module: nn.Module) -> None:
         """Adds what this objective trains to a freshly built module with parameters on meta; raises if the module does
@@ -125,7 +127,7 @@ class Objective(Part):
         """Raises if it cannot learn from the encoded data with this model; called before ranks meet."""
 
     def gives(self) -> Numbers | None:
-        """`numbers`, if they depend on the settings."""
+        """The same as `numbers`; override it if they depend on the settings."""
         return self.numbers
 
     def derived(self, numbers: dict[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The contract of an optimizer, the rule which parameter decays, and parameter groups by name pattern.
+"""The contract of an optimizer, the rule for which parameters decay, and parameter groups by name pattern.
 
 A parameter belongs to the first group with a pattern that matches its name. Must not know losses, schedules or how
 parameters are sharded.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Group(Section):
-    """Parameters that share settings of their own."""
+    """Parameters with their own settings."""
 
     match: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
     """Patterns over parameter names, such as `model.embed*`; * matches anything."""
@@ -33,7 +33,7 @@ class Group(Section):
     freeze: bool = False
     """Do not train these parameters."""
     recompute: Literal["none", "selective", "full"] | None = None
-    """Activation checkpointing of the blocks that the group holds whole; null: sharding.activation_checkpointing."""
+    """Activation checkpointing of blocks that are entirely in the group; null: sharding.activation_checkpointing."""
 
     def holds(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.match)
@@ -44,7 +44,7 @@ class Group(Section):
         found += [f"lr {self.lr:g}"] if self.lr is not None and not self.freeze else []
         found += [f"weight decay {self.weight_decay:g}"] if self.weight_decay is not None and not self.freeze else []
         found += [f"recompute {self.recompute}"] if self.recompute is not None else []
-        return ", ".join(found) or "no settings of its own"
+        return ", ".join(found) or "the same settings"
 
 
 class Optimizer(Part):
@@ -67,10 +67,10 @@ class Optimizer(Part):
     weight_decay: float = Field(0.1, ge=0)
     """Decay of matrices; vectors (norms, biases) never decay."""
     clip: float | None = Field(1.0, gt=0)
-    """Ceiling of the global gradient norm; null leaves gradients as they are."""
+    """Clip the global gradient norm to this value; null: no clipping."""
 
     by_name: list[Group] | None = Field(None, alias="groups")
-    """Parameters by name pattern, with a learning rate, decay, freezing or recomputation of their own."""
+    """Parameters by name pattern, with their own learning rate, decay, freezing or recomputation."""
 
     def with_groups(self, groups: list[Group]) -> Self:
         """The same optimizer with more groups, after its own."""
@@ -81,7 +81,7 @@ class Optimizer(Part):
         raise NotImplementedError
 
     def state_bytes(self, parameter_bytes: int) -> int:
-        """Bytes of state for one trained number of `parameter_bytes`; two moments unless the optimizer says better."""
+        """Bytes of state for one trained number of `parameter_bytes`; two moments unless the optimizer overrides it."""
         return 2 * parameter_bytes
 
     def unquantised(self) -> Optimizer:
@@ -126,7 +126,7 @@ def _check_groups(groups: Sequence[Group], names: Sequence[str]) -> None:
             where = f"optimizer.groups[{index}].match: {pattern!r}"
             if not matching:
                 raise RecipeError(
-                    f"{where} matches none of the {counted(len(names), 'parameter')}"
+                    f"{where} does not match any of the {counted(len(names), 'parameter')}"
                     f"{did_you_mean(pattern.strip('*'), names)}. Names look like: {', '.join(names[:3])} ... "
                     f"{names[-1]}; * matches anything."
                 )
@@ -138,7 +138,7 @@ def _check_groups(groups: Sequence[Group], names: Sequence[str]) -> None:
 
 
 def recompute_by_block(groups: Sequence[Group], blocks: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """How to recompute each block, given with the names of its parameters, that a group holds whole."""
+    """How to recompute each block that is entirely in one group; `blocks` has the names of its parameters."""
     found: dict[str, str] = {}
     for index, group in enumerate(groups):
         if group.recompute is None:
@@ -147,7 +147,7 @@ def recompute_by_block(groups: Sequence[Group], blocks: Mapping[str, Sequence[st
         held = [block for block in held if all(group.holds(name) for name in blocks[block])]
         if not held:
             raise RecipeError(
-                f"optimizer.groups[{index}].recompute = {group.recompute}: no block is in the group as a whole. Blocks "
+                f"optimizer.groups[{index}].recompute = {group.recompute}: no block is entirely in the group. Blocks "
                 f"are {', '.join(list(blocks)[:3]) or 'not found in this model'}; match all of their parameters, as in "
                 f"match: {next(iter(blocks), 'model.layers.0')}.*"
             )

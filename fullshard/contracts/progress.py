@@ -15,16 +15,16 @@ class Progress:
     epoch: int = 0
     """Epochs completed."""
     samples: int = 0
-    """Rows of batches: samples, where they are not packed."""
+    """Rows; without packing a row is a sample."""
     tokens: int = 0
     schedule_step: int = 0
     """Steps that moved the weights: an overflow under fp16 moves the data on, not the schedule."""
     best: float | None = None
     best_step: int | None = None
     best_by: str | None = None
-    """What `best` is a value of, such as `min loss`."""
+    """The mode and metric of `best`, such as `min loss`."""
     first: float | None = None
-    """The first value of it, which later ones are compared with."""
+    """Its first value, the baseline for later ones."""
     previous: float | None = None
     """The value of the last validation."""
     only_worse: int = 0

@@ -26,8 +26,8 @@ class Schedule(Part):
     required: ClassVar[tuple[str, ...]] = ("after_warmup or factor",)
 
     warmup: int | float = 0
-    """Linear warm-up: a whole number is steps, a fraction below 1 a share of the run. Step n of N has n/N of the rate:
-    the first step trains already. Transformers gives it a rate of 0, and stays one step behind during warm-up."""
+    """Linear warm-up: a whole number is steps, a fraction below 1 a share of the run. Step n of N has n/N of the rate,
+    so the first step already trains. Transformers starts at 0 and stays one step behind during warm-up."""
 
     @field_validator("warmup", mode="before")
     @classmethod
@@ -51,7 +51,7 @@ class Schedule(Part):
         return self.after_warmup(step - warmup, max(total - warmup, 1))
 
     def never_falls(self, total: int | None) -> tuple[str, str] | None:
-        """Why the rate never falls in a run of `total` steps (None: not known yet), and what to do; None where it does,
+        """Why the rate never falls in a run of `total` steps (None: not known yet), and what to do; None if it does,
         or is not meant to."""
         return None
 

@@ -39,7 +39,7 @@ class Sink(Part):
         return None
 
     def notes(self) -> list[str]:
-        """What the user should know of these settings before the run."""
+        """What the user should know about these settings before the run."""
         return []
 
     def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:

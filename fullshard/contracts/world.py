@@ -29,9 +29,12 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def describe(self) -> str:
+    @property
+    def device_name(self) -> str:
         import torch
 
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+
+    def describe(self) -> str:
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        return f"{self.size} {'rank' if self.size == 1 else 'ranks'}{nodes}, {device}, {self.backend}"
+        return f"{self.size} {'rank' if self.size == 1 else 'ranks'}{nodes}, {self.device_name}, {self.backend}"

@@ -1,20 +1,30 @@
-"""The best model: whether a validation found it, and when a run stops because none does any more.
+"""The best model: which validation number decides, whether a validation found it, and when patience ends.
 
+Names and directions come from the evaluations; the loss is the only metric known here, and lower is always better.
 Must not know how anything is measured or saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from fullshard.checkpoint.settings import Best
 from fullshard.config.part import did_you_mean
-from fullshard.contracts.objective import Direction
+from fullshard.contracts.ema import Ema
+from fullshard.contracts.evaluation import Evaluation
+from fullshard.contracts.objective import Direction, Numbers, Objective
 from fullshard.contracts.progress import Progress
 from fullshard.errors import RecipeError
 from fullshard.formatting import readable
 from fullshard.log.console import Console
+
+if TYPE_CHECKING:
+    from torch import nn
+
+LOSS: Numbers = {"loss": "min"}
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,55 @@ class BestRule:
 
     def describe(self) -> str:
         return f"{'lowest' if self.mode == 'min' else 'highest'} {self.metric}"
+
+
+def best_rule(
+    best: Best | None, parts: Sequence[Evaluation], objective: Objective, model: nn.Module, ema: Ema | None
+) -> BestRule | None:
+    """The recipe's rule; raises if no evaluation gives the number, or if its direction is unknown."""
+    if best is None:
+        return None
+    said = [_said(part, objective, model) for part in parts if not part.only_at_end]
+    known: Numbers = {name: mode for numbers in said for name, mode in (LOSS if numbers is None else numbers).items()}
+    known = ema.names(known) if ema else known
+    if (right := known.get(best.metric)) is not None:
+        return BestRule(best.metric, best.mode or right, contradicts=best.mode not in (None, right))
+    if None not in said and known:
+        raise RecipeError(_not_given(best.metric, known, parts, objective, model))
+    if None in said and best.mode is None:
+        raise RecipeError(
+            f"checkpoint.best.metric = {best.metric!r}: no evaluation says whether lower or higher is better"
+            f"{did_you_mean(best.metric, list(known))}. Write checkpoint.best: {{metric: {best.metric}, mode: max}} "
+            f'(or min), or have the evaluation say it: numbers = {{"{best.metric}": "max"}} in its class.'
+        )
+    return BestRule(best.metric, best.mode or "min")
+
+
+def _said(part: Evaluation, objective: Objective, model: nn.Module) -> Numbers | None:
+    numbers = part.gives(objective, model)
+    if numbers is not None and not (
+        isinstance(numbers, Mapping) and all(mode in ("min", "max") for mode in numbers.values())
+    ):
+        raise RecipeError(
+            f"evaluate.parts: {part.kind()} with objective.kind = {objective.kind()} says that it gives {numbers!r}. "
+            'It must say each number\'s name and direction, such as numbers = {"loss": "min", "accuracy": "max"}.'
+        )
+    return numbers
+
+
+def _not_given(metric: str, known: Numbers, parts: Sequence[Evaluation], objective: Objective, model: nn.Module) -> str:
+    late = [part.kind() for part in parts if part.only_at_end and metric in (_said(part, objective, model) or {})]
+    why = f" (evaluate.parts: {late[0]} gives it at the end only, when nothing is left to choose)" if late else ""
+    write = f" Write checkpoint.best: {next(iter(known))}, or checkpoint.best: null for no best checkpoint."
+    return missing(metric, known, why) + write
+
+
+def gives_numbers(
+    parts: Sequence[Evaluation], objective: Objective, model: nn.Module | None, *, held_out: bool
+) -> bool:
+    """Whether a validation gives a number that could decide; without a model, numbers that depend on it count."""
+    runs = [part for part in parts if not part.only_at_end and (held_out or not part.needs_held_out)]
+    return any(part.gives(objective, model) != {} if model is not None else part.numbers != {} for part in runs)
 
 
 def missing(metric: str, known: Iterable[str], why: str = "") -> str:

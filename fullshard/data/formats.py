@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -53,10 +53,9 @@ def open_file(path: Path, *, pieces: int = PIECES) -> Records:
 class _Ranges:
     """Records that are ranges of a file's bytes. Only the ranges are in memory: start, end and number of the line."""
 
-    def __init__(self, path: Path, ranges: Iterator[tuple[int, int, int]], *format: str) -> None:
-        self._path, self._format = path, format
+    def __init__(self, path: Path, ranges: np.ndarray, *format: str) -> None:
+        self._path, self._ranges, self._format = path, ranges, format
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
-        self._ranges = np.fromiter(ranges, dtype=(np.int64, 3))
 
     def __len__(self) -> int:
         return len(self._ranges)
@@ -90,19 +89,17 @@ class JsonLines(_Ranges):
         return record
 
 
-def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
+def _lines(path: Path) -> np.ndarray:
     """The range of every line that is not blank."""
-    with open(path, "rb") as file:
-        start = _skip_bom(file)
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield start, start + len(line.removesuffix(b"\n")), number
-            start += len(line)
-
-
-def _skip_bom(file: BinaryIO) -> int:
-    """Moves to where the text begins, after a byte order mark."""
-    return file.seek(len(_BOM) if file.read(len(_BOM)) == _BOM else 0)
+    data, chunk = np.memmap(path, dtype=np.uint8, mode="r"), 1 << 20
+    newlines = np.concatenate([np.flatnonzero(data[at : at + chunk] == 10) + at for at in range(0, len(data), chunk)])
+    starts, ends = np.append(0, newlines + 1), np.append(newlines, len(data))
+    starts[0] = len(_BOM) if data[: len(_BOM)].tobytes() == _BOM else 0
+    filled = ends > starts
+    # Only a line that starts with white space can be blank.
+    for line in np.flatnonzero(filled & (data[np.minimum(starts, len(data) - 1)] <= 32)):
+        filled[line] = bool(data[starts[line] : ends[line]].tobytes().strip())
+    return np.stack([starts, ends, np.arange(1, len(ends) + 1)], axis=1)[filled]
 
 
 def _parse(data: bytes, *, where: str, rule: str) -> Any:
@@ -153,7 +150,7 @@ class TextPieces(_Ranges):
         if path.stat().st_size < 4 * pieces * PIECE_CHARACTERS:
             characters = len(path.read_bytes().decode("utf-8", errors="replace"))
             limit = min(PIECE_CHARACTERS, max(SHORTEST_CHARACTERS, characters // pieces))
-        super().__init__(path, _pieces(path, limit=limit), "txt", str(limit))
+        super().__init__(path, np.fromiter(_pieces(path, limit=limit), dtype=(np.int64, 3)), "txt", str(limit))
         if not any(self[index]["text"].strip() for index in range(len(self))):
             raise DataError(f"{path}: the file has only white space. Put text into it or remove it from the list.")
 
@@ -164,7 +161,7 @@ class TextPieces(_Ranges):
 def _pieces(path: Path, *, limit: int) -> Iterator[tuple[int, int, int]]:
     """The range of each piece, with the number of its first line."""
     with open(path, "rb") as file:
-        at = start = _skip_bom(file)
+        at = start = file.seek(len(_BOM) if file.read(len(_BOM)) == _BOM else 0)
         first, held = 1, 0
         for number, raw in enumerate(file, start=1):
             line = _utf8(raw, where=f"{path}:{number}")

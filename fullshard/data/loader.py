@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from fullshard.contracts.data import Collator, Features, Quantity, Samples
+from fullshard.contracts.data import Collator, Features, Quantity
 from fullshard.data.order import FILLER, FIXED, draws, permutation, rank_slices
+from fullshard.data.pack import Samples
 from fullshard.errors import DataError, FullshardError
 
 Batch = dict[str, Any]
@@ -125,8 +126,8 @@ class Loader:
 
     def long_sample(self, among: int = 32) -> Features:
         """The longest of the first samples, the same on every rank; its tokens alone."""
-        first = (self._batches.samples[index] for index in range(min(among, self.num_samples)))
-        return self._batches.collator.without_media(max(first, key=lambda sample: len(sample.get("input_ids", ()))))
+        first, collator = range(min(among, self.num_samples)), self._batches.collator
+        return collator.without_media(max((self._batches.samples[index] for index in first), key=collator.length))
 
     def collate(self, rows: Sequence[Features], *, length: int | None) -> Batch:
         """A micro-batch of other rows."""

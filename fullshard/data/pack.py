@@ -11,37 +11,43 @@ from collections import defaultdict
 
 import numpy as np
 
-from fullshard.contracts.data import Encoder, Features
+from fullshard.contracts.data import Features
 from fullshard.data.store import Store
 
 
-def can_pack(store: Store, encoder: Encoder) -> bool:
-    """Whether samples can be concatenated: they hold tokens and labels only, or the encoder says that they can."""
-    return encoder.packs_media or set(store.names) == {"input_ids", "labels"}
+class Samples:
+    """Samples of a store, arranged in rows for micro-batches: one or several in each."""
 
-
-class _Rows:
-    """Samples of a store, arranged in rows."""
+    fixed_length: int | None = None
+    """The length that all rows are padded to; None: the longest row of each micro-batch."""
 
     def __init__(self, store: Store, chosen: np.ndarray) -> None:
         self._store, self._chosen = store, chosen
         self.num_tokens = int(store.lengths[chosen].sum())
+        """Real tokens over all rows."""
 
     @property
     def lengths(self) -> np.ndarray:
+        """Real tokens of each row."""
         return self.per_row(self._store.lengths).astype(np.int64)
 
     def entries(self, feature: str) -> np.ndarray:
+        """The number of entries of a feature in each row."""
         return self.per_row(self._store.sizes(feature))
 
     def per_row(self, amounts: np.ndarray) -> np.ndarray:
+        """How much of a quantity each row holds, given how much each stored sample holds."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> Features:
         raise NotImplementedError
 
 
-class Plain(_Rows):
+class Plain(Samples):
     """Samples as stored, one in each row."""
-
-    fixed_length: int | None = None
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -56,7 +62,7 @@ class Plain(_Rows):
         return features
 
 
-class Wrapped(_Rows):
+class Wrapped(Samples):
     """Documents concatenated in order and cut into rows of `length`; only the last row may be shorter.
 
     A document that is cut continues in the next row with positions from 0. Its last label before the cut is the true
@@ -65,7 +71,7 @@ class Wrapped(_Rows):
 
     def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
         super().__init__(store, chosen)
-        self.fixed_length = length
+        self.fixed_length: int = length
         self._starts = np.concatenate([[0], np.cumsum(store.lengths[chosen])])
 
     def __len__(self) -> int:
@@ -88,12 +94,12 @@ class Wrapped(_Rows):
         return row_of([self._store.slice(int(d), max(begin - at, 0), min(end, to) - at) for d, at, to in documents])
 
 
-class Fitted(_Rows):
+class Fitted(Samples):
     """Whole samples, several to a row of `length`, placed by best fit."""
 
     def __init__(self, store: Store, chosen: np.ndarray, *, length: int) -> None:
         super().__init__(store, chosen)
-        self.fixed_length = length
+        self.fixed_length: int = length
         rows = self._rows = best_fit(store.lengths[chosen], length=length)
         # Stable: samples within a row keep the order of the source.
         order = np.argsort(rows, kind="stable")

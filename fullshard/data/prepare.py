@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from fullshard.config.part import kinds, part_class
-from fullshard.contracts.data import Collator, Encoder, OpenEncoder, Quantity, Record, Records, Samples
+from fullshard.contracts.data import Collator, Encoder, OpenEncoder, Quantity, Record, Records
 from fullshard.data.order import HOLDOUT, generator
-from fullshard.data.pack import Fitted, Plain, Wrapped, can_pack
+from fullshard.data.pack import Fitted, Plain, Samples, Wrapped
 from fullshard.data.records import keys_found, named, origins
 from fullshard.data.store import Counts, Store, encoded
 from fullshard.errors import DataError
@@ -163,7 +163,7 @@ def _split(records: Records, store: Store, *, share: float, seed: int) -> tuple[
 def _samples(name: str, stored: Stored, encoder: OpenEncoder, length: int, pack: bool, report: list[str]) -> Samples:
     store, chosen, settings = stored.store, stored.chosen, stored.encoder
     samples: Samples
-    if pack and can_pack(store, settings):
+    if pack and settings.can_pack(store):
         samples = (Wrapped if settings.divisible else Fitted)(store, chosen, length=length)
         filled = samples.num_tokens / (len(samples) * length)
         rows = f"packed into {counted(len(samples), 'row')} of {length:,} ({filled:.1%} filled)"

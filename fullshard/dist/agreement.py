@@ -1,21 +1,27 @@
-"""Compares facts over all ranks.
+"""What all ranks must have in common: facts, which are compared, and whether work that may fail has succeeded.
 
 Every rank calls with its own facts, and all get the same answer: each difference with its key, ranks and values.
-Must not know what the facts are about.
+Must not know what the facts are about, nor what the work does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fullshard.dist import reduce
+from fullshard.errors import CheckpointError, one_line
 
 Facts = Mapping[str, str | None]
 """Values by key; None: this rank has nothing to compare."""
 
+SPACE = "Check disk space and permissions; earlier checkpoints are complete."
 _SHOWN = 3
 
 
@@ -62,3 +68,20 @@ def on_ranks(ranks: Iterable[int], names: Sequence[str]) -> str:
     places = list(dict.fromkeys(names[rank] for rank in ranks))
     shown = ", ".join(places[:8]) + (", ..." if len(places) > 8 else "")
     return f"rank{'' if len(ranks) == 1 else 's'} {numbers} ({shown})"
+
+
+@contextlib.contextmanager
+def all_or_fail(problem: str, *, advice: str = SPACE, group: Any = None) -> Iterator[None]:
+    """If the body fails on one rank, raises the same CheckpointError on every rank. All ranks meet at its end."""
+    reason = None
+    try:
+        yield
+    except CheckpointException as error:  # DCP wraps the errors of all ranks in one
+        reason = "; ".join(f"rank {rank}: {one_line(failed)}" for rank, (failed, _) in sorted(error.failures.items()))
+    except CheckpointError as error:
+        reason = str(error)
+    except Exception as error:  # whatever it is, the other ranks must know
+        reason = f"rank {reduce.place()[1]}: {one_line(error)}"
+    reasons = [found for found in dict.fromkeys(reduce.gather_objects(reason, group=group)) if found]
+    if reasons:
+        raise CheckpointError(f"{problem} ({'; '.join(reasons)}). {advice}") from None

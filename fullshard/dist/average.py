@@ -61,7 +61,8 @@ class Average:
 
     @torch.no_grad()
     def materialise(self) -> None:
-        """Makes the state; call it after the optimizer has made its own, since Adam takes any state for its own."""
+        """Creates the state; call it after the optimizer has created its own, since Adam takes any state for its
+        own."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 state = self._optimizer.state[parameter]

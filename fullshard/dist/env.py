@@ -1,7 +1,7 @@
-"""The ranks of a run: those that torchrun, accelerate launch or SLURM started, by their variables, or those to start.
+"""The ranks of a run: started already by torchrun, accelerate launch or SLURM, or still to be started.
 
-SLURM's lists are parsed here, because scontrol is not installed inside most containers. Must not import torch (the
-caller counts the GPUs), and must not know models or data.
+The variables of these launchers are read here; SLURM's lists too, because most containers lack scontrol. Must not
+import torch (the caller counts the GPUs), and must not know models or data.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _torch_launch(environ: Mapping[str, str], rank: int, world: int) -> Launch:
 
 
 def _slurm_tasks(environ: Mapping[str, str]) -> int:
-    """Tasks of this job step; 1 in a batch script or a shell of salloc: one process in a larger allocation."""
+    """Tasks of this job step; 1 in a batch script or a shell of salloc, which is one process in a larger allocation."""
     if "SLURM_PROCID" not in environ or "SLURM_LOCALID" not in environ:
         return 1
     # Without the step's variables only a task beyond the first proves that srun started several.
@@ -170,14 +170,14 @@ def ranks_for(topology: Topology, *, num_gpus: int, node_rank: int | None = None
     check_devices(per_node, device, num_gpus=num_gpus, backend=topology.backend)
     if ids and max(ids) >= num_gpus:
         raise SetupError(
-            f"topology.devices = {devices}: there is no GPU {max(ids)} here; the GPUs are numbered 0 to "
+            f"topology.devices = {devices}: this node has no GPU {max(ids)}; its GPUs are numbered 0 to "
             f"{num_gpus - 1}. Choose from these."
         )
     return Ranks(per_node, topology.nodes, node_rank, master, device_ids=ids, timeout_s=topology.timeout_s)
 
 
 def check_devices(per_node: int, wanted: str, *, num_gpus: int, backend: str = "auto") -> None:
-    """Raises SetupError when a node has too few GPUs for its ranks; ranks share one only over gloo."""
+    """Raises SetupError if a node has too few GPUs for its ranks; ranks can share one only over gloo."""
     if wanted == "cuda" and num_gpus == 0:
         raise SetupError(
             "topology.device = cuda, but torch sees no GPU here. Use topology.device=cpu, or check the driver, "

@@ -1,4 +1,4 @@
-"""Gathers tensors and values of all ranks: rows with their gradients, equal shares, values on rank 0.
+"""Gathers tensors and values from all ranks: rows with their gradients, equal shares, values on rank 0.
 
 Every rank calls these in the same order. Must not know what is gathered.
 """
@@ -44,7 +44,7 @@ def gather_rows(share: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def gather_uneven(share: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, in rank order; each may bring another number."""
+    """The rows of all ranks, in rank order; each may bring a different number."""
     sizes = gather_objects(len(share))
     padded = share.new_zeros((max(sizes), *share.shape[1:]))
     padded[: len(share)] = share
@@ -60,7 +60,7 @@ def gather_to_main(value: Any, *, group: Any = None) -> list[Any]:
 
 
 def scatter_from_main(values: list[Any], *, group: Any = None) -> Any:
-    """This rank's value of a list that rank 0 has."""
+    """This rank's value from a list on rank 0."""
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, values if dist.get_rank() == 0 else None, src=0, group=group)
     return mine[0]

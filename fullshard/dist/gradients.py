@@ -42,7 +42,7 @@ def one_by_one(module: nn.Module, batches: Sequence[Any], *, reduce_once: bool =
 
 @torch.no_grad()
 def clip_global_norm(optimizer: torch.optim.Optimizer, *, ceiling: float | None, scaled: bool) -> torch.Tensor:
-    """The norm of the whole gradient, on every strategy; scales gradients down to `ceiling`. No host sync.
+    """The norm of the whole gradient, for every strategy; scales gradients down to `ceiling`. No host sync.
 
     Sums squares of local slices over the shard axis only: replicas hold equal copies and must not be counted twice.
     Local slices avoid DTensor's dispatch, which is slow on hundreds of parameters. torch's own fused updates divide the
@@ -78,7 +78,7 @@ def not_finite(model: nn.Module) -> list[str]:
 
 
 def inspect(gradient: torch.Tensor | None) -> torch.Tensor:
-    """Whether this rank's slice of a gradient is missing, not finite, not zero."""
+    """Whether this rank's slice of a gradient is missing, not finite, nonzero."""
     if gradient is None:
         return torch.tensor([True, False, False])
     broken, moving = ~local(gradient).isfinite().all(), local(gradient).any()

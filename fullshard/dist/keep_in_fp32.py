@@ -1,7 +1,7 @@
 """What must not be rounded to half precision: routers, modules that the model lists to keep in fp32, and timesteps.
 
 FSDP casts a unit's parameters together and its inputs at its boundary. So modules that compute in fp32 become their own
-units, and exact inputs are left out of the cast. Must not know any model class, ranks or losses.
+units, and exact inputs are not cast. Must not know any model class, ranks or losses.
 """
 
 from __future__ import annotations

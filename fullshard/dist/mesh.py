@@ -61,11 +61,11 @@ def _auto_layout(world: World, state_bytes: int) -> Layout:
         return Layout("hybrid", world.num_nodes, world.local_size, f"auto: a node holds a copy ({gib})")
     if world.num_nodes == 1 and state_bytes < 0.4 * memory:
         return Layout("grad_op", 1, world.size, f"auto: memory is ample ({gib})")
-    return Layout("full", 1, world.size, f"auto: memory comes first ({gib})")
+    return Layout("full", 1, world.size, f"auto: saves the most memory ({gib})")
 
 
 def make_mesh(layout: Layout, world: World) -> DeviceMesh:
-    """One axis for one replica, two for more."""
+    """One axis for a single replica, two for several."""
     if layout.replicas == 1 and layout.strategy != "none":
         return init_device_mesh(world.device.type, (layout.shards,), mesh_dim_names=("dp_shard",))
     shape = (layout.replicas, layout.shards)

@@ -24,7 +24,7 @@ SPELLINGS = {
     "fp32": ("fp32", "32", "32-true", "float32", "none", "no"),
     "bf16-pure": ("bf16-pure", "bf16-true", "pure-bf16"),
 }
-AS_ASKED = "as asked for"
+AS_ASKED = "as requested"
 REFUSED = ("fp16-pure", "16-true", "pure-fp16", "fp16-true")
 
 
@@ -71,7 +71,7 @@ class ResolvedPrecision:
         return None
 
     def switched(self) -> str | None:
-        """The line for `auto` that could not be bf16."""
+        """The line to print if `auto` could not be bf16."""
         if self.word == "fp16" and self.reason != AS_ASKED:
             return f"precision = auto became fp16 with a loss scaler: {self.reason.removeprefix('auto: ')}."
         return None

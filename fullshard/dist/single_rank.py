@@ -3,7 +3,7 @@
 All parameters of a unit are cast in one call: FSDP launches two small kernels for every parameter, a cast into new
 memory and a copy from there, more than a thousand per step for a model of some hundred parameters. With one rank
 nothing is reduced, so gradients stay in place. The casts use private names of FSDP; if torch has renamed one, they are
-left out. Must not know what is computed.
+skipped. Must not know what is computed.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from fullshard.dist import reduce
 from fullshard.dist.agreement import differences, some
 from fullshard.dist.gather import gather_tensor
 from fullshard.errors import CheckpointError, SetupError
+from fullshard.formatting.plural import counted
 
 _COMPARED = 2**22
 """Longest row, in elements, that ranks compare: the experts of a large mixture have rows of gigabytes."""
@@ -29,7 +30,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def materialise(
     module: nn.Module, ties: list[list[str]], *, parameters_on: torch.device, buffers_on: torch.device
 ) -> None:
-    """Allocates this rank's slices, filled with NaN to show values never set; moves buffers without casting."""
+    """Allocates this rank's slices, filled with NaN so that unset values are found; moves buffers without casting."""
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -88,7 +89,8 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of each tensor's bits as integers, of this rank's slice: changes when a bit does, and needs no copy."""
+    """For each tensor, the sum of this rank's slice with its bits read as integers: any changed bit shows, and nothing
+    is copied."""
     mine = [local(tensor).detach() for tensor in tensors]
     return torch.stack([each.view(_INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in mine]).cpu()
 
@@ -126,10 +128,9 @@ def fill(
 def _fill_fresh(
     fresh: dict[str, DTensor], template: nn.Module, unit: str, *, family: Family, draw_on: torch.device, seed: int
 ) -> None:
-    """Makes the unit real in the template, initialises it there, keeps this rank's rows, and lets it go again.
+    """Allocates the unit in the template, initialises it there, keeps this rank's rows, and frees it.
 
-    Values are drawn on the device that computes, also for parameters that live on the host: they must not depend on
-    that."""
+    Values are drawn on the compute device even for offloaded parameters: offloading must not change them."""
     owners = [(name, template.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in fresh]
     meta = {name: owner._parameters[key] for name, owner, key in owners}
     for name, owner, key in owners:
@@ -144,8 +145,8 @@ def _fill_fresh(
 
 
 def _agree_on_stored(weights: Weights, shapes: dict[str, torch.Size]) -> None:
-    """Every rank reads its own slices, maybe from its own copy of the files: compares some rows of each tensor, so that
-    ranks cannot fill one model from two."""
+    """Compares some rows of each tensor over ranks. Each rank reads its own slices, perhaps from its own copy of the
+    files: two different copies must not fill one model."""
     if reduce.place()[0] == 1:
         return
     facts: dict[str, str | None] = {}
@@ -168,7 +169,8 @@ def _agree_on_stored(weights: Weights, shapes: dict[str, torch.Size]) -> None:
 
 @torch.no_grad()
 def fingerprints(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
-    """A checksum of each whole parameter, the same for any number of ranks: the sum of its bits as integers."""
+    """A checksum of each whole parameter, the same for any number of ranks: its values summed, with bits read as
+    integers."""
     if not parameters:
         return {}
     sums = checksums(list(parameters.values()))
@@ -184,16 +186,16 @@ def _sharded(parameter: nn.Parameter) -> DTensor:
 
 @torch.no_grad()
 def prove(module: nn.Module, trainable: set[str], storage: dict[str, torch.dtype]) -> None:
-    """Every value was set, every dtype is the planned one, and the same parameters are trainable as before."""
+    """Proves that every value was set, every dtype is the planned one, and the same parameters are still trainable."""
     mine = [name for name, p in module.named_parameters() if torch.isnan(_sharded(p).to_local()).any()]
     # A small parameter is on one rank only, and all ranks must stop.
     unset = sorted(set[str]().union(*reduce.gather_objects(mine)))
     if unset:
         raise CheckpointError(
-            f"{len(unset)} parameters have no value or NaN after loading, first {unset[0]}. "
+            f"After loading, values of {counted(len(unset), 'parameter')} are missing or NaN, first {unset[0]}. "
             "The stored weights are damaged, or the model leaves these parameters uninitialised."
         )
     for name, parameter in module.named_parameters():
-        assert parameter.dtype == storage[name], f"{name} is kept in {parameter.dtype}, planned was {storage[name]}"
+        assert parameter.dtype == storage[name], f"{name} is stored in {parameter.dtype}, the plan says {storage[name]}"
     now = {name for name, p in module.named_parameters() if p.requires_grad}
     assert now == trainable, f"sharding changed what is trainable: {sorted(now ^ trainable)[:3]}"

@@ -15,7 +15,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fullshard.contracts.world import World
 from fullshard.dist.env import check_devices
-from fullshard.dist.peak_flops import peak_flops
 from fullshard.launch.addresses import address_towards, choose_interface
 from fullshard.launch.host_memory import peak_of_family
 from fullshard.launch.rendezvous import Meeting, facts
@@ -80,11 +79,6 @@ def leave() -> None:
     """Leaves the process group; safe to call twice."""
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def peak_of(device: torch.device) -> float | None:
-    """Peak operations per second of the device; None if unknown."""
-    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,8 +1,8 @@
 """Which modules become FSDP units, decided by structure alone.
 
-A unit's parameters are gathered while it runs. A part of a block that is called at another time would see sharded
-parameters, so it becomes its own unit; one forward pass on meta tensors finds such parts. Must not know any model
-class, torch.distributed or how units are sharded.
+A unit's parameters are gathered while it runs. A part of a block that is called while the block is not running would
+see sharded parameters, so it becomes its own unit; one forward pass on meta tensors finds these parts. Must not know
+any model class, torch.distributed or how units are sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEPARATE_PARAMS = 1_000_000
 
 @dataclass(frozen=True)
 class WrapPlan:
-    """Module names that become units, in forward order; everything else belongs to the root's unit."""
+    """Names of the modules that become units, in forward order; everything else belongs to the root's unit."""
 
     blocks: list[str]
     """Repeated blocks: sharded, recomputed and compiled one by one."""
@@ -68,7 +68,7 @@ def find_blocks(
     exact, inexact = exact_modules(module)
     exact = _without_shared(module, exact)
     if whole:
-        return WrapPlan([], exact=exact, inexact=inexact, reason="one unit for the whole model, as asked for")
+        return WrapPlan([], exact=exact, inexact=inexact, reason="one unit for the whole model, as requested")
     if classes is not None:
         blocks, reason = _by_class(module, classes), f"by class: {', '.join(classes)}"
     elif min_params is not None:
@@ -219,7 +219,7 @@ def _by_size(module: nn.Module, min_params: int) -> list[str]:
 
 
 def _without_shared(module: nn.Module, blocks: list[str]) -> list[str]:
-    """Drops blocks that hold one end of a tie: FSDP needs a shared parameter in one unit."""
+    """Drops blocks with one end of a tie: FSDP needs a shared parameter in one unit."""
     groups = tied_groups(module)
     while True:
         owners = [{_owner(name, blocks) for name in group} for group in groups]

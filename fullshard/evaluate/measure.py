@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.contracts.ema import PREFIX
-from fullshard.contracts.evaluation import Findings
+from fullshard.contracts.evaluation import Findings, refuse_same_name
 from fullshard.contracts.model import Weights
 from fullshard.contracts.world import World
 from fullshard.dist import env
@@ -99,7 +99,9 @@ def _run(
 
     evaluating = evaluation_inputs(recipe, inputs, model.module, aux, validation, world, console, show)
     model.module.eval()
+    owners: dict[str, str] = {}
     for part in recipe.evaluate.parts:
         of_part = part.run(evaluating)
+        refuse_same_name(owners, f"evaluate.parts: {part.kind()}", of_part.numbers)
         found.numbers.update({f"{prefix}{name}": value for name, value in of_part.numbers.items()})
         found.texts.extend(of_part.texts)

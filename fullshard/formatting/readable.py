@@ -64,7 +64,7 @@ def loss(value: float) -> str:
 
 
 LARGEST = 5e34
-"""e^80, where a perplexity is cut off, is more than this."""
+"""Just below e^80, where perplexity is cut off."""
 _TOO_LARGE = f"> {LARGEST:.0e}".replace("e+", "e")
 
 

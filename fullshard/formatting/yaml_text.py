@@ -1,6 +1,6 @@
-"""YAML without its surprises, read and written.
+"""Reads and writes YAML without its surprises.
 
-`1e-4` is a number, dates and `12:30` are text, a key given twice is an error, and every error names file, line and
+`1e-4` is a number, dates and `12:30` are text, a duplicate key is an error, and every error names file, line and
 column. Must not know what any key means.
 """
 
@@ -72,7 +72,7 @@ def parse(text: str, *, name: str) -> Document:
 
 
 def parse_value(text: str, *, where: str) -> Any:
-    """Reads one value of the command line: a word, a number, [a, list] or {a: mapping}; anything else is text."""
+    """Reads one value from the command line: a word, a number, [a, list] or {a: mapping}; anything else is text."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -115,7 +115,7 @@ def shown(value: Any) -> str:
 
 
 def _walk(node: yaml.Node, path: str, name: str, lines: dict[str, int]) -> None:
-    """Notes the line of every key. A key given twice is an error: YAML would silently take the last one."""
+    """Records the line of every key. A duplicate key is an error: YAML would silently keep the last one."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             _walk(item, f"{path}[{index}]", name, lines)
@@ -127,7 +127,7 @@ def _walk(node: yaml.Node, path: str, name: str, lines: dict[str, int]) -> None:
         inner = f"{path}.{word.replace('-', '_')}" if path else word.replace("-", "_")
         if word in seen and key.tag != "tag:yaml.org,2002:merge":
             raise RecipeError(
-                f"{name}, line {line}: the key {inner} is given twice, first in line {seen[word]}. Keep one of them."
+                f"{name}, line {line}: the key {inner} appears twice, first in line {seen[word]}. Keep one of them."
             )
         seen[word] = line
         lines[inner] = line

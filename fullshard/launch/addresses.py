@@ -28,7 +28,7 @@ def split_address(master: str) -> tuple[str, int]:
 
 
 def resolve_host(host: str, where: str) -> None:
-    """Raises SetupError when this machine does not know the host."""
+    """Raises SetupError if this machine cannot resolve the host."""
     try:
         socket.getaddrinfo(host, None)
     except OSError:
@@ -39,7 +39,7 @@ def resolve_host(host: str, where: str) -> None:
 
 
 def probe_port(port: int, where: str) -> None:
-    """Raises SetupError when the port of this machine is in use."""
+    """Raises SetupError if the port is in use on this machine."""
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -65,7 +65,7 @@ def is_local(host: str) -> bool:
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine from which `host` is reached; nothing is sent."""
+    """The address of this machine on the route to `host`; nothing is sent."""
     for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -102,7 +102,7 @@ def _named_for_nccl(names: str, present: list[str]) -> str | None:
 def _own_address(master: str, others: Iterable[str | None]) -> str | None:
     address = address_towards(master)
     if address is None or _is_loopback(address):
-        # On its own node the master's name may be the loopback; then use the route to a rank on another node.
+        # On its own node the master's name may resolve to the loopback; then use the route to a rank on another node.
         far = next((other for other in others if other and not _is_loopback(other)), None)
         address = address_towards(far) if far else address
     return address

@@ -1,7 +1,7 @@
 """Host memory: total, available, used by processes; and a watch that keeps recent readings.
 
-The kernel kills silently and frees the memory at once: only earlier readings show the reason. A launcher watches in a
-thread; a single rank starts a small process that outlives it. Must not import torch.
+The kernel kills a process silently, and its memory is free at once: only earlier readings show why. A launcher watches
+in a thread; a single rank starts a small process that outlives it. Must not import torch.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def peak_of_family(root: Path = Path("/")) -> int | None:
-    """The most bytes that this process has held, and what its children hold besides: pages that a forked child shares
-    with its parent count once. None if the system does not say."""
+    """Peak bytes of this process plus what its children hold now; pages that a forked child shares with its parent
+    count once. None if the system does not say."""
     own = _number(root / "proc/self/status", r"^VmHWM:\s+(\d+) kB")
     return None if own is None else own * 1024 + sum(map(_private, _descendants(root)))
 
@@ -123,7 +123,7 @@ class MemoryWatch:
         self.look()
 
     def look(self) -> None:
-        """Notes how much memory is in use."""
+        """Records how much memory is in use."""
         with contextlib.suppress(OSError, ValueError):
             now, total = time.monotonic(), memory_total(self._root)
             self._seen.append((now, total - memory_left(self._root), total))
@@ -131,10 +131,10 @@ class MemoryWatch:
                 self._seen.popleft()
 
     def before_the_end(self) -> HostMemory:
-        """What was seen, and the kernel's kills since this watch began."""
+        """The highest recent reading, and how many processes the kernel has killed since this watch began."""
         kills = oom_kills(self._root)
         counted = None if kills is None or self._kills is None else kills - self._kills
-        seen = tuple(self._seen)  # a copy: the thread goes on looking
+        seen = tuple(self._seen)  # a copy: the thread keeps adding readings
         _, used, total = max(seen, key=lambda reading: reading[1], default=(0.0, None, 1))
         return HostMemory(used, total, counted)
 
@@ -159,7 +159,7 @@ def watched() -> Iterator[MemoryWatch]:
 
 @contextlib.contextmanager
 def reported_if_killed(rank: int) -> Iterator[None]:
-    """Starts a small process that reports if this one was killed for lack of memory. For a rank that our launcher did
+    """Starts a small process that reports if this one is killed for lack of memory; for a rank that our launcher did
     not start."""
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(rank)]
     try:
@@ -176,8 +176,8 @@ def reported_if_killed(rank: int) -> Iterator[None]:
 
 
 def watch_parent(process: int, rank: int) -> str | None:
-    """Waits for the end of the process that started this one; the message if memory was the reason. Other ends are
-    reported by the shell or the process itself."""
+    """Waits until the process that started this one ends; returns a message if it ran out of memory. The shell or the
+    process itself reports any other end."""
     watch = MemoryWatch()
     while os.getppid() == process:
         if select.select([sys.stdin], [], [], _EVERY_S)[0]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
-from fullshard.errors import EXIT_PREEMPTED, SetupError
+from fullshard.errors import EXIT_PREEMPTED, SetupError, first_line
 from fullshard.explain import crash
 from fullshard.explain.ended import why_killed
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
@@ -52,15 +52,15 @@ class Local(Launcher):
             watched() as memory,
         ):
             try:
-                # Held until the end: on node 0 this is where ranks and agents of all nodes meet.
+                # Keep it until the end: on node 0 this store is where the ranks and agents of all nodes meet.
                 _store = _meet(ranks) if ranks.nodes > 1 else None
                 elastic_launch(_config(ranks, str(folder)), command[0])(*command[1:])
             except ChildFailedError as error:
                 return _ended(error.failures, received, memory)
             except DistError as error:
                 _print(
-                    f"Lost the other nodes, which met this one at {ranks.master} (torch says: "
-                    f"{str(error).splitlines()[0]}). One of them has ended, or the network was cut: see their output."
+                    f"Lost the connection to the other nodes, which met at {ranks.master} (torch: "
+                    f"{first_line(error)}). One of them has ended, or the network failed: see their output."
                 )
                 return 1
         return 0
@@ -109,7 +109,7 @@ def _meet(ranks: Ranks) -> Store:
 
 
 def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> None:
-    """Node 0 without the master's address: behind a forwarded port, or a second node 0."""
+    """Node 0 does not have the master's address: it is behind a forwarded port, or there is a second node 0."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2):
         store = meeting.connect(host, port, serve=False)
         if store.check(["member-0"]):
@@ -155,7 +155,7 @@ def _config(ranks: Ranks, folder: str) -> Any:
 
 
 def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
-    """Reports how a run ended in which ranks failed; its exit code."""
+    """Reports how a run with failed ranks ended; returns its exit code."""
     end = crash.End({rank: _seen(failure) for rank, failure in failures.items()})
     if received.first is not None and end.follows(received.first, at_once=received.at_once):
         return _stopped(received.first, at_once=received.at_once)

@@ -1,7 +1,7 @@
 """Where the members of a run meet: nodes before they start ranks, ranks before they connect to each other.
 
-Each registers in a store and waits for the others. It reports which are missing, which came twice, and which were
-started with other options. One timeout covers the whole wait. Must not know models, data or what the members do
+Each registers in a store and waits for the others. It reports which are missing, which registered twice, and which were
+started with different options. One timeout covers the whole wait. Must not know models, data or what the members do
 afterwards.
 """
 
@@ -107,7 +107,7 @@ class Meeting:
             time.sleep(_EVERY_S)
 
     def _wait_for(self, missing: list[int], reason: str = "") -> None:
-        """Reports which members are missing, each time after twice as long; raises when the time is over."""
+        """Reports which members are missing, at doubling intervals; raises when the time is over."""
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         who = f"{self.noun}{'s' if len(missing) > 1 else ''} {names} of {self.size}"
         if self.waited_s > self.timeout_s:
@@ -122,8 +122,8 @@ class Meeting:
             self._said_at = self.waited_s
 
     def _difference(self, present: Mapping[int, Facts]) -> str | None:
-        """Every member compares all that are present: the last one to arrive may complete the meeting before another
-        has found the problem."""
+        """What members disagree on. Every member compares all that are present: the last one to arrive may complete the
+        meeting before another has found the problem."""
         first = present.get(0, {"options": {}})
         for other, facts in sorted(present.items()):
             for option, value in first["options"].items():
@@ -136,7 +136,7 @@ class Meeting:
         return None
 
     def _let_all_read(self, store: Store) -> None:
-        """The store ends with the member that serves it; so that one waits a moment until the others have read."""
+        """The store ends with the member that serves it, which therefore waits a moment until the others have read."""
         store.add("readers", 1)
         deadline = time.monotonic() + _LINGER_S
         while self.me == 0 and time.monotonic() < deadline:

@@ -41,7 +41,7 @@ def end_with(starter: int) -> None:
 
     Before `listen`, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to return, and
     its traceback is useless beside the launcher's message."""
-    if not _ear.command:
+    if not _listener.command:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -56,26 +56,26 @@ def heard_by(
     act: Callable[[int], None], numbers: tuple[signal.Signals, ...] = STOP_SIGNALS, *, in_thread: bool = True
 ) -> Iterator[None]:
     """Signals go to `act`, in a separate thread or in the main thread, whichever comes first; only in the main thread
-    if `act` may raise. Does nothing outside the main thread: whoever runs us handles signals."""
+    if `act` may raise. Does nothing outside the main thread: the program that called us handles signals there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, handlers = (_ear.act, _ear.in_thread), {number: signal.getsignal(number) for number in numbers}
-    _ear.act, _ear.in_thread = act, in_thread
-    _ear.open()
-    _set(dict.fromkeys(numbers, _ear.on_signal))
+    before, handlers = (_listener.act, _listener.in_thread), {number: signal.getsignal(number) for number in numbers}
+    _listener.act, _listener.in_thread = act, in_thread
+    _listener.open()
+    _set(dict.fromkeys(numbers, _listener.on_signal))
     try:
         yield
     finally:
         _set(handlers)
-        _ear.act, _ear.in_thread = before
+        _listener.act, _listener.in_thread = before
 
 
 def listen() -> None:
     """For the first line of a command: until the loop takes over, a signal ends it with a message and exit code 75."""
-    _ear.command, _ear.act = True, nothing_to_save
-    _ear.open()
-    _set(dict.fromkeys(STOP_SIGNALS, _ear.on_signal))
+    _listener.command, _listener.act = True, nothing_to_save
+    _listener.open()
+    _set(dict.fromkeys(STOP_SIGNALS, _listener.on_signal))
 
 
 def in_library() -> contextlib.AbstractContextManager[None]:
@@ -87,7 +87,7 @@ def in_library() -> contextlib.AbstractContextManager[None]:
 
 def in_command() -> bool:
     """Whether this process is `fullshard train`, whose exit code 75 has a meaning."""
-    return _ear.command
+    return _listener.command
 
 
 def nothing_to_save(number: int) -> NoReturn:
@@ -114,7 +114,7 @@ def leave(line: str) -> NoReturn:
 
         for child in psutil.Process().children(recursive=True):
             child.terminate()
-    for folder in _ear.folders:
+    for folder in _listener.folders:
         shutil.rmtree(folder, ignore_errors=True)
     # Flush what was printed before, unless its reader has stopped reading.
     flush = threading.Thread(target=sys.stdout.flush, daemon=True)
@@ -127,16 +127,16 @@ def leave(line: str) -> NoReturn:
 def temporary_folder() -> Iterator[Path]:
     """A folder that is removed when the process ends, also by a signal."""
     with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
-        _ear.folders.append(name)
+        _listener.folders.append(name)
         try:
             yield Path(name)
         finally:
-            _ear.folders.remove(name)
+            _listener.folders.remove(name)
 
 
 class StopSignals:
-    """Inside, the first signal is a request and a second one ends the process. In the command's process it stays active
-    afterwards: what follows the loop may finish."""
+    """Inside, the first signal is a request and a second one ends the process. In the command's own process this lasts
+    beyond the loop, so that what follows may finish."""
 
     def __init__(self) -> None:
         self.heard: str | None = None
@@ -144,8 +144,8 @@ class StopSignals:
         self._listening = contextlib.ExitStack()
 
     def __enter__(self) -> StopSignals:
-        if _ear.command:
-            _ear.act = self._on_signal
+        if _listener.command:
+            _listener.act = self._on_signal
         else:
             self._listening.enter_context(heard_by(self._on_signal))
         return self
@@ -169,7 +169,7 @@ def _write(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-class _Ear:
+class _Listener:
     """Hears each signal in two places, a thread and the main thread's handler, and acts on it once."""
 
     def __init__(self) -> None:
@@ -231,9 +231,11 @@ class _Ear:
 def _set(handlers: Mapping[signal.Signals, object]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)  # type: ignore[arg-type]
-        if handler == _ear.on_signal:
+        if handler == _listener.on_signal:
             signal.siginterrupt(number, False)  # system calls of native code must not fail
 
 
-_ear = _Ear()
-os.register_at_fork(before=_ear.before_fork, after_in_parent=_ear.in_parent, after_in_child=_ear.in_child)
+_listener = _Listener()
+os.register_at_fork(
+    before=_listener.before_fork, after_in_parent=_listener.in_parent, after_in_child=_listener.in_child
+)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.contracts.sink import OpenSink, Sink
-from fullshard.errors import FullshardError, SetupError
+from fullshard.errors import FullshardError, SetupError, one_line
 
 
 class Sinks:
@@ -40,7 +40,7 @@ class Sinks:
             except Exception as error:
                 self._open.remove((where, sink))
                 self._warn(
-                    f"{where} failed at step {record.get('step')} and is dropped: {_say(error)}. "
+                    f"{where} failed at step {record.get('step')} and is dropped: {one_line(error)}. "
                     "The run continues; metrics.jsonl has every number."
                 )
                 self._close(where, sink, quietly=True)
@@ -55,7 +55,7 @@ class Sinks:
             sink.close()
         except Exception as error:
             if not quietly:
-                self._warn(f"{where} could not be closed: {_say(error)}. Its last numbers may be missing.")
+                self._warn(f"{where} could not be closed: {one_line(error)}. Its last numbers may be missing.")
 
 
 def _cannot_open(sink: Sink, where: str, error: Exception) -> FullshardError:
@@ -67,8 +67,4 @@ def _cannot_open(sink: Sink, where: str, error: Exception) -> FullshardError:
         return SetupError(
             f"{where} needs the package {error.name}, which is not installed. Install it with: pip install {install}"
         )
-    return SetupError(f"{where} cannot be opened: {_say(error)}. Fix it, or remove it from log.sinks.")
-
-
-def _say(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(" .:")
+    return SetupError(f"{where} cannot be opened: {one_line(error)}. Fix it, or remove it from log.sinks.")

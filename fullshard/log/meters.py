@@ -2,10 +2,12 @@
 
 MFU = tokens per second x flops per token / (peak flops of one device x ranks), with tokens counted over all ranks,
 flops per token as the model family states them (6·N + 6·L·d·s for a decoder), those of image or audio towers added, and
-the peak dense bf16 (dist/peak_flops.py). Must not know where the numbers go, and must not import torch."""
+the peak from the vendor's data sheet: dense, never sparse. Must not know where the numbers go, and must not import torch.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +19,24 @@ PAUSES = ("evaluate", "save")
 """Phases that are not training: they count for the run's length, never for a rate."""
 ADVICE_STEPS = 10
 """The advice about data wait needs this many measured steps."""
+_PEAKS = {  # dense bf16 operations per second; fp16 where a device has no bf16
+    2500e12: "GB200",
+    2250e12: "B200",
+    989e12: "H200 GH200 H100 H800",
+    362e12: "L40S",
+    312e12: "A100 A800",
+    181e12: "L40",
+    165e12: "A30 4090",
+    150e12: "A40",
+    125e12: "A10 V100",
+    121e12: "L4",
+    71e12: "3090",
+    70e12: "A10G",
+    65e12: "T4",
+}
+_VARIANTS = {("H100", "PCIE"): 756e12, ("H100", "NVL"): 835e12}
+_SLOWER = {"LAPTOP", "MIG", "MAX", "D"}
+"""Words in a name that mark a cut-down device, whose peak the table does not know."""
 
 
 class _Window:
@@ -142,3 +162,15 @@ class Meters:
             f"{100 * share:.3g}% of the step time is spent waiting for data, more than 5%: the device is idle. "
             f"Raise data.workers{now}, or put the data on a faster disk."
         )
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak operations per second of one device; None if its name is not known, and then the run reports no MFU."""
+    parts = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if parts & _SLOWER:
+        return None
+    for (name, variant), peak in _VARIANTS.items():
+        if {name, variant} <= parts:
+            return peak
+    found = [peak for peak, names in _PEAKS.items() if parts & set(names.split())]
+    return found[0] if len(found) == 1 else None

@@ -13,9 +13,9 @@ from typing import Any
 from fullshard.contracts.data import Quantity
 from fullshard.contracts.progress import Progress, Steps
 from fullshard.contracts.world import World
-from fullshard.dist.world import peak_of, peaks
+from fullshard.dist.world import peaks
 from fullshard.log.console import Bar, Console
-from fullshard.log.meters import Meters
+from fullshard.log.meters import Meters, peak_flops
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Report:
         self.meters = Meters(
             flops_per_token=flops[0],
             media_flops=flops[1],
-            peak_flops=peak_of(self.world.device),
+            peak_flops=peak_flops(self.world.device_name),
             ranks=self.world.size,
             samples=progress.samples,
             tokens=progress.tokens,

@@ -16,9 +16,9 @@ from torch import nn
 
 from fullshard.config.part import decode, plain
 from fullshard.contracts.data import Encoder, Records, Source
+from fullshard.contracts.evaluation import refuse_same_name
 from fullshard.contracts.objective import Objective
-from fullshard.control.best import BestRule
-from fullshard.control.best_rule import best_rule, gives_numbers
+from fullshard.control.best import BestRule, best_rule, gives_numbers
 from fullshard.control.resume import ResumePoint, resume_point
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
@@ -122,6 +122,7 @@ def prepare_data(
     recipe: Recipe, sources: OpenSources, processor: Any, module: nn.Module, *, world_size: int, console: Console
 ) -> RunInputs:
     """Encodes the data, plans the steps, and checks that model, objective and evaluations can use it."""
+    _check_numbers(recipe, module)
     encode = encoder_of(recipe)
     if encode is not None:
         encode.check_model(module)
@@ -146,8 +147,6 @@ def prepare_data(
         if stored is not None:
             recipe.objective.check_data(stored, module=module, samples_per_step=plan.global_size)
     for evaluation in recipe.evaluate.parts:
-        given = set(evaluation.gives(recipe.objective, module) or ()) - {"loss"}
-        refuse_logged(f"evaluate.parts: a number of {evaluation.kind()}", given)
         evaluation.check(recipe.objective, module, data.validation_from)
         evaluation.check_encoder(recipe.objective, module, data.encoder.settings)
     # Counts rows; checkpoints have these names.
@@ -159,6 +158,16 @@ def prepare_data(
     }
     per_device = recipe.evaluate.per_device or recipe.batch.per_device
     return RunInputs(processor, module, data, plan, per_device, identity, inventory(sources.train))
+
+
+def _check_numbers(recipe: Recipe, module: nn.Module) -> None:
+    """Raises if evaluations report a number under a name that is taken; those that do not say are checked as they
+    run."""
+    owners: dict[str, str] = {}
+    for index, part in enumerate(recipe.evaluate.parts):
+        names = set(part.gives(recipe.objective, module) or ())
+        refuse_logged(f"evaluate.parts: a number of {part.kind()}", names - {"loss"})
+        refuse_same_name(owners, f"evaluate.parts[{index}] ({part.kind()})", sorted(names))
 
 
 def check_batch(objective: Objective, data: Prepared) -> None:

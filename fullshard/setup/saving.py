@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fullshard.checkpoint.formats import Sharded
 from fullshard.checkpoint.saver import Saver
-from fullshard.checkpoint.write import Target
+from fullshard.checkpoint.write import Sharded, Target
 from fullshard.config.part import plain
 from fullshard.contracts.world import World
 from fullshard.control.saves import Saves

@@ -64,10 +64,6 @@ def plan_steps(batch: Batch, duration: Duration, *, num_rows: int, world: int, p
     """Works out the steps of a run from these sections of its recipe."""
     if num_rows < 1:
         raise RecipeError("data.train gives no sample to train on. Check the path, and that its records hold text.")
-    if (duration.epochs is None) == (duration.steps is None):
-        raise RecipeError("duration: give exactly one of duration.epochs and duration.steps.")
-    if batch.global_size is not None and batch.accumulate is not None:
-        raise RecipeError("batch: give batch.accumulate or batch.global, not both: one follows from the other.")
     per_device, accumulate = batch.per_device, batch.accumulate or 1
     if batch.global_size is not None:
         accumulate = _accumulation(batch.global_size, per_device=per_device, world=world)

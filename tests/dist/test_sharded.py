@@ -9,9 +9,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fullshard.checkpoint.formats import OneByOne, Sharded
 from fullshard.checkpoint.reader import open_tensors
-from fullshard.checkpoint.write import Snapshot, Target, write
+from fullshard.checkpoint.write import OneByOne, Sharded, Snapshot, Target, write
 from fullshard.dist import reduce
 
 

@@ -151,10 +151,20 @@ class Finds(Evaluation):
     [
         ([{"name": "tokens", "declared": True}], "a number of .*Finds is called tokens, which every log has already"),
         ([{"name": "step"}], "a number of .*Finds is called step, which every log has already"),
-        (["loss", {"name": "loss"}], "a number of .*Finds is called loss, which every log has already"),
+        (
+            ["loss", {"name": "loss"}],
+            "evaluate.parts: loss and evaluate.parts: .*Finds both report a number called 'loss'",
+        ),
+        (
+            [{"name": "wer", "declared": True}, "loss", {"name": "wer", "declared": True, "only_at_end": True}],
+            r"evaluate.parts\[0\] \(.*Finds\) and evaluate.parts\[2\] \(.*Finds\) both report a number called 'wer'",
+        ),
+        ([{"name": "wer"}, {"name": "wer"}], "both report a number called 'wer', and one would overwrite the other"),
     ],
 )
-def test_an_evaluation_replaces_no_logged_number(ranks: RankPool, folder: Path, parts: list[Any], said: str) -> None:
+def test_no_number_of_an_evaluation_overwrites_another(
+    ranks: RankPool, folder: Path, parts: list[Any], said: str
+) -> None:
     chosen = [{"kind": f"{__name__}.Finds", **part} if isinstance(part, dict) else part for part in parts]
     settings = recipe(
         folder,

@@ -310,7 +310,9 @@ def test_buffers_that_are_not_stored_are_those_of_transformers(ranks: RankPool, 
 @pytest.mark.parametrize("lost", ["head.weight", "blocks.1.one_row", "blocks.2.scalar"])
 def test_a_value_that_nobody_sets_is_refused_by_name_on_every_rank(ranks: RankPool, lost: str) -> None:
     for said in ranks.run(problem, {"kind": ODD, "lost": [lost]}, world=2):
-        assert said.startswith("CheckpointError: 1 parameters have no value or NaN after loading, first " + lost), said
+        assert said.startswith(
+            "CheckpointError: After loading, values of 1 parameter are missing or NaN, first " + lost
+        ), said
 
 
 FROZEN = ("embed", "blocks.0", "blocks.1.up")

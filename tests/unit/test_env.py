@@ -249,7 +249,7 @@ def test_what_devices_mean() -> None:
     ("changes", "words"),
     [
         ({"devices": 8}, "8 ranks on this node, but torch sees 4 GPUs"),
-        ({"devices": [4]}, "there is no GPU 4 here; the GPUs are numbered 0 to 3"),
+        ({"devices": [4]}, "this node has no GPU 4; its GPUs are numbered 0 to 3"),
         ({"devices": [0, 1], "num_gpus": 0}, "names GPUs, but this run is on the CPU: torch sees no GPU here"),
         ({"devices": [0], "device": "cpu"}, "names GPUs, but this run is on the CPU. Give the number"),
         ({"device": "cuda", "num_gpus": 0}, "torch sees no GPU here"),

@@ -65,7 +65,7 @@ def test_fp16_weights_are_refused_with_the_reason(spelled: str) -> None:
 def test_what_a_word_means(word: str, compute: torch.dtype, scaler: bool) -> None:
     found = resolve_precision(word, CPU)
     assert (found.word, found.compute, found.scaler) == (word, compute, scaler)
-    assert found.reason == "as asked for"
+    assert found.reason == "as requested"
     assert "storage float32" in found.describe()
     assert ("with loss scaling" in found.describe()) == scaler
 
@@ -100,14 +100,14 @@ def test_what_a_device_cannot_do_is_an_error_and_no_silent_switch(word: str) -> 
 def test_what_every_device_can_do_is_left_as_asked_for(word: str) -> None:
     found = [resolve_for(word, capability=capability) for capability in (None, (7, 5), (9, 0))]
     assert found[0] == found[1] == found[2]
-    assert (found[0].word, found[0].reason, found[0].switched()) == (word, "as asked for", None)
+    assert (found[0].word, found[0].reason, found[0].switched()) == (word, "as requested", None)
 
 
 def test_bf16_pure_keeps_bf16_and_warns() -> None:
     found = resolve_precision("bf16-pure", CPU)
     assert (found.storage, found.compute, found.scaler) == (torch.bfloat16, torch.bfloat16, False)
     assert found.describe() == (
-        "bf16-pure (storage bfloat16, compute bfloat16, reduce float32, no scaler; as asked for)"
+        "bf16-pure (storage bfloat16, compute bfloat16, reduce float32, no scaler; as requested)"
     )
     assert "Adam state in bf16" in str(found.warning())
 

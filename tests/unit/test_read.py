@@ -142,7 +142,7 @@ def test_our_yaml_is_what_any_reader_reads(value: Any) -> None:
     [
         (
             "batch:\n  per_device: 1\n  per_device: 2\n",
-            "r.yaml, line 3: the key batch.per_device is given twice, first in line 2",
+            "r.yaml, line 3: the key batch.per_device appears twice, first in line 2",
         ),
         ("a:\n\tb: 1\n", "r.yaml, line 2, column 1: found a tab, at `b: 1`. Indent with spaces"),
         ("a: b: c\n", "r.yaml, line 1, column 5: found a second colon"),
@@ -403,7 +403,7 @@ def test_a_missing_key() -> None:
 
 
 def test_the_same_key_with_hyphen_and_underscore() -> None:
-    assert "batch.per_device is given twice" in error_of({**MINIMAL, "batch": {"per_device": 1, "per-device": 2}})
+    assert "batch.per_device appears twice" in error_of({**MINIMAL, "batch": {"per_device": 1, "per-device": 2}})
 
 
 # Resolved recipes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fullshard.contracts.data import Records, Source
 from fullshard.data.records import ArrowRecords
-from fullshard.errors import DataError
+from fullshard.errors import DataError, first_line
 
 
 class Hub(Source):
@@ -29,17 +29,13 @@ class Hub(Source):
             dataset = load_dataset(self.name, self.config, split=self.split)
         except (ConnectionError, DatasetNotFoundError) as error:
             raise DataError(
-                f"{shown}: cannot be fetched from the Hugging Face hub: {_first_line(error)}. Check the name and the "
+                f"{shown}: cannot be fetched from the Hugging Face hub: {first_line(error)}. Check the name and the "
                 "network; a private data set needs `hf auth login`; on a machine without network copy the data set "
                 "there and give its folder as path."
             ) from error
         except (OSError, ValueError, RuntimeError) as error:
-            raise DataError(f"{shown}: {_first_line(error)}. Check name, config and split.") from error
+            raise DataError(f"{shown}: {first_line(error)}. Check name, config and split.") from error
         return ArrowRecords(dataset, name=shown)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 __all__ = ["Hub"]

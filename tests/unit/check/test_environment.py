@@ -133,7 +133,7 @@ def test_old_python_and_untested_torch(tmp_path: Path) -> None:
     ("topology", "said"),
     [
         ({"devices": 8}, "8 ranks on this node, but torch sees 2 GPUs"),
-        ({"devices": [0, 5]}, "there is no GPU 5 here"),
+        ({"devices": [0, 5]}, "this node has no GPU 5"),
     ],
 )
 def test_more_gpus_than_there_are(tmp_path: Path, topology: dict[str, Any], said: str) -> None:

@@ -157,7 +157,7 @@ def large(**changes: int) -> nn.Module:
 
 def test_one_unit_that_is_most_of_a_large_model() -> None:
     module = large()
-    (finding,) = check.unit_sizes(module, WrapPlan([], reason="one unit for the whole model, as asked for"))
+    (finding,) = check.unit_sizes(module, WrapPlan([], reason="one unit for the whole model, as requested"))
     assert finding.level == "warning"
     assert "the root holds 13" in finding.text
     blocks = [f"model.layers.{i}" for i in range(8)]

@@ -76,8 +76,8 @@ def test_a_byte_order_mark_is_not_data(tmp_path: Path) -> None:
     assert everything(write(tmp_path / "a.txt", mark + b"x\n")) == [{"text": "x\n"}]
 
 
-def test_jsonl_index_finds_every_line(tmp_path: Path) -> None:
-    lines = [{"text": "ü" * n} for n in range(200)]
+def test_jsonl_index_finds_every_line_also_across_the_chunks_that_are_scanned(tmp_path: Path) -> None:
+    lines = [{"text": "ü" * 60 * n} for n in range(200)]  # over 2 MiB, scanned 1 MiB at a time
     path = write(tmp_path / "a.jsonl", "\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
     records = Files(path=path).open()
     assert everything(path) == lines

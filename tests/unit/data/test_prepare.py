@@ -203,7 +203,7 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
     assert isinstance(prepared.encoder.settings, Chat)
     assert "data: 2 samples were cut at the sequence length" in prepared.report
     assert (
-        "data: 3 samples were dropped; 1 with all that is learned after data.sequence_length, "
+        "data: 3 samples were dropped; 1 with all labels after data.sequence_length, "
         "2 with no answer or all labels masked"
     ) in prepared.report
     assert "data: 5 records gave 2 samples" in prepared.report
@@ -221,7 +221,7 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
     [
         ({"messages": [{"role": "user", "content": "x"}]}, "no answer or all labels masked", "an answer"),
         ({"input_ids": [5, 6, 7], "labels": [IGNORE] * 3}, "no answer or all labels masked", "labels that are not all"),
-        ({"question": "who are you " * 20, "answer": "x"}, "all that is learned after data", "raise data.sequence_len"),
+        ({"question": "who are you " * 20, "answer": "x"}, "all labels after data", "raise data.sequence_len"),
         ({"text": ""}, "no text", "put text into"),
     ],
 )

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from fullshard.dist.peak_flops import peak_flops
-from fullshard.log.meters import Meters
+from fullshard.log.meters import Meters, peak_flops
 
 
 class Clock:

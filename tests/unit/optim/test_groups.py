@@ -111,7 +111,7 @@ def test_muon_with_groups_is_torchs_muon_with_groups_made_by_hand() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([{"match": "embeding.*"}], r"groups\[0\].match: 'embeding.\*' matches none of the 11 parameters .*embedding"),
+        ([{"match": "embeding.*"}], r"groups\[0\].match: 'embeding.\*' does not match any of the 11 .*embedding"),
         ([{"match": "blocks.*"}, {"match": "blocks.0.*"}], r"groups\[1\].* only parameters of earlier groups"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(groups: list[dict[str, Any]]
 def test_recompute_needs_a_whole_block() -> None:
     blocks = {"blocks.0": ["blocks.0.0.weight", "blocks.0.0.bias"], "blocks.1": ["blocks.1.0.weight"]}
     assert recompute_by_block([Group(match=["blocks.0.*"], recompute="full")], blocks) == {"blocks.0": "full"}
-    with pytest.raises(RecipeError, match="no block is in the group as a whole. Blocks are blocks.0, blocks.1"):
+    with pytest.raises(RecipeError, match="no block is entirely in the group. Blocks are blocks.0, blocks.1"):
         recompute_by_block([Group(match=["*.0.bias"], recompute="full")], blocks)
 
 
