@@ -42,7 +42,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run, made by build.py. None of them is replaced while it runs."""
+    """The parts of a run, made by build.py. They are not replaced while it runs."""
 
     learner: Learner
     lr: float
@@ -95,7 +95,7 @@ def fit(parts: Parts, *, stop_asked: Callable[[], bool]) -> Result:
     stopped = "done" if progress.settled else _settle(parts, state)
     while progress.step < parts.total_steps and stopped == "done":
         stopped = _epoch(parts, state, windows)
-        progress.seconds = parts.report.seconds
+        progress.seconds = parts.report.meters.seconds
     if saves.step != progress.step and (saves.at_end or stopped == "signal"):
         _save(parts, state)
     saves.settle()
@@ -139,7 +139,7 @@ def _step(parts: Parts, state: State, windows: Iterator[Any]) -> None:
             window.batches,
             lr_factor=_lr_factor(parts),
             flags=(state.stop_asked(), *saves.flags(progress.step)),
-            before_update=saves.finish_copy,
+            before_update=saves.saver.finish_copy,
         )
     for name, pair in result.sums.items():
         state.pending[name] = state.pending[name] + pair if name in state.pending else pair
@@ -163,8 +163,7 @@ def _lr_factor(parts: Parts) -> float:
 
 
 def _flush(parts: Parts, state: State) -> float:
-    """Adds the sums on the device, over all ranks, to those of the epoch and those not logged yet; the host waits here.
-    Returns the average loss not logged yet."""
+    """Adds the sums on the device, over all ranks, to those of progress; the host waits. Returns the unlogged loss."""
     progress, names = parts.progress, sorted(state.pending)
     with parts.report.phase("compute"):
         pairs = reduce.sum_over_ranks(torch.stack([state.pending[name] for name in names])).tolist() if names else []
@@ -220,7 +219,7 @@ def _require_finite(parts: Parts, state: State, loss: float) -> None:
 
 
 def _settle(parts: Parts, state: State) -> str:
-    """Does what was due after the step at which the run before stopped."""
+    """Does what was due after the step at which the earlier run stopped."""
     progress = parts.progress
     progress.settled = True
     if progress.step % parts.steps_per_epoch and progress.step < parts.total_steps:
@@ -320,5 +319,7 @@ def _at_end(parts: Parts, state: State, seconds: float) -> None:
     if rule and (line := best.only_worse(rule, progress)):
         rows.insert(0, ("warning", line))
     if skipped := _scaling(parts).get("skipped_steps"):
-        rows.insert(1, ("skipped", f"{skipped:,} of {progress.step:,} steps overflowed in fp16 and moved no weight"))
+        rows.insert(
+            1, ("skipped", f"{skipped:,} of {progress.step:,} steps overflowed in fp16 and did not update the weights")
+        )
     parts.report.console.finished(seconds, rows)

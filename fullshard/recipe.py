@@ -46,7 +46,7 @@ class Data(Section):
     shuffle: bool = True
     """A new global order every epoch; false keeps the order of the source."""
     holdout: float = Field(0.05, ge=0, lt=1)
-    """Share of the training records held out for validation if no validation source is given; 0 for none."""
+    """Share of the training records held out for validation if `validation` is not set; 0: none."""
     workers: int | None = Field(None, ge=0)
     """Loader processes per rank; null: 2 with a GPU, 0 on a CPU."""
     cache: Path | None = None

@@ -69,7 +69,9 @@ def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = 
             return execute(reading, resume=resume, anyway=resume_anyway)
         code = train(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
     if code not in (EXIT_DONE, EXIT_PREEMPTED):
-        raise FullshardError(f"The run in {recipe.folder} failed with exit code {code}; its ranks said why above.")
+        raise FullshardError(
+            f"The run in {recipe.folder} failed with exit code {code}; see the messages of its ranks above."
+        )
     return read_result(recipe.folder)
 
 
@@ -213,8 +215,7 @@ def _on_main(recipe: Recipe, world: World, act: Callable[[], Any]) -> Any:
 
 
 def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tuple[Path | None, bool]:
-    """The checkpoint to resume from and whether a model was exported, as rank 0 sees it. Starting over moves an earlier
-    run aside."""
+    """The checkpoint to resume from, and whether a model was exported. Starting over moves an earlier run aside."""
     from fullshard.dist import reduce
 
     among, exported = _on_main(recipe, world, lambda: _earlier(recipe, resume=resume, console=console))
@@ -247,8 +248,8 @@ def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Pat
         if resume == "auto" and not among and files.published(recipe.folder):
             here = shlex.quote(str(recipe.folder))
             raise CheckpointError(
-                f"{recipe.folder} holds checkpoints of an earlier run, and checkpoint.store = "
-                f"{recipe.checkpoint.store} holds none of them. Continue from them with --resume {here}, or start over "
+                f"{recipe.folder} has checkpoints of an earlier run, but checkpoint.store = "
+                f"{recipe.checkpoint.store} has no checkpoint. Continue from them with --resume {here}, or start over "
                 "with --resume never, which moves them aside."
             )
         return among, paths.is_exported(place)
@@ -283,4 +284,4 @@ def read_result(folder: Path) -> Result:
     for record in reversed(read(folder / FILE)):
         if record.get("event") == "finished":
             return Result(**{key: record[key] for key in Result.__dataclass_fields__})
-    raise CheckpointError(f"{folder} holds no finished run.")
+    raise CheckpointError(f"{folder} has no finished run.")

@@ -44,8 +44,7 @@ def sizes_of(tensors: Tensors) -> dict[str, int]:
 
 
 def shortage(num_bytes: int, world: World, *, group: Any = None) -> str | None:
-    """Why a copy does not fit into the host memory of a node; `num_bytes` is what each rank needs. The same answer on
-    all ranks."""
+    """Why copies of `num_bytes` per rank do not fit into the host memory of a node; the same answer on all ranks."""
     needed: dict[int, int] = {}
     available: dict[int, int] = {}
     mine = world.rank // world.local_size, num_bytes, memory_left()
@@ -56,7 +55,7 @@ def shortage(num_bytes: int, world: World, *, group: Any = None) -> str | None:
     if not short:
         return None
     total, left = map(readable_size, max(short))
-    return f"Saving in the background needs {total} of host memory on a node, and {left} are available"
+    return f"Saving in the background needs {total} of host memory on a node, but {left} are available"
 
 
 class Region:
@@ -153,13 +152,13 @@ class Background:
         self._opening = self._thread.submit(self._region.open, self._device)
 
     def shortage(self) -> str | None:
-        """Why the memory could not be taken; waits for the attempt to end."""
+        """Why the memory could not be allocated; waits until that is known."""
         assert self._opening is not None, "the memory was not requested"
         error = self._opening.exception()
         return f"{type(error).__name__}: {error}" if error is not None else None
 
     def start(self, snapshot: Snapshot, write: Callable[[Snapshot], Written]) -> None:
-        """Copies the snapshot and has it written; the save before must be settled."""
+        """Copies the snapshot and starts to write it; the previous save must be settled."""
         assert self._future is None, "one save at a time"
         staged = self._stage(snapshot)
         copied = self._copied
@@ -182,7 +181,7 @@ class Background:
         return self._future is not None and self._future.done() and self._future.exception() is not None
 
     def finished(self) -> Written | None:
-        """The save under way, once it has succeeded; does not wait."""
+        """The save under way if it has succeeded; does not wait."""
         if self._future is None or not self._future.done() or self.failed:
             return None
         return self.settle()
@@ -230,13 +229,13 @@ class Background:
     def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if (room := self._rooms.get(name)) is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
             room = self._region.room(name, tensor)
-            if room is None:  # not known when the memory was taken
+            if room is None:  # not known when the memory was allocated
                 return tensor.to("cpu", copy=True)
             self._rooms[name] = room
         return room.copy_(tensor, non_blocking=True)
 
     def finish_copy(self) -> None:
-        """Before an update: it must not overtake the copy of what it changes."""
+        """Call it before an update, which must not overtake the copy of what it changes."""
         if self._copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._copied = None

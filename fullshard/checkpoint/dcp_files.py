@@ -175,7 +175,7 @@ def _first_byte(piece: IO[bytes], dtype: torch.dtype) -> int | None:
     try:
         with FakeTensorMode():  # reads everything but the values
             found = torch.load(piece, weights_only=True)
-    except Exception:  # another kind of tensor, or a damaged one: reading all of it will show
+    except Exception:  # another kind of tensor, or a damaged one: reading it as a whole will tell
         return None
     plain = type(found) is FakeTensor and found.is_contiguous() and found.dtype == dtype
     return int(found.untyped_storage()._checkpoint_offset) if plain and not found.storage_offset() else None
@@ -211,7 +211,7 @@ _PLAIN: tuple[Any, ...] = (
     _StorageInfo,
     torch.serialization._get_layout,
 )
-"""All that DCP's metadata consists of, apart from dtypes and sizes."""
+"""Everything that DCP's metadata consists of, apart from dtypes and sizes."""
 
 
 class _Plain(pickle.Unpickler):

@@ -118,7 +118,7 @@ def replace(finished: Path, target: Path) -> None:
 
 
 def point(run: Path, pointer: str, target: Path) -> None:
-    """Points `best` or `last` at a checkpoint; readers see the old or the new one, never neither."""
+    """Points `best` or `last` at a checkpoint; readers always see the old or the new one."""
     if is_remote(run):
         paths.put_text(run / pointer, target.name)
         return
@@ -201,7 +201,7 @@ def _own_version() -> str:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The facts of a checkpoint: all that is not a tensor."""
+    """The facts of a checkpoint: everything that is not a tensor."""
     state = _read_json(checkpoint, STATE)
     if paths.exists(checkpoint / MANIFEST):
         _require_known(checkpoint, _read_json(checkpoint, MANIFEST))
@@ -253,7 +253,7 @@ def _require_known(checkpoint: Path, manifest: dict[str, Any]) -> None:
 
 
 def candidates(run: Path) -> list[Path]:
-    """The checkpoints to resume from, the one saved last first.
+    """The checkpoints to resume from; the one saved last comes first.
 
     That need not be the highest step: after `--resume` of an earlier checkpoint, higher ones are abandoned."""
     last, newest_first = pointed(run, "last"), published(run)[::-1]

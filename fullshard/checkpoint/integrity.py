@@ -1,4 +1,4 @@
-"""Whether a checkpoint is complete and what was written: a known format, every file with the size and checksum in the
+"""Whether a checkpoint is complete and unchanged: a known format, every file with the size and checksum in the
 manifest, every tensor as listed.
 
 `train`, `check` and `verify` all use this one definition. Files are read as bytes, so that a malicious checkpoint can

@@ -1,6 +1,6 @@
 """Reads a checkpoint back into a run, on all ranks, and proves that it is what was saved.
 
-Every tensor by its name, strict both ways; the optimizer's step count and norms must be the same as before.
+Tensors are matched by name, strictly in both directions; the optimizer's step count and norms must be those saved.
 Must not know files beyond the checkpoint's own, recipes or losses.
 """
 
@@ -51,7 +51,7 @@ def load(
     state = all_tensors(model, optimizer)
     for name, tensor in state.items():
         if name.startswith("optimizer/") and name.endswith("/step") and not tensor.dim():
-            tensor.fill_(-1)  # what no save would leave, so that state which was not read shows
+            tensor.fill_(-1)  # no save has this value, so state that was not read is found
     _read(path, state, left_out=left_out)
     _prove(path, state)
 
@@ -95,7 +95,7 @@ def _check_fit(shapes: dict[str, tuple[int, ...]], state: Tensors, *, left_out: 
 
 
 def _prove(path: Path, state: Tensors) -> None:
-    """The optimizer's state is the one that was saved: a state that was silently reset would train on, worse."""
+    """Proves that the optimizer's state is the saved one: training would go on with a reset one, only worse."""
     saved: dict[str, Any] = files.read_state(path).get("optimizer") or {}
     steps, read = counts(state), norms({kind: float(share) for kind, share in squares(state).items()})
     # 8-bit state is quantised again if it is cut into other slices.

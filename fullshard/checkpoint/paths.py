@@ -178,8 +178,7 @@ def send_texts(run: Path, target: Path, *, warn: Callable[[str], None]) -> None:
 
 
 def fetch_texts(run: Path, target: Path) -> None:
-    """Fetches the log files of a run on another machine. A local file that starts with the store's copy is newer, and
-    stays."""
+    """Fetches the log files of a run on another machine. A local file that extends the store's copy stays."""
     for name in TEXTS if is_remote(target) else ():
         if exists(target / name):
             copy, own = (target / name).read_bytes(), run / name

@@ -1,6 +1,6 @@
 """Saves one run: checkpoints now or in the background, and the final export; and reads a checkpoint back.
 
-Called by the loop on every rank alike. Must not know losses, data or when it is called.
+Called by the loop on every rank. Must not know losses, data or when it is called.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Saver:
     """The newest checkpoint: the one that the run resumed from, or its own last one."""
 
     def save_in_background(self, wanted: bool | None) -> None:
-        """Lets later saves run in the background if that is wanted and host memory allows; all ranks decide alike."""
+        """Lets later saves run in the background if that is wanted and host memory allows; the same on all ranks."""
         if wanted is False or (wanted is None and self.world.device.type != "cuda"):
             return
         tensors = self._future_tensors()
@@ -84,7 +84,7 @@ class Saver:
             self.target.sharded.agree(tensors, "A save cannot be planned", group=self.group)
 
     def _future_tensors(self) -> Tensors:
-        """The tensors of a save. An optimizer that has no state yet makes it for this, and drops it again."""
+        """The tensors of a save. An optimizer that has no state yet creates it for this, and drops it again."""
         fresh = not self.optimizer.state
         if fresh:
             materialise_state(self.optimizer)
@@ -96,8 +96,7 @@ class Saver:
         return tensors
 
     def save(self, progress: Progress, best: bool, *, now: bool = False) -> None:
-        """Publishes `checkpoint-STEP`, moves the pointers and deletes old checkpoints; in the background if possible,
-        unless `now`. Waits for the save before."""
+        """Saves `checkpoint-STEP` after the previous save is done; in the background if possible, unless `now`."""
         self.settle()
         snapshot = self._snapshot(progress, best)
         if self.background is None or now or not self._memory_reserved(self.background):
@@ -106,8 +105,7 @@ class Saver:
             self.background.start(snapshot, lambda staged: write(staged, self.target, group=self.group))
 
     def reserve_memory(self) -> None:
-        """A save is near: takes the host memory for its copy, if there is enough. Called on all ranks in the same
-        step."""
+        """Takes the host memory for a save that is near, if there is enough; on all ranks in the same step."""
         if self.background is None or self.background.reserved:
             return
         if short := shortage(self.background.num_bytes, self.world, group=self.group):
@@ -154,15 +152,15 @@ class Saver:
         if self.background is not None and (written := self.background.settle()):
             self._announce(written)
             if (waited := time.monotonic() - begun) > 1:
-                self.console.note(f"Training waited {waited:.1f} s for the save before: save less often.")
+                self.console.note(f"Training waited {waited:.1f} s for the previous save: save less often.")
 
     def newest(self) -> str:
-        """What to resume from, in a sentence; waits for the save under way."""
-        with contextlib.suppress(CheckpointError):  # after a failed save the one before remains
+        """A sentence about what to resume from; waits for the save under way."""
+        with contextlib.suppress(CheckpointError):  # after a failed save the previous one remains
             self.settle()
         if self._newest is None:
             return "No checkpoint has been saved yet."
-        return f"The last checkpoint is from before: {self._newest}."
+        return f"The last checkpoint before it is {self._newest}."
 
     def close(self) -> None:
         """Ends the background thread; a save that is still under way is finished first."""

@@ -14,9 +14,9 @@ class Best(Section):
     """Which checkpoint is the best."""
 
     metric: str = "loss"
-    """A validation number."""
+    """The validation number that decides."""
     mode: Literal["min", "max"] | None = None
-    """Whether lower or higher is better; null: as the evaluation that gives the number says."""
+    """Whether lower or higher is better; null: as the evaluation that reports the number declares."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:
@@ -31,20 +31,19 @@ class Checkpoint(Section):
     every_epochs: int | None = Field(1, ge=1)
     """Epochs between two saves, each at the end of one."""
     every_minutes: float | None = Field(None, gt=0)
-    """Minutes after which the run is saved again."""
+    """Minutes between two saves."""
     at_end: bool = True
     """Save and export when the run ends; false for trials and benchmarks."""
     format: Literal["sharded", "full"] = "sharded"
     """sharded: every rank writes its slices (DCP); full: one file for the model and one for the optimizer."""
     asynchronous: bool | None = None
-    """Write in the background while training goes on; null: on a GPU yes, if host memory allows, on a CPU no."""
+    """Write in the background while training goes on; null: on a GPU if host memory allows, never on a CPU."""
     store: str | None = None
-    """A remote folder for checkpoints and the exported model (s3://bucket/runs, gs://..., any fsspec URL); null: the
-    run folder."""
+    """A remote folder for checkpoints and the exported model: s3://bucket/runs, gs://..., any fsspec URL."""
     export: Literal["last", "best"] = "last"
     """Which weights `model/` holds: those of the last step, or of the best checkpoint."""
     keep: int | None = Field(3, ge=1)
-    """How many checkpoints stay; `best` and `last` always do. null keeps all."""
+    """How many checkpoints to keep; `best` and `last` are always kept. null keeps all."""
     best: Best | None = Field(default_factory=Best)
     """The number that decides `best`; null for no best checkpoint."""
 

@@ -1,7 +1,7 @@
 """Writes safetensors files one tensor at a time.
 
-Bytes go to disk as they arrive; nothing is buffered. Must not know what the tensors mean, where they come from, nor
-anything of the package but its errors.
+Bytes go to disk as they arrive; nothing is buffered. Must not know what the tensors mean or where they come
+from, nor anything else of the package but its errors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class TensorStream:
     def add_rows(self, name: str, entry: TensorEntry, pieces: Iterable[torch.Tensor]) -> None:
         """Writes a tensor that comes in pieces of rows, so that only one piece is in memory."""
         if name in self._written:
-            raise ValueError(f"{self._where}: {name} is given twice")
+            raise ValueError(f"{self._where}: {name} was added twice")
         if self._expected is not None and self._expected.get(name) != entry:
             raise ValueError(f"{self._where}: {name} is {entry}, but was announced as {self._expected.get(name)}")
         self._place(name, entry)
@@ -106,7 +106,7 @@ class TensorStream:
         """Completes the file, and closes it if it was opened here."""
         try:
             if missing := [name for name in self._expected or () if name not in self._written]:
-                raise ValueError(f"{self._where}: {len(missing)} announced tensors were not given: {missing[:5]}")
+                raise ValueError(f"{self._where}: {len(missing)} announced tensors were not added: {missing[:5]}")
             self._finish()
             self._file.flush()
         finally:
@@ -156,7 +156,7 @@ class SafetensorsStream(TensorStream):
                 f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _NAMES)}."
             )
         if self._expected is not None and (due := next(self._order)) != name:
-            raise ValueError(f"{self._where}: {name} is given where {due} was announced")
+            raise ValueError(f"{self._where}: {name} was added where {due} was announced")
 
     def _header(self, entries: Mapping[str, TensorEntry], *, length: int = 0) -> bytes:
         """The size and the JSON, padded to `length` and to the 8 bytes that keep the tensors aligned."""

@@ -73,9 +73,7 @@ def flat(name: str, tensor: torch.Tensor) -> Tensors:
 
 @torch.no_grad()
 def squares(tensors: Tensors) -> Tensors:
-    """This rank's share of the squared norm of each kind of optimizer state, still on the device: `exp_avg` and so on.
-
-    In fp64, so that the sum does not depend on the number of ranks."""
+    """This rank's share of the squared norm of each kind of optimizer state (`exp_avg`, ...), in fp64."""
     kinds: dict[str, tuple[list[torch.Tensor], list[int]]] = {}
     for name, tensor in tensors.items():
         if name.startswith("optimizer/") and tensor.dim() and tensor.is_floating_point():

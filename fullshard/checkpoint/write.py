@@ -147,10 +147,7 @@ class OneByOne(DefaultSavePlanner):
 
 
 class Sharded:
-    """Writes the slices of one run, save after save.
-
-    Which rank writes what is the same in every save, so it is planned once: planning would hold up the thread that
-    feeds the device."""
+    """Writes the slices of a run. Who writes what is planned once: planning would hold up the training thread."""
 
     def __init__(self, *, threads: int) -> None:
         self._threads = threads
@@ -203,10 +200,8 @@ def _is_main() -> bool:
 
 
 def write_full(folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
-    """Writes both files on rank 0; returns their checksums there. Every rank fails if one does.
-
-    Slices are sent to rank 0 one tensor at a time, through host memory: no GPU holds a second slice, no host a second
-    tensor."""
+    """Writes both files on rank 0, and returns their checksums there; every rank fails if one does. Slices arrive one
+    tensor at a time, through host memory: no GPU holds a second slice, no host a second tensor."""
     digests = {}
     with all_or_fail(f"{folder} cannot be written", group=group):
         for section in SECTIONS:

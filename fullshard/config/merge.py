@@ -93,8 +93,7 @@ class Settings:
         return merged
 
     def _settle_kind(self, cls: type[Section], below: Values, above: Values, where: str) -> type[Section]:
-        """The class that applies. If a layer changes the kind, keys that the new kind does not have are dropped, with a
-        note."""
+        """The class that applies. If a layer changes the kind, keys that the new one lacks are dropped, with a note."""
         settled = class_of(cls, {**below, **above})
         if not issubclass(cls, Part) or settled is cls:
             return settled

@@ -115,8 +115,7 @@ def part_class(contract: type[P], kind: Any, *, where: str) -> type[P]:
 
 
 def class_of(cls: type[Section], value: Mapping[str, Any]) -> type[Section]:
-    """The class that a mapping describes: the part of its kind, or `cls` itself if the kind is missing or wrong, which
-    decoding reports."""
+    """The class that a mapping describes; `cls` itself if its kind is missing or wrong, which decoding reports."""
     if not issubclass(cls, Part):
         return cls
     try:
@@ -158,8 +157,7 @@ def _user_class(contract: type[P], kind: str, *, where: str) -> type[P]:
 
 
 def decode(cls: type[S], value: Any, *, where: str = "") -> S:
-    """Checks a plain mapping against a section or part, all levels deep; the error lists every problem with its key
-    path."""
+    """Checks a plain mapping against a section or part, at all levels; the error lists every problem by key path."""
     problems: list[str] = []
     decoded = _decode(cls, value, where, problems)
     if problems:

@@ -33,8 +33,7 @@ class Section(BaseModel):
     )
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
-    """Groups of keys of which at most one may be set: `duration.steps` on the command line replaces the recipe's
-    `epochs`."""
+    """Groups of keys of which one may be set: `duration.steps` on the command line replaces the recipe's `epochs`."""
     no_effect: ClassVar[Mapping[str, NoEffect]] = {}
     """Keys of other trainers that are accepted here and do nothing."""
     _ignored: dict[str, Any] = PrivateAttr(default_factory=dict)

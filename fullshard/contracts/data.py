@@ -111,8 +111,7 @@ class Encoded:
 
 
 def token_samples(samples: Sequence[Features], *, length: int) -> Encoded:
-    """Cuts `input_ids`, and all features as long as they are, at `length`. Drops samples whose `labels` are all
-    IGNORE."""
+    """Cuts `input_ids` and features of the same length at `length`. Drops samples whose `labels` are all IGNORE."""
     kept: list[Features] = []
     dropped: list[DropReason] = [] if samples else [NO_TEXT]
     truncated = 0

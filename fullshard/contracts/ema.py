@@ -28,8 +28,7 @@ class Ema(Section):
     warmup: bool = True
     """Start with a smaller decay, at most n / (n + 9) at update n, so that the first weights are soon forgotten."""
     evaluate: Literal["ema", "model", "both"] = "ema"
-    """Which weights are validated: the average, the trained ones (model), or both; then numbers of the average begin
-    with ema_."""
+    """Which weights are validated: the average, the trained ones (model), or both, the average's as ema_."""
 
     @classmethod
     def from_short(cls, value: Any) -> Any:

@@ -69,8 +69,7 @@ class Evaluation(Part):
         return self.numbers
 
     def check(self, objective: Objective, model: nn.Module, held_out: Any) -> None:
-        """Raises what would stop it at the first validation. Called before ranks meet, with the empty model and the
-        encoded validation data, or None."""
+        """Raises what would stop it later. Called before ranks meet, with the empty model and validation data."""
 
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
         """The same for the settings of the encoder."""

@@ -188,8 +188,7 @@ class Family(Part):
         return None
 
     def rehearse(self, module: nn.Module) -> None:
-        """Runs one forward pass on the meta device, which shows the parts that are called from outside their block; may
-        raise."""
+        """Runs a forward pass on meta, which shows the parts that are called from outside their block; may raise."""
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """The dtype a parameter is stored in: fp32 for everything that is trained."""

@@ -100,8 +100,7 @@ class Objective(Part):
         raise NotImplementedError
 
     def predictions(self, model: nn.Module, batch: Batch) -> torch.Tensor | None:
-        """(rows, positions, vocabulary) of the logits that `loss` is computed from, so that proofs can check each
-        position; None: they use the loss alone."""
+        """(rows, positions, vocabulary): the logits behind `loss`, for proofs of each position; None: not available."""
         return None
 
     @property
@@ -116,8 +115,7 @@ class Objective(Part):
         )
 
     def extend(self, module: nn.Module) -> None:
-        """Adds what this objective trains to a freshly built module with parameters on meta; raises if the module does
-        not fit."""
+        """Adds what this objective trains to a module with parameters on meta; raises if the module does not fit."""
 
     def frozen(self) -> dict[str, Any]:
         """Families of frozen models that it uses; `loss` gets them, sharded, as `aux`."""

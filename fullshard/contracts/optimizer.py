@@ -85,8 +85,7 @@ class Optimizer(Part):
         return 2 * parameter_bytes
 
     def unquantised(self) -> Optimizer:
-        """The same optimizer with its state in the parameters' own dtype, so that its updates do not depend on how
-        parameters are sharded."""
+        """The same optimizer with state in the parameters' dtype: its updates do not depend on the sharding."""
         return self
 
     def groups(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

@@ -51,8 +51,7 @@ class Schedule(Part):
         return self.after_warmup(step - warmup, max(total - warmup, 1))
 
     def never_falls(self, total: int | None) -> tuple[str, str] | None:
-        """Why the rate never falls in a run of `total` steps (None: not known yet), and what to do; None if it does,
-        or is not meant to."""
+        """Why the rate never falls in `total` steps (None: not known yet), and what to do; None if it does."""
         return None
 
     def after_warmup(self, step: int, total: int) -> float:

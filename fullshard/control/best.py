@@ -34,7 +34,7 @@ class BestRule:
     metric: str
     mode: Direction
     contradicts: bool = False
-    """The recipe states the opposite of what the evaluation says is better."""
+    """The recipe states the opposite of what the evaluation declares."""
 
     def better(self, value: float, than: float | None) -> bool:
         return than is None or (value < than if self.mode == "min" else value > than)
@@ -120,7 +120,7 @@ def judge(
     keep = finite and progress.step > 0 and rule.better(value, progress.best)
     gain = finite and (first or (rule.better(value, progress.best) and rule.better(value, progress.first)))
     if not finite:
-        console.warn(f"{name} is {value} at step {progress.step}: it is never the best.")
+        console.warn(f"{name} is {value} at step {progress.step}: it cannot be the best.")
     elif first:
         progress.first, progress.previous = value, value
         console.first_value(value, rule.metric)
@@ -165,15 +165,14 @@ def _track_decline(rule: BestRule, progress: Progress, value: float, console: Co
 
 
 def only_worse(rule: BestRule, progress: Progress) -> str | None:
-    """That warning; None if it does not apply."""
+    """The warning; None if it does not apply."""
     if progress.only_worse < 1 or progress.first is None or progress.previous is None:
         return None
     gone = "risen" if rule.mode == "min" else "fallen"
     since = "at every evaluation since the first" if progress.only_worse > 1 else "since the first evaluation"
     return (
         f"validation {rule.metric} has {gone} {since} ({readable.number(progress.first)} → "
-        f"{readable.number(progress.previous)}): optimizer.lr is probably too high, or the model memorises its "
-        "training data."
+        f"{readable.number(progress.previous)}): optimizer.lr may be too high, or the model memorises its data."
     )
 
 

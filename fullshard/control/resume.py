@@ -133,8 +133,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def rate_change(before: dict[str, Any], now: dict[str, Any], progress: Progress, *, steps_per_epoch: int) -> str | None:
-    """A note if the settings of `now` give the last step another learning rate than those of `before`, which it was
-    trained with; both are whole recipes."""
+    """A note if the last step has another learning rate by the recipe `now` than by `before`, which trained it."""
 
     def rate(recipe: dict[str, Any], step: int) -> float:
         duration, schedule = recipe["duration"], decode(Schedule, recipe["schedule"], where="schedule")
@@ -144,7 +143,7 @@ def rate_change(before: dict[str, Any], now: dict[str, Any], progress: Progress,
     done = progress.schedule_step - 1
     if done < 0:
         return None
-    with contextlib.suppress(RecipeError, KeyError, TypeError, ValueError):  # a part that is not installed any more
+    with contextlib.suppress(RecipeError, KeyError, TypeError, ValueError):  # a part that is not installed
         had, has = rate(before, done), rate(now, done)
         if not math.isclose(had, has, abs_tol=1e-15):
             causes = ("duration.", "schedule.", "optimizer.lr:")
@@ -157,8 +156,7 @@ def rate_change(before: dict[str, Any], now: dict[str, Any], progress: Progress,
 
 
 def candidates(run: Path, resume: str) -> list[Path]:
-    """The checkpoints that a run may resume from, the best first: none for `never`, all for `auto`, or the one at a
-    path."""
+    """The checkpoints to try, the preferred one first: none for `never`, all for `auto`, or the one at a path."""
     if resume == "never":
         return []
     if resume == "auto":
@@ -184,7 +182,7 @@ def choose(
             # Resuming from an older one would give up what a newer fullshard has trained.
             raise CheckpointError(f"{newer[0]} {_ANOTHER}")
         if files.is_remote(checkpoint) and (unread := [line for line in found if integrity.UNREAD in line]):
-            # The network may be down for a minute: that is no reason to resume from an older one.
+            # The network may be down for a minute: do not fall back to an older checkpoint for that.
             raise CheckpointError(f"{unread[0]}. Try again when the store can be reached. {_ANOTHER}")
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         damaged.append(f"{checkpoint} is damaged: {'; '.join(found[:3])}{more}.")

@@ -30,13 +30,12 @@ class Saves:
     """The minutes between two saves have passed, by the clock of rank 0."""
 
     def begin(self, step: int) -> None:
-        """Takes host memory at once if the first save comes soon."""
+        """Takes host memory immediately if the first save comes soon."""
         if self.next_save.soon(step):
             self.saver.reserve_memory()
 
     def flags(self, step: int) -> tuple[bool, bool, bool]:
-        """What this rank asks of all ranks: fail because a save failed, save because of the time, take memory because
-        a save is near."""
+        """Requests to all ranks: fail since a save failed, save since it is time, take memory since a save is near."""
         self.saver.report()
         main, since_save = self.saver.world.is_main, time.monotonic() - self._at
         overdue = main and self.due.after_seconds(since_save)
@@ -57,13 +56,9 @@ class Saves:
         by_epoch = epoch is not None and self.due.after_epoch(epoch)
         return by_epoch or self.due.after_step(step) or self._overdue
 
-    def finish_copy(self) -> None:
-        """Before an update: waits, on the device, until the save under way has copied the tensors that change."""
-        self.saver.finish_copy()
-
     def save(self, progress: Progress, *, best: bool = False) -> None:
         """Saves now, or starts a save in the background."""
-        begun, progress.seconds = time.monotonic(), self.report.seconds
+        begun, progress.seconds = time.monotonic(), self.report.meters.seconds
         with self.report.phase("save"):
             self.saver.save(progress, best)
         self.step, self._at, self._overdue = progress.step, time.monotonic(), False

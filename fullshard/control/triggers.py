@@ -41,7 +41,7 @@ class Due:
 
 @dataclass
 class NextSave:
-    """What may lead to a save: by steps, which all ranks count alike, and by the clock of rank 0."""
+    """When the next save may come: by steps, the same on all ranks, and by the clock of rank 0."""
 
     due: Sequence[Due]
     """Saves, and validations that may find the best model yet."""

@@ -122,7 +122,7 @@ def _json(path: Path) -> Records:
         if len(lists) != 1:
             raise DataError(
                 f"{path}: found an object with {len(lists)} lists (keys: {', '.join(content) or 'none'}), but a .json "
-                "file is a list of records or an object that holds exactly one such list."
+                "file is a list of records or an object that holds exactly one list."
             )
         content = content[lists[0]]
     if not isinstance(content, list):

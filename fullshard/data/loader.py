@@ -25,8 +25,7 @@ from fullshard.errors import DataError, FullshardError
 
 Batch = dict[str, Any]
 Turn = tuple[int, np.ndarray, bool]
-"""The stream of a micro-batch's randomness (its epoch, or FIXED), the indices of its samples, and whether a rank has
-media in it."""
+"""A micro-batch: its random stream (an epoch, or FIXED), the indices of its samples, and whether a rank has media."""
 
 _OF_THE_MAIN_PROCESS = (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (*_OF_THE_MAIN_PROCESS, signal.SIGTERM)
@@ -41,12 +40,12 @@ class Window:
     num_samples: int
     """Rows over all ranks, without fillers; a packed row counts once."""
     quantities: dict[str, float]
-    """What these rows hold of each quantity that speed is logged in, over all ranks."""
+    """How much of each logged quantity these rows hold, over all ranks."""
     batches: list[Batch]
 
     @property
     def num_tokens(self) -> int:
-        """Of the first quantity, which is tokens where samples are made of them."""
+        """How much of the first quantity: tokens, if samples are made of them."""
         return round(next(iter(self.quantities.values()), 0))
 
     def sample_ids(self) -> list[int]:
@@ -73,7 +72,7 @@ class Loader:
         quantities: Sequence[Quantity] = (),
     ) -> None:
         if len(samples) == 0:
-            raise DataError("there are no samples to load. Give more data.")
+            raise DataError("No samples to load. Provide more data.")
         self.num_samples = len(samples)
         self._global_size = global_size or per_device * world
         self._per_device, self._rank, self._world = per_device, rank, world
@@ -86,7 +85,7 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Counts the partial last window."""
+        """Includes the partial last window."""
         return -(-self.num_samples // self._global_size)
 
     @property
@@ -125,7 +124,7 @@ class Loader:
         return _or_raise(self._batches[next(self.turns(0))])
 
     def long_sample(self, among: int = 32) -> Features:
-        """The longest of the first samples, the same on every rank; its tokens alone."""
+        """The longest of the first samples, reduced to its tokens; the same on every rank."""
         first, collator = range(min(among, self.num_samples)), self._batches.collator
         return collator.without_media(max((self._batches.samples[index] for index in first), key=collator.length))
 

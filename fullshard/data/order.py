@@ -16,7 +16,7 @@ HOLDOUT, MIXTURE, FIXED = 2**63, 2**63 + 1, 2**63 + 2
 
 
 def generator(seed: int, *, stream: int) -> np.random.Generator:
-    """A generator that depends on its two numbers alone."""
+    """A generator that depends only on these two numbers."""
     return np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
 
 
@@ -28,9 +28,7 @@ def permutation(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> np
 
 
 def draws(samples: np.ndarray, *, seed: int, stream: int) -> np.ndarray:
-    """A random key (int64) for each sample, which depends on the seed, the stream and the sample alone.
-
-    The hash (splitmix64) is bijective, so no two samples share a key."""
+    """A random key (int64) for each sample, from seed, stream and sample alone. The hash, splitmix64, is bijective."""
     base = generator(seed, stream=stream).integers(2**64, dtype=np.uint64)
     mixed = samples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + base
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -28,7 +28,7 @@ _WHOLE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Stored:
-    """Some samples of a store, and the records they were made from."""
+    """Samples chosen from a store, and the records they were made from."""
 
     records: Records
     store: Store
@@ -50,7 +50,7 @@ class Prepared:
     train_from: Stored
     validation_from: Stored | None
     quantities: Sequence[Quantity] = ()
-    """What speed is logged in, with the amounts of each row of `train`."""
+    """What speed is logged in, with the amount in each row of `train`."""
 
 
 def choose_encoder(record: Record) -> Encoder:
@@ -65,10 +65,8 @@ def choose_encoder(record: Record) -> Encoder:
         problem = f"the record has the form of several encoders: {join_words(cls.kind() for cls in chosen)}"
     with_forms = [cls for cls in known if cls.forms]
     raise DataError(
-        f"{problem}. {keys_found(record)} "
-        f"Accepted: {'; '.join(cls.forms for cls in with_forms)}. "
-        f"Choose with data.encode: {join_words((cls.kind() for cls in with_forms), 'or')}, and name other columns "
-        "there."
+        f"{problem}. {keys_found(record)} Accepted: {'; '.join(cls.forms for cls in with_forms)}. Choose "
+        f"with data.encode: {join_words((cls.kind() for cls in with_forms), 'or')}, and name other columns there."
     )
 
 

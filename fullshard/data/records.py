@@ -62,7 +62,7 @@ def is_empty(value: Any) -> bool:
 
 @contextmanager
 def named(records: Records, index: int, record: Record) -> Iterator[None]:
-    """Adds the location of a record to errors about it, and finds lone surrogates as their cause."""
+    """Adds the location of a record to errors about it, and looks for lone surrogates as their cause."""
     try:
         try:
             yield
@@ -80,7 +80,7 @@ def check_text(record: Record) -> None:
         if half := re.search(r"[\ud800-\udfff]", json.dumps(value, ensure_ascii=False, default=str)):
             raise DataError(
                 f"{key!r} contains \\u{ord(half[0]):04x}, a lone surrogate (half of a character), which no tokenizer "
-                "can read. Replace it by the whole character or by \\ufffd, or remove the record."
+                "can read. Replace it with the whole character or with \\ufffd, or remove the record."
             )
 
 

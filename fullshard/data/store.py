@@ -146,7 +146,7 @@ def processor_fingerprint(processor: Any) -> str:
 
 
 def store_key(records: Records, encoder: OpenEncoder) -> str:
-    """The name of a store. Any change of records, settings, code or tokenizer gives another."""
+    """The name of a store. Any change of records, settings, code or tokenizer gives it another name."""
     settings = json.dumps(plain(encoder.settings), sort_keys=True)
     parts = [str(_VERSION), records.fingerprint(), settings, _code_of(encoder)]
     parts += [processor_fingerprint(encoder.processor), str(encoder.length)]

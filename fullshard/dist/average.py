@@ -35,8 +35,7 @@ class Average:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, the model computes with averaged weights; the trained ones are kept in the memory freed by
-        gradients."""
+        """Inside, the model computes with averaged weights; the trained ones take the memory of freed gradients."""
         reshard(self._model)
         parameters = [local(p.detach()) for p in self._averaged()]
         averages = [local(self._optimizer.state[p][KEY]) for p in self._averaged()]
@@ -61,8 +60,7 @@ class Average:
 
     @torch.no_grad()
     def materialise(self) -> None:
-        """Creates the state; call it after the optimizer has created its own, since Adam takes any state for its
-        own."""
+        """Creates the state, after the optimizer has created its own: Adam takes any state for its own."""
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 state = self._optimizer.state[parameter]

@@ -162,8 +162,7 @@ def ranks_for(topology: Topology, *, num_gpus: int, node_rank: int | None = None
     if ids is not None and on_cpu:
         raise SetupError(
             f"topology.devices = {devices} names GPUs, but this run is on the CPU"
-            f"{'' if device == 'cpu' else ': torch sees no GPU here'}. Give the number of processes: --devices "
-            f"{len(ids)}."
+            f"{'' if device == 'cpu' else ': torch sees no GPU here'}. Give a process count: --devices {len(ids)}."
         )
     automatic = 1 if on_cpu else num_gpus
     per_node = len(ids) if ids is not None else devices if isinstance(devices, int) else automatic

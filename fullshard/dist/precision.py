@@ -89,8 +89,7 @@ def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
 
 
 def resolve_for(word: str, *, capability: tuple[int, int] | None, name: str = "the GPU") -> ResolvedPrecision:
-    """Decides `auto` by the hardware (a GPU's compute capability, None for a CPU); an explicit request that cannot be
-    met is an error, never a silent switch."""
+    """Decides `auto` by a GPU's compute capability (None: a CPU). A request that cannot be met is an error."""
     import torch
 
     has_bf16 = capability is None or capability >= (8, 0)

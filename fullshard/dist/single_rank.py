@@ -28,8 +28,7 @@ _NAMES = ((FSDPParamGroup, "wait_for_unshard"), (FSDPParam, "all_gather_inputs")
 
 
 def save_passes(units: Sequence[Any]) -> None:
-    """For the units of a model on one rank: reduces in place, and casts each unit's parameters in one call, from the
-    second time on."""
+    """For the units of a model on one rank: reduces in place, and casts a unit's parameters in one call."""
     known = all(hasattr(owner, name) for owner, name in _NAMES)
     if not known:
         logger.info("this torch has other private names in FSDP; parameters are cast one by one")

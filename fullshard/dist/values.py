@@ -89,8 +89,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
 
 
 def checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For each tensor, the sum of this rank's slice with its bits read as integers: any changed bit shows, and nothing
-    is copied."""
+    """The sum of each tensor's bits as integers, over this rank's slice: any changed bit shows, nothing is copied."""
     mine = [local(tensor).detach() for tensor in tensors]
     return torch.stack([each.view(_INTEGERS[each.element_size()]).sum(dtype=torch.int64) for each in mine]).cpu()
 
@@ -169,8 +168,7 @@ def _agree_on_stored(weights: Weights, shapes: dict[str, torch.Size]) -> None:
 
 @torch.no_grad()
 def fingerprints(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
-    """A checksum of each whole parameter, the same for any number of ranks: its values summed, with bits read as
-    integers."""
+    """The same checksum of each whole parameter, equal for any number of ranks."""
     if not parameters:
         return {}
     sums = checksums(list(parameters.values()))

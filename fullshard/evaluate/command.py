@@ -58,9 +58,9 @@ def evaluate(
 
     Exit codes: 0 done; 2 a mistake in the options, the data or the run.
     """
+    from fullshard.commands.own_ranks import start_own
     from fullshard.dist import env
     from fullshard.evaluate.source import EvaluateOptions, find_target
-    from fullshard.setup.on_ranks import start_own
 
     check_weights(weights)
     given = overrides(target, settings or [], command="evaluate", options=OPTIONS)

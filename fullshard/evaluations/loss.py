@@ -41,7 +41,7 @@ class Loss(Evaluation):
                     bar.advance(_loss(_averages(sums), weights))
             numbers = _averages({name: inputs.sum_over_ranks(sums[name]) for name in sorted(sums)})
             numbers["loss"] = _loss(numbers, weights)
-            # On its way the bar shows this rank's own average; it ends with that of all ranks.
+            # Meanwhile the bar shows the average of this rank; it ends with that of all ranks.
             bar.advance(numbers["loss"])
         return Findings(numbers | inputs.objective.derived(numbers))
 

@@ -106,11 +106,12 @@ def _generate(
     say: bool,
 ) -> list[dict[str, Any]]:
     """This rank's part, from loading to the last line; returns what is left to print, on rank 0."""
+    from fullshard.commands.own_ranks import start_own
     from fullshard.dist import env
     from fullshard.generate.source import find_model
     from fullshard.log import libraries
     from fullshard.log.console import Console
-    from fullshard.setup.on_ranks import as_rank, start_own
+    from fullshard.setup.on_ranks import as_rank
 
     launch = env.detect(os.environ)
     with libraries.route(Console(silent=launch.rank != 0)):

@@ -40,8 +40,7 @@ def memory_total(root: Path = Path("/")) -> int:
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes the kernel has killed for lack of memory, on the machine and in the control groups of this
-    process; None if it does not count them."""
+    """How many processes the kernel killed for lack of memory, here and in our control groups; None: not counted."""
     counters = [root / "proc/vmstat", *(folder / names[3] for folder, names in _group_folders(root))]
     found = [kills for path in counters if (kills := _number(path, r"^oom_kill (\d+)")) is not None]
     return sum(found) if found else None
@@ -159,8 +158,7 @@ def watched() -> Iterator[MemoryWatch]:
 
 @contextlib.contextmanager
 def reported_if_killed(rank: int) -> Iterator[None]:
-    """Starts a small process that reports if this one is killed for lack of memory; for a rank that our launcher did
-    not start."""
+    """For a rank without our launcher: starts a small process that reports if this one is killed for lack of memory."""
     command = [sys.executable, "-m", __name__, str(os.getpid()), str(rank)]
     try:
         # In its own session: signals to this process group are not meant for it.
@@ -176,8 +174,7 @@ def reported_if_killed(rank: int) -> Iterator[None]:
 
 
 def watch_parent(process: int, rank: int) -> str | None:
-    """Waits until the process that started this one ends; returns a message if it ran out of memory. The shell or the
-    process itself reports any other end."""
+    """Waits until the process that started this one ends; returns a message if it ran out of memory."""
     watch = MemoryWatch()
     while os.getppid() == process:
         if select.select([sys.stdin], [], [], _EVERY_S)[0]:

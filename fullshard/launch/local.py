@@ -223,8 +223,7 @@ class _Received:
 
 @contextlib.contextmanager
 def _signals_passed_on() -> Iterator[_Received]:
-    """Passes signals on to the ranks instead of ending them; a second Ctrl-C, or another signal a while after the
-    first, ends them at once."""
+    """Passes signals on to the ranks. A second Ctrl-C, or another signal a while after the first, kills them."""
     received, others = _Received(), set(_children())
 
     def pass_on(number: int) -> None:

@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 class Pace:
     """Seconds per step, measured in this process: the first step is warm-up and left out, pauses between steps count.
 
-    Nothing is promised before the second step is done.
+    There is no estimate before the second step is done.
     """
 
     def __init__(self, total: int, *, clock: Clock, done: int = 0) -> None:
@@ -56,9 +56,9 @@ class Pace:
 def line(
     label: str, pace: Pace, *, loss_name: str, loss: float | None, width: int, drawn: int = 40, ascii: bool = False
 ) -> str:
-    """The bar in one line of at most `width` columns, `drawn` of them drawn; these go first when there is no room."""
+    """The bar in one line of at most `width` columns; of the bar itself `drawn` or fewer are shown."""
     share = min(pace.done / pace.total, 1.0) if pace.total else 1.0
-    # A bar of one step has no second step to measure; once it is full, its own time is the truth.
+    # A bar of one step has no second step to measure; once it is full, its elapsed time is used.
     seconds = pace.seconds_per_step or (pace.elapsed / pace.done if 0 < pace.total <= pace.done else None)
     shown = "" if loss is None else f", {loss_name}={readable.loss(loss)}"
     head = f"{label}: {int(100 * share):3d}%"
@@ -80,8 +80,8 @@ def step_line(
 ) -> str:
     """One logged step in fixed columns: step, loss, lr, gradient norm, speeds, memory, MFU, data wait, time left.
 
-    `speeds` are the quantities that are shown per second, each with its short name. Within `width` the last columns are
-    left out first, and the time left, which the bar shows, is left out always."""
+    `speeds` are the quantities that are shown per second, each with its short name. With a `width` the last columns are
+    dropped as needed, and the time left, which the bar shows, is always dropped."""
     step, total = record["step"], run.total if run else None
     parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step:>6}"]
     parts.append(f"loss {_fixed(record['loss'], readable.loss(record['loss'])):>7}")
@@ -99,12 +99,12 @@ def step_line(
 
 
 def _fixed(value: float, text: str) -> str:
-    """The text of a number, or a short form where it would break the columns."""
+    """The text of a number, or a short form if it would break the columns."""
     return text if len(text) <= 7 else f"{value:.1e}"
 
 
 def status_line(record: Mapping[str, Any], run: Pace, speeds: Mapping[str, str]) -> str:
-    """The run as a whole, for under a moving bar, which shows the loss itself."""
+    """The run as a whole, for the line under a moving bar; the bar shows the loss."""
     parts = [f"run {run.done}/{run.total}, ends in {run.left_text()}"]
     if record:
         parts.append(f"lr {record['lr']:.2e}")

@@ -59,14 +59,14 @@ class Console:
         """Opens log.txt, or appends to it; earlier lines are written first."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rank, self._debug = rank, debug
-        # One short write a line in append mode: lines of several ranks do not tear each other.
+        # One short write per line in append mode: lines of several ranks are not interleaved.
         self._log = path.open("a", encoding="utf-8", buffering=1)
         for text in self._early:
             self._write_down(text)
         self._early.clear()
 
     def close(self) -> None:
-        """Takes bars down and closes log.txt."""
+        """Removes bars and closes log.txt."""
         for open_bar in reversed(self._bars):
             self._close_bar(open_bar)
         for text in self._cautions:
@@ -95,7 +95,7 @@ class Console:
         self._emit(f"warning: {text}", style="yellow", every_rank=True)
 
     def warn_in_header(self, text: str) -> None:
-        """A warning that becomes a row of the header, or is printed at the end if there is none. Other ranks log it."""
+        """A warning for the header, or printed at the end if no header follows. Other ranks log it."""
         if self.silent:
             self.warn(text)
         else:
@@ -109,7 +109,7 @@ class Console:
             self._write_down(readable.plain(f"{origin}: {text}"))
 
     def debug(self, text: str) -> None:
-        """Only for log.txt, and only when debugging was asked for."""
+        """Written to log.txt only, and only with log.debug."""
         if self._debug:
             self._write_down(readable.plain(text))
 
@@ -132,7 +132,7 @@ class Console:
         self._run = Pace(total_steps, clock=self.clock, done=done)
 
     def epoch_begin(self, epoch: int, epochs: float, lr: float, *, steps: Steps | None = None) -> None:
-        """Epochs are counted from 1; `steps` are those of a part of one."""
+        """Epochs are counted from 1; `steps` says which of its steps are run."""
         part = f" ({steps.text()})" if steps and not steps.whole else ""
         self._emit("")
         self._emit(f"Started Training on: {epoch} / {epochs:g} epoch{part}", style="bold")
@@ -164,7 +164,7 @@ class Console:
             self._emit(f"Average Val Loss: {readable.precise(val_loss)}")
 
     def validated(self, numbers: Mapping[str, float]) -> None:
-        """What a validation found besides the loss, which is part of the epoch's last lines."""
+        """What a validation found besides the loss, which the last lines of an epoch have."""
         if found := [f"{name} {readable.number(value)}" for name, value in numbers.items() if name != "loss"]:
             self._emit(f"Validation: {', '.join(found)}")
 
@@ -180,7 +180,7 @@ class Console:
         self._emit(f"Saved {path} ({readable.size(size_bytes)}) in {seconds:.1f} s", style="dim", whole=True)
 
     def finished(self, seconds: float, rows: Sequence[tuple[str, str]] = ()) -> None:
-        """The end, how long it took, and where things are."""
+        """The end: how long it took, and where to find things."""
         self._emit("")
         self._emit("Training complete!", style="bold green")
         self._table([("time", readable.duration(seconds)), *rows])
@@ -272,7 +272,7 @@ class Bar:
         self._console._close_bar(self)
 
     def advance(self, loss: float | None = None) -> None:
-        """One step (or validation batch) is done; without a loss the last one stays on show."""
+        """One step (or validation batch) is done; without a loss the last one stays visible."""
         self._loss = self._loss if loss is None else loss
         self._pace.step()
         if self._run is not None:
@@ -310,7 +310,7 @@ class Bar:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether lines can be redrawn in place. FORCE_COLOR and the like do not turn a file into a terminal."""
+    """Whether lines can be redrawn in place. FORCE_COLOR does not turn a file into a terminal."""
     return stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
 
 

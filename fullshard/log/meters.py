@@ -16,7 +16,7 @@ from typing import Any
 
 PHASES = ("data", "compute", "log", "evaluate", "save")
 PAUSES = ("evaluate", "save")
-"""Phases that are not training: they count for the run's length, never for a rate."""
+"""Phases that are not training: they count towards the length of the run, never towards a rate."""
 ADVICE_STEPS = 10
 """The advice about data wait needs this many measured steps."""
 _PEAKS = {  # dense bf16 operations per second; fp16 where a device has no bf16
@@ -51,10 +51,10 @@ class _Window:
 class Meters:
     """Counts steps and gives one record per window.
 
-    `samples`, `tokens` and `seconds` start where a resumed run had got to. `samples` counts the rows of batches, which
+    `samples`, `tokens` and `seconds` start where a resumed run stopped. `samples` counts the rows of batches, which
     hold several samples if they are packed; `tokens` the first of the quantities that speed is logged in, which may be
-    images. The first `warmup` steps of a process (compiling, first allocations) never enter a rate. Read the loss
-    inside the phase `compute`: otherwise the wait for an asynchronous device is not counted there.
+    images instead. The first `warmup` steps of a process (compiling, first allocations) never enter a rate. Read the
+    loss inside the phase `compute`: otherwise the wait for an asynchronous device is not counted there.
     """
 
     def __init__(

@@ -37,22 +37,22 @@ class Metrics:
 
 def encode(record: Mapping[str, Any]) -> str:
     """One record as valid JSON in one line."""
-    unsayable: dict[str, str] = {}
-    finite = _finite(record, "", unsayable)
-    if unsayable:
-        finite["not_finite"] = unsayable
+    not_finite: dict[str, str] = {}
+    finite = _finite(record, "", not_finite)
+    if not_finite:
+        finite["not_finite"] = not_finite
     return json.dumps(finite, allow_nan=False, ensure_ascii=False)
 
 
-def _finite(value: Any, where: str, unsayable: dict[str, str]) -> Any:
+def _finite(value: Any, where: str, not_finite: dict[str, str]) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _finite(v, f"{where}.{k}" if where else str(k), unsayable) for k, v in value.items()}
+        return {str(k): _finite(v, f"{where}.{k}" if where else str(k), not_finite) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v, f"{where}[{i}]", unsayable) for i, v in enumerate(value)]
+        return [_finite(v, f"{where}[{i}]", not_finite) for i, v in enumerate(value)]
     if not isinstance(value, Real) or isinstance(value, bool):
         return value
     if not math.isfinite(value):
-        unsayable[where] = str(float(value))
+        not_finite[where] = str(float(value))
         return None
     return int(value) if isinstance(value, Integral) else float(value)
 

@@ -30,7 +30,7 @@ class Report:
     workers: int = field(default=0, init=False)
     """Loader processes of each rank."""
     _bar: Bar = field(init=False)
-    """Of the epoch."""
+    """The bar of the epoch."""
 
     def measure(
         self,
@@ -53,13 +53,8 @@ class Report:
             seconds=progress.seconds,
         )
 
-    @property
-    def seconds(self) -> float:
-        """Training time over all runs of this folder."""
-        return self.meters.seconds
-
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Counts the time within it: data, compute, log, evaluate or save."""
+        """Counts the time inside it as data, compute, log, evaluate or save."""
         return self.meters.phase(name)
 
     @contextmanager
@@ -70,11 +65,11 @@ class Report:
             yield
 
     def advance(self) -> None:
-        """A step that is not logged."""
+        """Counts a step that is not logged."""
         self._bar.advance()
 
     def log(self, **numbers: float) -> None:
-        """A step that is logged: step, epoch, loss, lr, grad_norm and whatever else was measured."""
+        """Logs a step: step, epoch, loss, lr, grad_norm and whatever else was measured."""
         with self.phase("log"):
             record = self.meters.record(memory_bytes=peaks(self.world.device), **numbers)
             self.write(record)

@@ -60,9 +60,8 @@ class Muon(Optimizer):
             found = {name for name in in_blocks if "embed" not in name}
             if not found:
                 raise RecipeError(
-                    f"optimizer.kind = muon: none of the {len(matrices)} trained matrices is in a numbered block. "
-                    f"Name some in optimizer.matrices ({', '.join(matrices[:3])}), or "
-                    "use optimizer.kind: adamw."
+                    "optimizer.kind = muon: no trained matrix is in a numbered block. Name some in optimizer.matrices "
+                    f"({', '.join(matrices[:3])}), or use optimizer.kind: adamw."
                 )
             return found
         found = set()
@@ -70,9 +69,9 @@ class Muon(Optimizer):
             matching = fnmatch.filter(matrices, pattern)
             if not matching:
                 raise RecipeError(
-                    f"optimizer.matrices[{index}] = {pattern!r} matches none of the {len(matrices)} trained matrices"
-                    f"{did_you_mean(pattern.strip('*'), matrices)}. Names look like: {', '.join(matrices[:3])}; * "
-                    "matches anything."
+                    f"optimizer.matrices[{index}] = {pattern!r} does not match any of the {len(matrices)} trained "
+                    f"matrices{did_you_mean(pattern.strip('*'), matrices)}. Names look like: "
+                    f"{', '.join(matrices[:3])}; * matches anything."
                 )
             found.update(matching)
         return found

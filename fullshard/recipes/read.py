@@ -43,7 +43,7 @@ class Typed:
     settings: tuple[str, ...] = ()
 
     def again(self, *changes: str, resume: str | None = None) -> str:
-        """The same with some settings changed, quoted for a shell."""
+        """The same command with some settings changed, quoted for a shell."""
         left = {key_of(change): change for change in changes}
         kept = [left.pop(key_of(setting), setting) for setting in self.settings]
         options = ["--resume", resume] if resume else []
@@ -127,7 +127,9 @@ def _kinds(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 def save_resolved(recipe: Recipe, path: Path, *, facts: Mapping[str, Any]) -> None:
     """Writes every value, and under `run` the facts; the file is a recipe that repeats the run."""
-    text = "# Every value in force in this run. It is a recipe too: fullshard train THIS_FILE repeats the run.\n"
+    text = (
+        "# Every value of this run, defaults included. It is a recipe too: fullshard train THIS_FILE repeats the run.\n"
+    )
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text + render({**plain(recipe), RUN_KEY: dict(facts)}), encoding="utf-8")
     part.replace(path)
@@ -193,7 +195,7 @@ def _not_found(source: str, path: Path, known: list[str]) -> str:
 
 
 def _looks_like_a_recipe(path: Path) -> bool:
-    """Whether a YAML file has two keys of a recipe at least; a file of another tool may share one."""
+    """Whether a YAML file has at least two keys of a recipe; a file of another tool may share one."""
     try:
         keys = re.findall(r"^(\w+):", path.read_text(encoding="utf-8"), re.MULTILINE)
     except (OSError, UnicodeDecodeError):

@@ -37,8 +37,7 @@ class Built:
 def make_learner(
     recipe: Recipe, inputs: RunInputs, world: World, progress: Progress, *, say: Callable[[str], None]
 ) -> tuple[ShardedModel, Learner]:
-    """The sharded model with its objective, optimizer, loss scale and average. `say` gets what was decided, and what
-    the first update proved."""
+    """The sharded model and what a step trains with. `say` gets what was decided, and what the first update proved."""
     precision = resolve_precision(recipe.precision, world.device)
     if line := precision.switched():
         say(line)

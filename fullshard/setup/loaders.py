@@ -38,7 +38,7 @@ def num_workers(recipe: Recipe, world: World) -> int:
 
 
 def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
-    """For the training data, and for the validation data if there is any."""
+    """The loaders of the training data and of the validation data; None: without validation data."""
     data, plan = inputs.data, inputs.plan
 
     def loader(samples: Any, **more: Any) -> Loader:

@@ -1,4 +1,4 @@
-"""What every command on ranks needs: how many there are, starting them, and being one of them.
+"""What every command on ranks needs: how many there are, and being one of them.
 
 Must not know models, data or what the ranks do.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from fullshard.contracts.launcher import Ranks, Topology
@@ -29,19 +28,6 @@ def ranks_of(topology: Topology, *, node_rank: int | None = None, master: str | 
 
         num_gpus = torch.cuda.device_count()
     return env.ranks_for(topology, num_gpus=num_gpus, node_rank=node_rank, master=master)
-
-
-def start_own(words: Sequence[str], topology: Topology) -> int | None:
-    """Starts the ranks that run `fullshard WORDS` and returns their exit code. None: this process is the only rank, or
-    one that a launcher has started."""
-    if env.detect(os.environ).launcher != "none":
-        return None
-    ranks = ranks_of(topology)
-    if ranks.per_node > 1:
-        return topology.launcher.start([sys.executable, "-m", "fullshard", *words], ranks)
-    if ranks.device_ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
-    return None
 
 
 def check_launch(launch: Launch, topology: Topology) -> None:

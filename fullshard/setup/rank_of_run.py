@@ -59,7 +59,7 @@ def compared(recipe: Recipe, inputs: RunInputs, world: World, options: Mapping[s
         precision = resolve_precision(recipe.precision, world.device).word
     except FullshardError as error:  # if all ranks have it, building the model raises it again
         precision = str(error)
-    realised = {"the device": world.device.type, "the precision in force": precision, **options}
+    realised = {"the device": world.device.type, "the resolved precision": precision, **options}
     return same_run.subjects(
         plain(recipe),
         realised=realised,

@@ -1,6 +1,6 @@
 """The inputs of a run, prepared before its ranks connect: processor, empty model, encoded data, number of steps.
 
-Every rank prepares them by itself, so no collective waits while data is encoded. Must not know sharding, optimizers or
+Every rank prepares its own, so no collective waits while data is encoded. Must not know sharding, optimizers or
 losses.
 """
 
@@ -103,11 +103,11 @@ def build_module(recipe: Recipe, processor: Any) -> nn.Module:
 
 
 def _check_model(recipe: Recipe, module: nn.Module) -> None:
-    """There is something to train, and positions for the longest sample."""
+    """Raises if there is nothing to train, or if the model has too few positions for the longest sample."""
     if not any(p.requires_grad for p in module.parameters()):
         names = [name for name, _ in module.named_parameters()]
         raise RecipeError(
-            f"The model has no trainable parameter: model.freeze leaves none of its {len(names)} parameters to train. "
+            f"The model has no trainable parameter: model.freeze freezes all of its {len(names)} parameters. "
             f"Freeze less; names look like: {', '.join(names[:3])} ... {names[-1] if names else ''}."
         )
     longest = recipe.model.longest(module)
@@ -161,8 +161,7 @@ def prepare_data(
 
 
 def _check_numbers(recipe: Recipe, module: nn.Module) -> None:
-    """Raises if evaluations report a number under a name that is taken; those that do not say are checked as they
-    run."""
+    """Raises if an evaluation declares a number under a name that is taken; the loop checks the others."""
     owners: dict[str, str] = {}
     for index, part in enumerate(recipe.evaluate.parts):
         names = set(part.gives(recipe.objective, module) or ())

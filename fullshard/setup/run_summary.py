@@ -1,4 +1,4 @@
-"""What is true of a run, as realised: its header, and the recipe with every value in force. Must not decide."""
+"""Describes a run as it was built: its header, and the recipe with every "auto" resolved. Must not decide anything."""
 
 from __future__ import annotations
 
@@ -97,11 +97,13 @@ def _recompute(built: Built) -> str:
     plan = built.model.plan
     asked = plan.activation_checkpointing
     if plan.recompute:
-        return f"activation checkpointing {asked}, but for {counted(len(plan.recompute), 'block')} of optimizer.groups"
+        return (
+            f"activation checkpointing {asked}, except for {counted(len(plan.recompute), 'block')} in optimizer.groups"
+        )
     if asked == "none" or not plan.wrap.blocks:
         return "off" if asked == "none" else f"off: {NO_BLOCKS}"
     whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)
-    rest = f", full in {counted(whole, 'block')} that hold units of their own" if whole else ""
+    rest = f", full in {counted(whole, 'block')} that contain other units" if whole else ""
     return f"activation checkpointing {asked}{rest}"
 
 

@@ -25,7 +25,7 @@ from fullshard.setup.sharded_model import ShardedModel
 from fullshard.step import Learner
 
 TIMEOUT_S = 1800.0
-"""How long ranks wait for each other in a save, at least: a slow disk is no reason to stop a run."""
+"""How long ranks wait for each other in a save, at least: a slow disk must not stop a run."""
 
 
 def make_saves(

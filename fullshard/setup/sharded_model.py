@@ -1,4 +1,4 @@
-"""From the recipe to models spread over the ranks, with their weights: the one that is trained, and frozen ones beside
+"""From the recipe to models sharded over the ranks, with their weights: the one that is trained, and frozen ones beside
 it, such as a teacher or a text encoder.
 
 Must not know optimizers, losses, data or checkpoints.
@@ -27,7 +27,7 @@ from fullshard.setup.run_inputs import cache_folder, encoder_of
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """The model as it is spread over the ranks."""
+    """The model as it is sharded over the ranks."""
 
     module: nn.Module
     precision: ResolvedPrecision
@@ -148,7 +148,7 @@ def _frozen(
         raise RecipeError(f"objective.{name}: it is never trained, so it needs weights to start from: give its path.")
     other = recipe.model_copy(update={"model": family})
     plan = replace(shard_plan(other, module, world, precision), activation_checkpointing="none", compile=False)
-    # A frozen model may ask for a precision of its own, such as a VAE that overflows in fp16.
+    # A frozen model may need its own precision, such as a VAE that overflows in fp16.
     if own := family.compute_precision():
         plan = replace(plan, compute=resolve_precision(own, world.device).compute)
     family.choose_kernels(module, device=world.device.type, compute=precision.compute, packed=False)

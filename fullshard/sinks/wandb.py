@@ -41,7 +41,7 @@ class WeightsAndBiases(Sink):
         return {} if self.mode_in_force == "disabled" else {"wandb": "fullshard[wandb]"}
 
     def notes(self) -> list[str]:
-        """The variables that a key of the recipe wins over."""
+        """The environment variables that the recipe overrides."""
         keys = {
             "mode": (self.mode, "WANDB_MODE"),
             "project": (self.project, "WANDB_PROJECT"),
@@ -50,7 +50,7 @@ class WeightsAndBiases(Sink):
             "tags": (",".join(self.tags) or None, "WANDB_TAGS"),
         }
         return [
-            f"{key} = {value} wins over {variable}={os.environ[variable]}"
+            f"{key} = {value} overrides {variable}={os.environ[variable]}"
             for key, (value, variable) in keys.items()
             if value is not None and os.environ.get(variable, value) != value
         ]

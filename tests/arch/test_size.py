@@ -23,9 +23,8 @@ from tests.arch.package import (
     unit,
 )
 
-ENGINE, PACKAGE_LINES, TOUR_LINES = 14_130, 39_450, 2_500
-"""The most lines that each may have. The aims for the first two are 14,000 and 39,393: lower these as parts shrink,
-and never raise them."""
+ENGINE, PACKAGE_LINES, TOUR_LINES = 14_000, 39_393, 2_500
+"""The most lines that each may have. Lower these as parts shrink, and never raise them."""
 FAMILIES = ("diffusion", "embedding", "language")
 SOURCES = [path for path in FILES if path.name != "__init__.py"]
 TOUR = ("recipe", "build", "loop", "step", "dist.shard", "families.language.objectives.causal_lm")

@@ -517,7 +517,7 @@ def a_model_with_code_of_its_own(seed: Seed) -> None:
 # Data ------------------------------------------------------------------------------------------------------------
 
 
-@mistake("data", "data: data", "no_such.jsonl: no such file", remedy="there is: model, pairs.jsonl")
+@mistake("data", "data: data", "no_such.jsonl: no such file", remedy=": model, pairs.jsonl")
 def a_file_that_is_not_there(seed: Seed) -> None:
     seed.set("data", train=str(seed.folder / "no_such.jsonl"))
 
@@ -650,7 +650,7 @@ def a_folder_without_data(seed: Seed) -> None:
     seed.set("data", train=str(seed.folder / "empty_folder"))
 
 
-@mistake("data", "data: data", "validation.jsonl: no such file", remedy="there is: ")
+@mistake("data", "data: data", "validation.jsonl: no such file", remedy="Found in ")
 def validation_that_is_not_there(seed: Seed) -> None:
     seed.set("data", validation=str(seed.folder / "validation.jsonl"))
 

@@ -206,7 +206,7 @@ def test_a_scale_without_a_bottom_ends_the_run(ranks: RankPool, folder: Path) ->
     assert "first model.embed_tokens.weight, model.layers.0" in said
     assert "gradients of 35 parameters" in said, "all but that of the head"
     assert "Use precision: bf16" in said
-    assert said.endswith(f"The last checkpoint is from before: {run_folder(settings) / 'checkpoint-15'}."), said
+    assert said.endswith(f"The last checkpoint before it is {run_folder(settings) / 'checkpoint-15'}."), said
     records = [record for record in read(run_folder(settings) / FILE) if record["kind"] == "train"]
     assert [record["skipped_steps"] for record in records] == list(range(1, 17))
     assert records[-1]["loss_scale"] == 1.0

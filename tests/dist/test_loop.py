@@ -380,7 +380,7 @@ def test_numbers_that_are_none_never_enter_a_checkpoint(ranks: RankPool, folder:
     assert "At step 3 the loss is nan" in ends[0][1]
     saved = files.published(run_folder(settings))
     assert [path.name for path in saved] == ["checkpoint-1", "checkpoint-2"]
-    assert all(f"The last checkpoint is from before: {saved[-1]}." in said for _, said, _ in ends), ends
+    assert all(f"The last checkpoint before it is {saved[-1]}." in said for _, said, _ in ends), ends
     assert ranks.run(all_finite, saved[-1], world=1) == [True]
 
 

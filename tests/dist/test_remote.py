@@ -185,7 +185,7 @@ def test_local_checkpoints_are_not_forgotten_for_an_empty_store(ranks: RankPool,
     [(kind, said)] = ranks.run(outcome, chosen, world=1)
     local = folder / "runs" / "moved"
     assert kind == "CheckpointError"
-    assert said.startswith(f"{local} holds checkpoints of an earlier run, and checkpoint.store = file://{folder}/store")
+    assert said.startswith(f"{local} has checkpoints of an earlier run, but checkpoint.store = file://{folder}/store")
     chosen["duration"] = {"steps": 6}
     assert ranks.run(outcome, chosen, resume=str(local), world=1) == [("stopped", "done")]
     assert [path.name for path in files.published(store(chosen))] == ["checkpoint-6"]

@@ -164,7 +164,7 @@ def test_a_loss_that_only_rises_is_said_at_each_validation_and_at_the_end() -> N
     said, kept, progress, by = follow([2.1, 1_316_765.0, 456_809_000.0])
     assert kept == [True, False, False]
     assert not any("New Best" in line for line in said)
-    assert "has risen since the first evaluation (2.1 → 1,316,765): optimizer.lr is probably too high" in said[1]
+    assert "has risen since the first evaluation (2.1 → 1,316,765): optimizer.lr may be too high" in said[1]
     assert "has risen at every evaluation since the first (2.1 → 456,809,000)" in said[2]
     assert only_worse(by, progress) in said[2]
     assert outcome(by, progress) == "2.100000 at step 10, the first evaluation; no later one was better"
@@ -196,7 +196,7 @@ def test_a_value_from_before_the_first_step_is_the_baseline_and_no_checkpoint() 
 def test_what_is_no_number_is_never_the_best(value: float) -> None:
     said, kept, progress, _ = follow([value, 2.0, value])
     assert kept == [False, True, False]
-    assert f"Val Loss is {value} at step 10: it is never the best." in said[0]
+    assert f"Val Loss is {value} at step 10: it cannot be the best." in said[0]
     assert said[1] == "First Val Loss: 2.000000 (the baseline)"
     assert all(math.isfinite(number) for number in (progress.best or 0, progress.first or 0, progress.previous or 0))
 

@@ -83,7 +83,7 @@ def _missing(path: Path, text: str) -> DataError:
     near = difflib.get_close_matches(path.name, names, n=3)
     # Without a similar name: data files and folders.
     near = near or [name for name in names if Path(name).suffix.lower() in SUFFIXES or (folder / name).is_dir()][:5]
-    there = f"In {folder.absolute()} there is: {', '.join(near)}" if near else f"{folder.absolute()} has no data"
+    there = f"Found in {folder.absolute()}: {', '.join(near)}" if near else f"{folder.absolute()} has no data"
     return DataError(f"{text}: no such file or folder. {there}. Check the path.")
 
 

@@ -123,7 +123,7 @@ def test_nothing_to_train() -> None:
 
 @pytest.mark.parametrize("lora", [None, 2])
 def test_frozen_to_the_last_parameter_is_refused_with_names(folder: Path, lora: int | None) -> None:
-    words = r"no trainable parameter: model.freeze leaves none of its \d+ parameters.*model.embed_tokens.weight"
+    words = r"no trainable parameter: model.freeze freezes all of its \d+ parameters.*model.embed_tokens.weight"
     with pytest.raises(RecipeError, match=words):
         look(folder, model=scratch("llama", lora=lora, freeze=["*"]))
 

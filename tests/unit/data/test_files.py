@@ -232,7 +232,7 @@ def test_a_missing_path_names_what_is_near(tmp_path: Path) -> None:
     write(tmp_path / "zebra.txt", "z")
     message = failure(str(tmp_path / "trian.jsonl"))
     assert "no such file or folder" in message
-    assert message.endswith("there is: train.jsonl. Check the path.")
+    assert message.endswith(": train.jsonl. Check the path.")
     assert f"the path exists up to {tmp_path}" in failure(str(tmp_path / "no" / "such" / "x.txt"))
     assert "no file matches this pattern" in failure(str(tmp_path / "*.parquet"))
     (tmp_path / "empty").mkdir()

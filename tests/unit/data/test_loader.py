@@ -235,7 +235,7 @@ def test_validation_keeps_its_workers_from_pass_to_pass() -> None:
 
 
 def test_no_samples_is_an_error() -> None:
-    with pytest.raises(DataError, match="no samples to load"):
+    with pytest.raises(DataError, match="No samples to load"):
         Loader([], Collator(Text()), per_device=2)
 
 

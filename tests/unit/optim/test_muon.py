@@ -153,9 +153,9 @@ def test_every_parameter_has_one_group_and_vectors_do_not_decay() -> None:
 
 
 def test_no_matrix_and_no_match_are_told() -> None:
-    with pytest.raises(RecipeError, match=r"none of the 1 trained matrices is in a numbered block.*head\.weight"):
+    with pytest.raises(RecipeError, match=r"no trained matrix is in a numbered block.*head\.weight"):
         Muon().taken([("head.weight", 2), ("norm.weight", 1)])
-    with pytest.raises(RecipeError, match=r"optimizer\.matrices\[0\] = 'blocks\.\*' matches none of the 1"):
+    with pytest.raises(RecipeError, match=r"optimizer\.matrices\[0\] = 'blocks\.\*' does not match any of the 1"):
         Muon(matrices=["blocks.*"]).taken([("layers.0.weight", 2)])
 
 

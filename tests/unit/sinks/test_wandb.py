@@ -113,8 +113,8 @@ def test_keys_of_the_recipe_win_with_a_note(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SetupError, match="pip install"):
         Sinks([WeightsAndBiases(project="ours", mode="online")], tmp_path, name="run", recipe={}, warn=said.append)
     assert said == [
-        "log.sinks[0] (wandb): mode = online wins over WANDB_MODE=disabled.",
-        "log.sinks[0] (wandb): project = ours wins over WANDB_PROJECT=theirs.",
+        "log.sinks[0] (wandb): mode = online overrides WANDB_MODE=disabled.",
+        "log.sinks[0] (wandb): project = ours overrides WANDB_PROJECT=theirs.",
     ]
     # Disabled by the variable: needs no package.
     WeightsAndBiases().open(tmp_path / "none", name="run", recipe={}).close()

@@ -81,8 +81,8 @@ def sample(
     Exit codes: 0 done; 2 a mistake in the options or the run; 3 the images hold NaN or Inf.
     """
     from fullshard.commands.chosen_run import choose, on_this_machine
+    from fullshard.commands.own_ranks import start_own
     from fullshard.dist import env
-    from fullshard.setup.on_ranks import start_own
 
     # First, before anything is loaded: mistakes in the options alone.
     wanted, written = _classes(classes), _texts(texts)
