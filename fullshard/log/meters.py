@@ -2,7 +2,7 @@
 
 MFU = tokens per second x flops per token / (peak flops of one device x ranks), with tokens counted over all ranks,
 flops per token as the model family states them (6·N + 6·L·d·s for a decoder), those of image or audio towers added, and
-the peak from the vendor's data sheet: dense, never sparse. Must not know where the numbers go, and must not import torch.
+the dense peak by the vendor's data sheet. Must not know where the numbers go, and must not import torch.
 """
 
 from __future__ import annotations
