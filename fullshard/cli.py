@@ -40,14 +40,14 @@ def main() -> None:
     """The `fullshard` command."""
     # As under `python -m`: `kind: my_parts.Thing` finds my_parts.py in the current folder.
     sys.path.insert(0, os.getcwd())
-    # Read when torch is imported: its C++ would print warnings past every logger, and a stack when a node leaves first.
+    # Set before torch is imported: its C++ code prints warnings past every logger, and a stack if a node leaves first.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _follow_launcher()
     app(prog_name="fullshard")
 
 
 def _follow_launcher() -> None:
-    """A rank that fullshard has started ends with its launcher; processes that the rank starts are its own matter."""
+    """A rank that fullshard started ends with its launcher; the rank itself ends the processes it starts."""
     from fullshard.contracts.launcher import STARTED_BY
     from fullshard.launch.signals import end_with
 
@@ -68,7 +68,7 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def _whole(
+def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
     ] = False,
@@ -77,15 +77,9 @@ def _whole(
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
+@options.takes_recipe()
 def train(
-    recipe: options.RecipeName,
-    settings: options.Settings = None,
-    devices: options.Devices = None,
-    gpus: options.Gpus = None,
-    nodes: options.Nodes = None,
-    node_rank: options.NodeRank = None,
-    master: options.Master = None,
-    preset: options.Preset = None,
+    asked: options.RecipeArguments,
     resume: Annotated[
         str,
         typer.Option(
@@ -93,7 +87,6 @@ def train(
         ),
     ] = "auto",
     resume_anyway: options.ResumeAnyway = False,
-    output: options.Output = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every value in force and the step arithmetic; start nothing.")
     ] = False,
@@ -104,12 +97,11 @@ def train(
     --no-sharding.cpu-offload. Hyphens and underscores are the same. --fp16 and --bf16 are short for precision=fp16 and
     precision=bf16. The command line wins over the recipe, the recipe over the preset, the preset over the defaults.
 
-    fullshard starts the ranks itself. Under torchrun, accelerate launch or srun it joins the ranks that are there.
+    fullshard starts the ranks itself. Under torchrun, accelerate launch or srun it joins the ranks that they started.
 
     Exit codes: 0 done; 2 a mistake in the recipe, the data or the setup; 3 stopped by a numerical guard; 75 preempted
     after a save, run the same command again to continue.
     """
-    asked = options.RecipeArguments("train", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master)
     reading, launch = asked.read(), asked.launch()
     from fullshard import run
 

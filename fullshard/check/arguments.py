@@ -1,4 +1,4 @@
-"""The arguments of `fullshard check`. Must not know what is checked, nor import torch before it is."""
+"""The arguments of `fullshard check`. Must not know what is checked, nor import torch before a check starts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,17 @@ if TYPE_CHECKING:
     from fullshard.contracts.launcher import Ranks
 
 
+@options.takes_recipe()
 def check(
-    recipe: options.RecipeName,
-    settings: options.Settings = None,
-    devices: options.Devices = None,
-    gpus: options.Gpus = None,
-    nodes: options.Nodes = None,
-    node_rank: options.NodeRank = None,
-    master: options.Master = None,
-    preset: options.Preset = None,
+    asked: options.RecipeArguments,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="auto|never|PATH", help="As for train: say what it continues from and what has changed."),
+        typer.Option(
+            metavar="auto|never|PATH", help="As for train: show what it would continue from and what has changed."
+        ),
     ] = None,
     resume_anyway: options.ResumeAnyway = False,
-    output: options.Output = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Look only: start no ranks, and skip the trial of the model.")
-    ] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Start no ranks, and skip the trial of the model.")] = False,
     units: Annotated[bool, typer.Option("--units", help="Print every FSDP unit with its dtypes.")] = False,
     sample: Annotated[int | None, typer.Option(metavar="N", help="Print sample N token by token, and exit.")] = None,
     as_json: options.AsJson = False,
@@ -41,17 +34,15 @@ def check(
 ) -> None:
     """Check everything that RECIPE needs before it costs GPU time.
 
-    Looks at the environment, the recipe, the model and the data; then starts the ranks, takes the longest batch
-    forward and backward on each, and writes and reads a checkpoint in the real place. Everything is cleaned up.
+    Looks at the environment, the recipe, the model and the data; then starts the ranks, runs the longest batch
+    forward and backward on each, and writes and reads a checkpoint where training would. Cleans up afterwards.
     Takes the settings and options of `fullshard train`, and ends with the exact command to run.
 
     Exit codes: 0 the setup is correct; 2 it is not, and every problem is listed.
     """
     from fullshard.check import command
 
-    asked = options.RecipeArguments(
-        "check", recipe, settings, devices, gpus, nodes, output, preset, node_rank, master, resume
-    )
+    asked = replace(asked, resume=resume)
     how = command.CheckOptions(quick, units, as_json, resume=resume, resume_anyway=resume_anyway)
     try:
         with json_alone(how.as_json):

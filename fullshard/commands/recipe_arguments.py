@@ -5,12 +5,16 @@ Must not know what is done with them, nor import torch before ranks are counted.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from fullshard.commands.recipes import complete_preset, complete_recipe
 from fullshard.errors import RecipeError, SetupError
@@ -20,12 +24,6 @@ if TYPE_CHECKING:
     from fullshard.dist.env import Launch
     from fullshard.recipes.read import Reading
 
-_SHARED = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--output")
-OPTIONS = {
-    "train": (*_SHARED, "--resume", "--resume-anyway", "--dry-run"),
-    "check": (*_SHARED, "--resume", "--resume-anyway", "--quick", "--units", "--json"),
-    "prove": ("--devices", "--gpus", "--preset", "--output", "--cases", "--keep", "--json"),
-}
 _KEYS = {
     "--devices": "topology.devices",
     "--gpus": "topology.devices",
@@ -40,7 +38,7 @@ RecipeName = Annotated[
         metavar="RECIPE", help="A YAML file, or the name of a built-in recipe.", autocompletion=complete_recipe
     ),
 ]
-Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the recipe.")]
+Settings = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that override the recipe.")]
 Devices = Annotated[
     str | None,
     typer.Option(
@@ -62,7 +60,7 @@ Master = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        "--preset", metavar="NAME", help="Settings under those of the recipe.", autocompletion=complete_preset
+        "--preset", metavar="NAME", help="Settings that the recipe overrides.", autocompletion=complete_preset
     ),
 ]
 Output = Annotated[
@@ -79,17 +77,20 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for
 class RecipeArguments:
     """A recipe on the command line, with the settings and options that follow it."""
 
-    command: str
-    recipe: str
-    settings: list[str] | None
-    devices: str | None = None
-    gpus: str | None = None
-    nodes: int | None = None
-    output: str | None = None
-    preset: str | None = None
-    node_rank: int | None = None
-    master: str | None = None
+    recipe: RecipeName
+    settings: Settings = None
+    devices: Devices = None
+    gpus: Gpus = None
+    nodes: Nodes = None
+    node_rank: NodeRank = None
+    master: Master = None
+    preset: Preset = None
+    output: Output = None
     resume: str | None = None
+    """The value of --resume, for a command that prints how to train."""
+    command: str = "train"
+    options: tuple[str, ...] = ()
+    """The names of all options of the command, for messages."""
 
     def read(self) -> Reading:
         """The recipe with the settings and options on top."""
@@ -99,9 +100,9 @@ class RecipeArguments:
 
         if self.recipe.startswith("-"):
             wanted = f"fullshard {self.command} RECIPE {self.recipe} ..."
-            raise RecipeError(f"{self.recipe} is where the recipe is expected. Write: {wanted}")
+            raise RecipeError(f"The recipe must come before {self.recipe}. Write: {wanted}")
         given = self._given()
-        settings = to_overrides(self.settings or [], sections=list(Recipe.model_fields), options=OPTIONS[self.command])
+        settings = to_overrides(self.settings or [], sections=list(Recipe.model_fields), options=self.options)
         own = [word for option, value in given.items() for word in (option, value)]
         typed = Typed((*_starter(), "train", self.recipe, *own), tuple(settings))
         return read(self.recipe, *_overrides(settings, given), preset=self.preset, typed=typed)
@@ -138,8 +139,45 @@ class RecipeArguments:
         return ranks_of(topology, node_rank=self.node_rank, master=self.master)
 
 
+_DECLARED = ("recipe", "settings", "devices", "gpus", "nodes", "node_rank", "master", "preset", "output")
+NODES = ("nodes", "node_rank", "master")
+"""The arguments of a run on several nodes."""
+
+
+def takes_recipe(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declares the arguments of RecipeArguments, except those in `without`, and passes them to the command as one."""
+
+    def declare(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(RecipeArguments, include_extras=True)
+        fields = inspect.signature(RecipeArguments).parameters
+        names = [name for name in _DECLARED if name not in without]
+        shared = [fields[name].replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
+        options = tuple(_option_names(parameters))
+
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            values = {name: given.pop(name) for name in names}
+            command(RecipeArguments(**values, command=command.__name__, options=options), **given)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return declare
+
+
+def _option_names(parameters: Iterable[inspect.Parameter]) -> Iterable[str]:
+    for parameter in parameters:
+        for info in getattr(parameter.annotation, "__metadata__", ()):
+            if isinstance(info, OptionInfo) and not info.hidden:
+                # Inside Annotated, typer takes the first name for the default.
+                yield info.default if isinstance(info.default, str) else f"--{parameter.name.replace('_', '-')}"
+
+
 def _starter() -> tuple[str, ...]:
-    """The words that start as many ranks as there are. The nodes of a launcher are its own matter."""
+    """The command that starts the same number of ranks; `...` replaces a launcher's options for several nodes."""
     from fullshard.dist.env import detect
 
     launch = detect(os.environ)
@@ -163,6 +201,6 @@ def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:
     for key, text in [(k, f"{option} {v}") for option, (k, v) in given.items()] + [(key_of(s), s) for s in settings]:
         if said.setdefault(key, text) != text:
             raise RecipeError(f"{said[key]} and {text} on the command line both set {key}. Give one of them.")
-    # Quoted, so that a folder called 1e3 stays a name; the recipe decides what devices mean.
+    # Quoted, so that a folder called 1e3 stays a name; the recipe parses devices.
     own = [f"{key}={json.dumps(value) if key == 'output' else value}" for key, value in given.values()]
     return [*own, *settings]

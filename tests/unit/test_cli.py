@@ -16,7 +16,6 @@ import fullshard.run
 from fullshard.cli import app, main
 from fullshard.commands.arguments import to_overrides
 from fullshard.commands.group import ELSEWHERE
-from fullshard.commands.recipe_arguments import OPTIONS
 from fullshard.commands.recipes import sentence
 from fullshard.config import families
 from fullshard.contracts.launcher import Ranks
@@ -24,6 +23,7 @@ from fullshard.errors import NumericalError, RecipeError
 from fullshard.recipes.read import Reading
 
 RECIPE = "model: some/model\ndata: {train: a.jsonl}\ntopology: {device: cpu}\n"
+SHARED = ("--devices", "--gpus", "--nodes", "--node-rank", "--master", "--preset", "--output")
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -163,7 +163,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_settings_in_every_spelling(words: list[str], overrides: list[str]) -> None:
     sections = ["seed", "optimizer", "batch", "sharding", "schedule", "log", "precision"]
-    assert to_overrides(words, sections=sections, options=OPTIONS["train"]) == overrides
+    assert to_overrides(words, sections=sections, options=["--devices"]) == overrides
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_settings_before_the_recipe_are_explained(calls: Any) -> None:
 
 def test_no_setting_is_taken_for_a_key() -> None:
     with pytest.raises(RecipeError, match="neither an option nor a key"):
-        to_overrides(["--nothing"], sections=["seed"], options=OPTIONS["train"])
+        to_overrides(["--nothing"], sections=["seed"], options=["--devices"])
 
 
 # Listing
@@ -234,7 +234,7 @@ def test_show_and_copy() -> None:
     assert "fullshard train sft.yaml" in call("recipes", "copy", "sft").stdout
     assert Path("sft.yaml").read_text() == text
     Path("sft.yaml").write_text("mine")
-    assert "sft.yaml exists and is not written over" in call("recipes", "copy", "sft", code=2).stderr
+    assert "sft.yaml exists and will not be overwritten" in call("recipes", "copy", "sft", code=2).stderr
     assert Path("sft.yaml").read_text() == "mine"
     Path("folder").mkdir()
     call("recipes", "copy", "sft", "folder")
@@ -267,12 +267,21 @@ def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
     assert done.stdout
 
 
+@pytest.mark.parametrize("command", ["train", "check", "prove"])
+def test_an_unknown_option_is_answered_with_the_options_of_the_help(command: str) -> None:
+    said = call(command, "r.yaml", "--no-such-option", code=2).output
+    listed = re.search(r"Options: (.*?)\. Keys", " ".join(said.split()))
+    assert listed is not None
+    shown = re.findall(r"^  (--[a-z-]+)", call(command, "--help").stdout, flags=re.MULTILINE)
+    assert listed[1].split(", ") == [option for option in shown if option != "--help"]
+
+
 def test_help_names_every_option_and_exit_code() -> None:
     text = call("train", "--help").stdout
-    for word in (*OPTIONS["train"], "--fp16", "RECIPE", "KEY=VALUE", "75"):
+    for word in (*SHARED, "--resume", "--resume-anyway", "--dry-run", "--fp16", "RECIPE", "KEY=VALUE", "75"):
         assert word in text
     text = call("check", "--help").stdout
-    for word in (*OPTIONS["check"], "RECIPE", "KEY=VALUE", "Exit codes"):
+    for word in (*SHARED, "--resume", "--resume-anyway", "--quick", "--units", "--json", "KEY=VALUE", "Exit codes"):
         assert word in text
 
 
