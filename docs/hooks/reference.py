@@ -23,7 +23,7 @@ command line: `optimizer.lr=3e-4`. `null` means that fullshard chooses; `fullsha
 choice. For completion in an editor, `fullshard recipes schema` prints the same as a JSON schema.
 
 Where a section has several kinds, `kind:` chooses one. `kind: my_package.my_module.MyClass` is
-[a class of yours](../own-parts.md). Where a short form is named, `section: value` is enough.
+[your own class](../own-parts.md). Where a short form is named, `section: value` is enough.
 """
 
 

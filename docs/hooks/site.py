@@ -1,4 +1,4 @@
-"""What MkDocs does beside reading docs/: families' pages and benchmarks join the site, reference pages are written.
+"""What MkDocs does besides reading docs/: adds the pages of families and benchmarks, and writes the reference pages.
 
 A family's page is the README.md in its folder, so that a family is one folder. Links are those of the repository, which
 GitHub follows; here they are turned into the site's own. Must not change what a page says.
