@@ -12,7 +12,7 @@ from fullshard.launch import signals
 
 def main() -> None:
     """The `fullshard` command."""
-    # What the other commands leave half done is removed on their way out; training alone has exit code 75.
+    # Other commands remove their unfinished files as they exit; only training has exit code 75.
     if sys.argv[1:2] == ["train"]:
         signals.listen()
     from fullshard.cli import main as command

@@ -40,24 +40,24 @@ def among_ranks(
     folder: Path | None = None,
     patience_s: float = 10.0,
 ) -> list[Finding]:
-    """Called on every rank once they have met; `compared` must be equal on all of them. `folder` replaces `output`; a
-    network file system gets `patience_s` to show a file."""
+    """Call it on every rank once they are connected; `compared` must be equal on all of them. `folder` replaces
+    `output`; a network file system gets `patience_s` to show a file."""
     hosts = agreement.hosts()
     shown = list(dict.fromkeys(hosts))
     where = f"{counted(world.size, 'rank')} on {counted(len(shown), 'host')}"
     found = [ok("hosts", f"{where}: {', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''}")]
     found += _devices(hosts, world)
-    found += _alike(compared)
+    found += _comparisons(compared)
     found += _clocks(clock, hosts)
     address = recipe.checkpoint.store
     folder = folder or (paths.place(address) if address else recipe.output)
     found += _files(folder, hosts, world, patience_s=patience_s)
-    # The findings of rank 0, on all ranks: paths may be spelled differently elsewhere.
+    # Every rank returns the findings of rank 0: other nodes may spell paths differently.
     agreed: list[Finding] = reduce.from_main(found)
     return agreed
 
 
-def _alike(compared: Iterable[Subject]) -> Iterator[Finding]:
+def _comparisons(compared: Iterable[Subject]) -> Iterator[Finding]:
     for subject in compared:
         text = compare(subject)
         yield ok(subject.name, subject.agreed) if text is None else error(subject.name, text, subject.remedy)
@@ -84,7 +84,7 @@ def _clocks(clock: Callable[[], float], hosts: list[str]) -> Iterator[Finding]:
         return
     late = "ahead of" if skews[worst] > 0 else "behind"
     level = error if abs(skews[worst]) > SKEW_ERROR_S else warning
-    apart = f"{abs(skews[worst]):,.1f} s {late} that of rank 0 ({hosts[0]}); at most {SKEW_WARNING_S:g} s is allowed."
+    apart = f"{abs(skews[worst]):,.1f} s {late} rank 0 ({hosts[0]}); at most {SKEW_WARNING_S:g} s is allowed."
     remedy = "Synchronise the clocks of all nodes with chronyd or systemd-timesyncd."
     yield level("clocks", f"the clock of rank {worst} ({hosts[worst]}) is {apart}", remedy)
 
@@ -99,7 +99,7 @@ def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -
         if world.is_main:
             problem = _attempt(lambda: made.extend(_make(folder)))
         # The other ranks create no folder: if they cannot see the one that rank 0 made, it is not shared.
-        absent = reduce.from_main(problem) or _attempt(lambda: _note_absent(folder, patience_s))
+        absent = reduce.from_main(problem) or _attempt(lambda: _require_folder(folder, patience_s))
         written = absent or _attempt(lambda: own.write_text(token))
         problems: list[str | None] = reduce.gather_objects(written)
         peers = range(world.size) if world.is_main else [0]
@@ -113,10 +113,10 @@ def _files(folder: Path, hosts: list[str], world: World, *, patience_s: float) -
     for path in reversed(made):
         with contextlib.suppress(OSError):
             path.rmdir()
-    yield from _judged_files(folder, problems, every, hosts)
+    yield from _file_findings(folder, problems, every, hosts)
 
 
-def _judged_files(
+def _file_findings(
     folder: Path, problems: list[str | None], unseen: list[list[int]], hosts: list[str]
 ) -> Iterator[Finding]:
     failed = [rank for rank, problem in enumerate(problems) if problem]
@@ -135,7 +135,7 @@ def _judged_files(
         who = f"{on_ranks(sorted(blind), hosts)} and rank 0 ({hosts[0]})"
         yield error("shared files", f"{key} = {folder}: {who} do not see each other's files.", share)
     else:
-        many = "rank 0 sees a file of every rank, and all ranks see a file of rank 0"
+        many = "rank 0 sees every rank's file, and every rank sees rank 0's"
         yield ok("shared files", f"{folder}: {many if len(hosts) > 1 else 'written and read'}")
 
 
@@ -146,7 +146,7 @@ def _make(folder: Path) -> list[Path]:
     return missing[::-1]
 
 
-def _note_absent(folder: Path, patience_s: float) -> None:
+def _require_folder(folder: Path, patience_s: float) -> None:
     if not paths.is_flat(folder) and not _wait(folder.is_dir, patience_s=patience_s):
         raise FileNotFoundError(2, "no such folder", str(folder))
 

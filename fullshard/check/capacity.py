@@ -32,12 +32,12 @@ EXPORT_BUFFER = 5_000_000_000
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a model takes space."""
+    """The numbers that decide how much space a model takes."""
 
     parameters: int
     trainable: int
     weight_bytes: int | None = None
-    """Bytes of the parameters as they are kept, where that is not the precision's storage dtype."""
+    """Bytes of the stored parameters; None: all have the precision's storage dtype."""
     adapters: bool = False
     """Only the adapters are exported."""
 
@@ -78,7 +78,7 @@ def disk(recipe: Recipe, model: ModelSize, plan: StepPlan | None = None) -> Iter
     remedy = "Free some space, or choose another disk: output=DIR."
     if count > 2:
         remedy = f"{remedy[:-1]}; or keep fewer checkpoints: checkpoint.keep=1 (now {recipe.checkpoint.keep})."
-    yield from _judged("disk space", text, remedy, needed=needed, free=free)
+    yield from _space_finding("disk space", text, remedy, needed=needed, free=free)
 
 
 def budget(recipe: Recipe, model: ModelSize, plan: StepPlan | None = None) -> tuple[int, int | None, int]:
@@ -114,7 +114,7 @@ def memory(recipe: Recipe, ranks: Ranks, model: ModelSize, *, machine: Machine) 
             f"sharding.strategy = {recipe.sharding.strategy}"
             + (" (full shards everything)." if recipe.sharding.strategy != "full" else ".")
         )
-        yield from _judged("GPU memory", text, remedy, needed=each, free=smallest.memory_bytes)
+        yield from _space_finding("GPU memory", text, remedy, needed=each, free=smallest.memory_bytes)
         here, held = 0, ""
     held += f" of {ranks.per_node} ranks" if held and ranks.per_node > 1 else ""
     export = min(EXPORT_BUFFER, 4 * model.parameters) if recipe.checkpoint.at_end and ranks.node_rank == 0 else 0
@@ -127,7 +127,7 @@ def memory(recipe: Recipe, ranks: Ranks, model: ModelSize, *, machine: Machine) 
         "Use fewer ranks or a smaller model, shard over more nodes, or free memory; a container or job may have a "
         "lower limit than the machine."
     )
-    yield from _judged("host memory", text, remedy, needed=here + export, free=machine.memory_bytes)
+    yield from _space_finding("host memory", text, remedy, needed=here + export, free=machine.memory_bytes)
 
 
 def nearest_existing(path: Path) -> Path:
@@ -136,7 +136,7 @@ def nearest_existing(path: Path) -> Path:
     return next(p for p in (path, *path.parents) if p.exists())
 
 
-def _judged(check: str, text: str, remedy: str, *, needed: int, free: int) -> Iterator[Finding]:
+def _space_finding(check: str, text: str, remedy: str, *, needed: int, free: int) -> Iterator[Finding]:
     if needed > free:
         yield error(check, f"{text}.", remedy)
     elif needed > TIGHT * free:
@@ -154,12 +154,12 @@ def _checkpoint(recipe: Recipe, model: ModelSize) -> int:
 
 
 def _stored(recipe: Recipe) -> int:
-    """Bytes of one trained number."""
+    """Bytes of one trained value."""
     return 2 if recipe.precision == "bf16-pure" else 4
 
 
 def _moments(recipe: Recipe) -> int:
-    """Bytes of optimizer state for one trained number, and of its average."""
+    """Bytes of optimizer state for one trained value, and of its average."""
     return recipe.optimizer.state_bytes(_stored(recipe)) + (4 if recipe.ema else 0)
 
 

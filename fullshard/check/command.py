@@ -120,8 +120,8 @@ def refused(mistake: FullshardError, options: CheckOptions) -> int:
 
 
 def _look(reading: Reading, asked: Ranks | SetupError, report: Report, options: CheckOptions) -> dict[str, Any]:
-    """Sections 1 to 4, without starting ranks; returns what the JSON report has beside findings."""
-    with report.working("Looking at this machine"):  # importing torch takes seconds
+    """Sections 1 to 4, without starting ranks; returns what the JSON report holds besides findings."""
+    with report.working("Inspecting this machine"):  # importing torch takes seconds
         from fullshard.check import earlier, environment, preflight
         from fullshard.check.machine import inspect
         from fullshard.log import libraries
@@ -240,7 +240,7 @@ def _merged(written: dict[int, list[dict[str, Any]]], code: int, *, said: str = 
     causes = [failure for failure in failures if not crash.is_victim(failure.text)]
     agreed += causes or failures
     if code and not any(finding.level == "error" for finding in agreed):
-        text = f"The trial ended with exit code {code}, and no rank said why."
+        text = f"The trial ended with exit code {code}, and no rank reported an error."
         agreed.append(error("trial", text, "Their last lines are above."))
     return agreed or [ok("trial", "the ranks of this node took part; node 0 reports the findings")]
 

@@ -87,16 +87,16 @@ def _counts(name: str, samples: Samples, stored: Stored) -> Finding:
 
 
 def _losses(key: str, store: Store) -> Iterator[Finding]:
-    """Samples that were cut, and those that were dropped."""
+    """Samples that were truncated, and those that were dropped."""
     counts = store.counts
     all_samples = counts.samples + counts.dropped
     cut, dropped = counts.truncated / max(all_samples, 1), counts.dropped / max(all_samples, 1)
-    text = f"{counts.truncated:,} of {counted(all_samples, 'sample')} ({cut:.1%}) of {key} were longer than allowed"
+    text = f"{counts.truncated:,} of {counted(all_samples, 'sample')} ({cut:.1%}) of {key} are too long"
     if cut > MOST_CUT:
-        problem = f"{text} and lose their end; more than {MOST_CUT:.0%} is worth a look."
+        problem = f"{text} and were truncated; more than {MOST_CUT:.0%} is worth a look."
         yield warning("truncated", problem, "Raise data.sequence_length, or split the records.")
     elif counts.truncated:
-        yield ok("truncated", f"{text} and lose their end")
+        yield ok("truncated", f"{text} and were truncated")
     if dropped > MOST_DROPPED:
         advice = "; ".join(counts.fixes.values())
         problem = f"{counts.dropped:,} of {counted(all_samples, 'sample')} ({dropped:.1%}) of {key} are left out: "
@@ -105,11 +105,11 @@ def _losses(key: str, store: Store) -> Iterator[Finding]:
     elif counts.dropped:
         yield ok("dropped", f"{counts.dropped:,} of {counted(all_samples, 'sample')} of {key}: {reasons(counts)}")
     elif not counts.truncated:
-        yield ok("truncated", f"no sample of {key} was cut, none was left out")
+        yield ok("truncated", f"no sample of {key} was truncated or left out")
 
 
 def _unrendered(key: str, store: Store) -> Iterator[Finding]:
-    """Parts of records that are in no sample."""
+    """Parts of records that no sample contains."""
     for line in remarks(store.counts.lost):
         remedy = "Use a tokenizer whose chat template renders them, or remove them from the records."
         yield warning("unrendered", f"{key}: {line}. The model never sees them.", remedy)
@@ -258,7 +258,7 @@ def _leaked(train: Stored, validation: Stored, read: _Read) -> Iterator[Finding]
         f"{_compared(read, train)} of train"
     )
     if share > MOST_LEAKED:
-        problem = f"{text}, such as {_examples(validation, train, both)}: the validation loss is too good."
+        problem = f"{text}, such as {_examples(validation, train, both)}: the validation loss will look too good."
         remedy = "Remove them from data.train or data.validation; without data.validation, remove repeated records."
         yield warning("leakage", problem, remedy)
     else:

@@ -1,4 +1,4 @@
-"""Section 1 of a check: whether this machine has what the recipe needs, and what of it will be used.
+"""Section 1 of a check: whether this machine has what the recipe needs, and which parts of it the run will use.
 
 Facts come as a Machine, so that tests can describe any hardware; nothing is started and no GPU is touched.
 Must not know how parts work, nor data.
@@ -62,7 +62,7 @@ def look(
         try:
             ranks = ranks_for(topology.model_copy(update={"nodes": 1}), num_gpus=len(machine.gpus))
         except SetupError as mistake:
-            yield error("devices", str(mistake), _about_visible(environ))
+            yield error("devices", str(mistake), _visibility_hint(environ))
             ranks = Ranks(per_node=max(len(machine.gpus), 1))
     gpus = machine.used(ranks) if on_gpu else []
     if on_gpu:
@@ -105,7 +105,7 @@ def _software(machine: Machine) -> Iterator[Finding]:
         yield ok("torch", machine.torch)
 
 
-def _about_visible(environ: Mapping[str, str]) -> str:
+def _visibility_hint(environ: Mapping[str, str]) -> str:
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return "List the GPUs of this machine with nvidia-smi."
     return f"CUDA_VISIBLE_DEVICES={visible or repr('')} decides which GPUs torch sees: change or unset it."
@@ -119,7 +119,7 @@ def _cpu(machine: Machine, ranks: Ranks, device: str, environ: Mapping[str, str]
         if machine.cuda is None:
             why, remedy = "this torch was built without CUDA", "Install a CUDA build of torch: https://pytorch.org"
         elif "CUDA_VISIBLE_DEVICES" in environ:
-            why, remedy = "they may be hidden", _about_visible(environ)
+            why, remedy = "they may be hidden", _visibility_hint(environ)
         else:
             why = f"the driver may be too old for CUDA {machine.cuda}, or the container has no access to the GPUs"
             remedy = "Check with nvidia-smi, and update the driver."
@@ -166,7 +166,7 @@ def _links(machine: Machine, numbers: range | tuple[int, ...]) -> Finding:
 
 
 def _precision(word: str, gpus: list[Gpu]) -> tuple[Finding, ResolvedPrecision | None]:
-    """The finding, and the precision if all GPUs resolve the word alike."""
+    """The finding, and the precision if it resolves to the same one on all GPUs."""
     resolved: dict[str, tuple[ResolvedPrecision, str]] = {}
     places: list[tuple[tuple[int, int] | None, str]] = [(gpu.capability, gpu.name) for gpu in gpus]
     for capability, name in places or [(None, "the CPU")]:
@@ -187,8 +187,8 @@ def _precision(word: str, gpus: list[Gpu]) -> tuple[Finding, ResolvedPrecision |
 
 
 def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
-    for misfit in machine.misfits:
-        yield error("packages", f"{misfit}.", "Install the required versions: pip install --upgrade fullshard")
+    for unmet in machine.unmet_requirements:
+        yield error("packages", f"{unmet}.", "Install the required versions: pip install --upgrade fullshard")
     optimizer, sinks = recipe.optimizer, recipe.log.sinks
     needed = [(f"optimizer.kind = {optimizer.kind()}", *package) for package in optimizer.packages.items()]
     needed += [(f"log.sinks: {sink.kind()}", *package) for sink in sinks for package in sink.packages().items()]
@@ -196,7 +196,7 @@ def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
     for part, package, name in missing:
         text = f"{part} needs the package {package}, which is not installed."
         yield error("packages", text, f"Install it with: pip install {shlex.quote(name)}")
-    if not missing and not machine.misfits:
+    if not missing and not machine.unmet_requirements:
         optional = "".join(f", {package} for {part}" for part, package, _ in needed)
         yield ok("packages", f"everything that the recipe needs{optional}")
 

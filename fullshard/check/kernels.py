@@ -14,7 +14,7 @@ from fullshard.recipe import Recipe
 
 FLASH = (8, 0)
 """The compute capability that flash kernels need, torch's and flash-attn's: Ampere, not Turing or Volta."""
-_ERAS = {(7, 5): "Turing", (7, 0): "Volta", (6, 0): "Pascal", (6, 1): "Pascal"}
+_GENERATIONS = {(7, 5): "Turing", (7, 0): "Volta", (6, 0): "Pascal", (6, 1): "Pascal"}
 
 
 def attention(
@@ -53,9 +53,10 @@ def _no_flash(gpus: Sequence[Gpu], precision: ResolvedPrecision) -> str | None:
         return "flash kernels need a GPU, and this run uses the CPU"
     old = [gpu for gpu in gpus if gpu.capability < FLASH]
     if old:
-        era = _ERAS.get(old[0].capability, "")
+        generation = _GENERATIONS.get(old[0].capability, "")
         found = ".".join(map(str, old[0].capability))
-        return f"{old[0].name}{f' ({era})' if era else ''} has compute capability {found}, flash kernels need 8.0"
+        name = f"{old[0].name} ({generation})" if generation else old[0].name
+        return f"{name} has compute capability {found}, flash kernels need 8.0"
     if precision.compute.itemsize > 2:
         return f"flash kernels compute in bf16 or fp16, precision is {precision.word}"
     return None

@@ -56,7 +56,7 @@ class Machine:
     """Free bytes in /dev/shm; None without it."""
     packages: frozenset[str]
     """Optional packages that are installed."""
-    misfits: tuple[str, ...] = ()
+    unmet_requirements: tuple[str, ...] = ()
     """Required packages that are missing or have an unsupported version, one sentence each."""
     compiler: str | None = None
     """A C++ compiler, which compiled blocks need."""
@@ -99,7 +99,7 @@ def inspect(*, links: bool = True) -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shm_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         packages=frozenset(name for name in OPTIONAL if importlib.util.find_spec(name)),
-        misfits=misfits(),
+        unmet_requirements=unmet_requirements(),
         compiler=next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "clang++", "c++"))), None),
         gpus=tuple(Gpu(p.name, (p.major, p.minor), p.total_memory) for p in properties),
         cuda=torch.version.cuda,
@@ -109,7 +109,7 @@ def inspect(*, links: bool = True) -> Machine:
     )
 
 
-def misfits(distribution: str = "fullshard") -> tuple[str, ...]:
+def unmet_requirements(distribution: str = "fullshard") -> tuple[str, ...]:
     """Required packages that are missing or have an unsupported version; torch is checked separately."""
     from packaging.requirements import Requirement
 

@@ -40,7 +40,7 @@ _TEXTS, _CHARACTERS = 64, 5_000
 def look(
     recipe: Recipe, inputs: RunInputs | None, *, module: nn.Module, ranks: Ranks | None = None
 ) -> Iterator[Finding]:
-    """The findings. Without `inputs` the tokenizer is not checked; without `ranks` there is one."""
+    """The findings. Without `inputs` the tokenizer is not checked; without `ranks` one rank is assumed."""
     yield from parameters(module, adapters=bool(recipe.model.adapters(module)))
     yield from guarded("units", lambda: _units(recipe, module, ranks or Ranks(1)))
     yield from _batch_norm(recipe, module, ranks or Ranks(1))
@@ -57,7 +57,7 @@ def parameters(module: nn.Module, *, adapters: bool) -> Iterator[Finding]:
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
     names = [name for name, _ in module.named_parameters()]
     if not trained:
-        text = f"{type(module).__name__}: none of its {len(names)} parameters is trained; model.freeze or model.lora "
+        text = f"{type(module).__name__}: all {len(names)} parameters are frozen; model.freeze or model.lora "
         text += "leaves nothing to train."
         remedy = f"Freeze less. Names look like: {', '.join(names[:3])} ... {names[-1] if names else ''}."
         yield error("parameters", text, remedy)
@@ -102,9 +102,9 @@ def unit_sizes(module: nn.Module, plan: WrapPlan) -> Iterator[Finding]:
     sizes = {name: p.numel() for name, p in module.named_parameters()}
     vocabulary = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     # An embedding tied to a head cannot be divided.
-    given = {name for name, p in module.named_parameters() if id(p) in vocabulary}
+    embeddings = {name for name, p in module.named_parameters() if id(p) in vocabulary}
     units = {unit: members for unit, members in unit_parameters(module, plan).items() if members}
-    weighed = {unit: sum(sizes[name] for name in members if name not in given) for unit, members in units.items()}
+    weighed = {unit: sum(sizes[name] for name in members if name not in embeddings) for unit, members in units.items()}
     largest, total = max(weighed, key=weighed.__getitem__, default=""), sum(sizes.values())
     if total >= LARGE and 2 * weighed.get(largest, 0) > total:
         text = f"sharding.wrap: {largest or 'the root'} holds {weighed[largest]:,} of {total:,} parameters in one unit "
@@ -133,7 +133,7 @@ def _batch_norm(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Fin
     if not recipe.sharding.sync_batchnorm:
         return
     if not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules()):
-        yield ok("batch norm", "the model has none, so sharding.sync_batchnorm has no effect")
+        yield ok("batch norm", "the model has no batch norm, so sharding.sync_batchnorm has no effect")
     elif ranks.per_node * ranks.nodes > 1 and device_of(recipe) == "cpu":
         text = "sharding.sync_batchnorm = true on a CPU: torch synchronises batch-norm statistics between GPUs only."
         yield error("batch norm", text, "Set sharding.sync_batchnorm to false.")
@@ -164,15 +164,15 @@ def weights(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
         yield from found
         if any(finding.level == "error" and finding.check == "weight files" for finding in found):
             return
-    yield from guarded("weights", lambda: _fitting(recipe, module, folder))
+    yield from guarded("weights", lambda: _weights_and_dtypes(recipe, module, folder))
 
 
-def _fitting(recipe: Recipe, module: nn.Module, folder: Path | None) -> Iterator[Finding]:
+def _weights_and_dtypes(recipe: Recipe, module: nn.Module, folder: Path | None) -> Iterator[Finding]:
     found = recipe.model.weights(module)
     if found is None:
         yield ok("weights", "from scratch")
     else:
-        yield ok("weights", f"{len(found.names())} tensors fit the model: none missing, none left over")
+        yield ok("weights", f"{len(found.names())} tensors fit the model, no name is missing or unexpected")
     precision = _resolved(recipe)
     trained = _word(precision.storage)
     frozen = {
@@ -185,11 +185,12 @@ def _fitting(recipe: Recipe, module: nn.Module, folder: Path | None) -> Iterator
 
 
 def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
-    """What would otherwise show only in the first forward pass."""
+    """What would otherwise fail only in the first forward pass."""
     length, longest = recipe.data.sequence_length, recipe.model.longest(module)
     if longest is not None and length > longest:
         remedy = f"Shorten it, or give the model more: model.overrides.max_position_embeddings={length}."
-        yield error("positions", f"data.sequence_length = {length:,}, and the model has {longest:,} positions.", remedy)
+        text = f"data.sequence_length = {length:,}, but the model has only {longest:,} positions."
+        yield error("positions", text, remedy)
     else:
         has = "any length" if longest is None else f"{longest:,} positions"
         yield ok("positions", f"data.sequence_length = {length:,}, the model has {has}")

@@ -24,9 +24,9 @@ class LowNorm:
 
     class_name: str
     where: str
-    """The name of one such module."""
+    """The name of one module of that class."""
     apart: float
-    """The distance of its output from fp32, relative to the latter."""
+    """The distance between its output and the fp32 output, relative to the latter."""
     allowed: float
 
 
@@ -34,7 +34,7 @@ def low_precision_norms(module: nn.Module, *, compute: torch.dtype = torch.bfloa
     """Norm classes of the module whose mean or mean square is computed in `compute`.
 
     One module of each class and width is run on the same inputs in `compute` and in fp32. Rounding inputs and outputs
-    moves every entry by its own bit; a rounded mean moves whole rows, and that is what is measured. Norms that take
+    moves each entry independently; a rounded mean moves whole rows, which is what is measured. Norms that take
     more than one tensor are skipped.
     """
     if compute not in _ROUNDING:

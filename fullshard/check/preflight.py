@@ -42,7 +42,7 @@ def _line(finding: Finding) -> str:
 def look(
     reading: Reading, ranks: Ranks, *, machine: Machine, module: nn.Module | None, inputs: RunInputs | None
 ) -> dict[str, Iterable[Finding]]:
-    """The sections after the environment; `module` and `inputs` are None if they could not be made."""
+    """The sections after the environment; `module` and `inputs` are None if they could not be built."""
     recipe = reading.recipe
 
     def model_and_space() -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Shows findings: section by section as they are found, or as one JSON object.
 
-`Screen` is what `fullshard prove` prints on as well. Must not know what is checked.
+`fullshard prove` prints on the same `Screen`. Must not know what is checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Screen:
         self._width = max(min(columns, 120), narrowest)
 
     def working(self, what: str) -> AbstractContextManager[object]:
-        """Shows a status line meanwhile."""
+        """Shows a status line while the body runs."""
         shown = self._on_terminal and not self._quiet
         return self._screen.status(what) if shown else contextlib.nullcontext()
 
@@ -91,7 +91,7 @@ class Report(Screen):
                 Text(f"\n{problems}{warnings}. Nothing was trained, and no files were left behind.", style="bold red")
             )
             return
-        untried = "" if tried else "; the model was not tried: run without --quick for that"
+        untried = "" if tried else "; --quick skipped the trial of the model"
         self._show(Text(f"\nSetup is CORRECT{warnings}{untried}", style="bold green"))
         self._show(Text(f"  {command}"))
 

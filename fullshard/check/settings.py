@@ -1,6 +1,6 @@
 """Section 2 of a check: where the recipe comes from, what its settings amount to, and which of them conflict.
 
-Reading a recipe already refuses what is impossible by itself; here the ranks and the data are known as well.
+Reading a recipe already rejects values that can never work; here the ranks and the data are known as well.
 Must not know how the model is built. Imports torch only to ask for devices.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fullshard.setup.inputs import RunInputs
 
 SMALLEST_LR = 1e-9
-"""A smaller rate does not move a weight of 0.02 in fp32."""
+"""A smaller rate cannot change an fp32 weight of 0.02."""
 MOST_DECAY = 1.0
 """Published runs use 0 to 0.1, a few 0.5."""
 _MOST_LINES = 12
@@ -44,7 +44,7 @@ def look(reading: Reading, ranks: Ranks, inputs: RunInputs | None) -> Iterator[F
         *best_model(recipe, inputs),
         *prompts(recipe, inputs),
         *learning_rate(recipe),
-        *course(recipe, inputs),
+        *learning_rate_schedule(recipe, inputs),
         *unused_settings.of_sharding(recipe, ranks, device=device_of(recipe), shards=layout.shards if layout else None),
         *unused_settings.of_evaluation(recipe, inputs),
         *unused_settings.of_intervals(recipe, inputs),
@@ -76,7 +76,7 @@ def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterat
         yield ok(label, text)
     if inputs and plan.num_rows < plan.global_size:
         problem = f"batch: {counted(plan.global_size, plan.noun)} per step, but the training data has only "
-        problem += f"{plan.num_rows:,}: every step takes all the data, and is not even full."
+        problem += f"{plan.num_rows:,}: every step uses all of it and is still not full."
         remedy = f"Use batch.global = {plan.num_rows // plan.world * plan.world or plan.world:,} or less, shorten "
         remedy += "data.sequence_length, or add data."
         yield warning("batch", problem, remedy)
@@ -90,7 +90,7 @@ def mesh(recipe: Recipe, ranks: Ranks, layout: Layout | None) -> Iterator[Findin
     if layout is None:
         yield ok("mesh", f"{where}; strategy auto depends on the size of the model")
     elif size == 1:
-        yield ok("mesh", f"{where}; {layout.strategy}: nothing to shard; its checkpoints load on any number of ranks")
+        yield ok("mesh", f"{where}; {layout.strategy}: nothing to shard; checkpoints load on any number of ranks")
     else:
         yield ok("mesh", f"{where}; {layout.describe()}")
 
@@ -110,7 +110,7 @@ def _layout(recipe: Recipe, ranks: Ranks) -> Layout | None:
 
 
 def device_of(recipe: Recipe) -> str:
-    """`cuda` or `cpu`; asked for CUDA, `cuda` even without a GPU: the environment reports that."""
+    """`cuda` or `cpu`; `cuda` if the recipe asks for it, even without a GPU: the environment section reports that."""
     if recipe.topology.device != "auto":
         return recipe.topology.device
     import torch
@@ -145,7 +145,7 @@ def conflicts(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterato
 
 
 def best_model(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
-    """A direction that contradicts the evaluation's own."""
+    """A direction in checkpoint.best that contradicts the evaluation."""
     from fullshard.setup.run_inputs import find_best
 
     with contextlib.suppress(RecipeError):  # reported when the inputs were prepared
@@ -161,7 +161,7 @@ def prompts(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """Evaluations that need a tokenizer; the first validation would be too late to find out."""
     for part in recipe.evaluate.parts if inputs and inputs.processor is None else ():
         if part.needs_tokenizer:
-            text = f"evaluate.parts: {part.kind()} reads text, which takes a tokenizer, and the model has none."
+            text = f"evaluate.parts: {part.kind()} reads text, which needs a tokenizer, but the model has no tokenizer."
             remedy = f"Name one in model.tokenizer (a folder or hub name), or leave {part.kind()} out."
             yield error("conflict", text, remedy)
 
@@ -185,7 +185,7 @@ def learning_rate(recipe: Recipe) -> Iterator[Finding]:
         yield warning("weight decay", text, "Use optimizer.weight_decay = 0.1 or less.")
 
 
-def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
+def learning_rate_schedule(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
     """The learning-rate schedule over the run."""
     schedule = recipe.schedule
     total = inputs.plan.total_steps if inputs else recipe.duration.steps or 1000
@@ -200,7 +200,7 @@ def course(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]:
         yield error("schedule", text, "Use another schedule.")
     if inputs and schedule.warmup_steps(total) >= total > 1:
         text = f"schedule.warmup = {schedule.warmup:g} is as long as the run of {counted(total, 'step')}: the learning "
-        text += "rate never comes down."
+        text += "rate never decays."
         remedy = "Shorten it (0.03 is a share of the run, 100 a number of steps), or lengthen the run."
         yield warning("no effect", text, remedy)
     if mistake := schedule.never_falls(total if inputs else None):

@@ -33,7 +33,7 @@ def look(
     stored: int | None = None,
 ) -> Iterator[Finding]:
     """The embedding has `rows`, and had `stored` before it was resized; `texts` are some of the data. A model that
-    `writes` no text needs no end token, and may be case-insensitive."""
+    generates no text (`writes` is false) needs no end token, and may be case-insensitive."""
     yield from vocabulary(tokenizer, rows=rows, stored=stored)
     if writes:
         yield from special_tokens(tokenizer, rows=rows, config=config)
@@ -47,7 +47,7 @@ def vocabulary(tokenizer: Any, *, rows: int, stored: int | None = None) -> Itera
     highest, tokens = max(ids, default=-1), len(tokenizer)
     if highest >= rows:
         text = f"model.tokenizer has ids up to {highest:,}, but the embedding has {rows:,} rows: the first text with "
-        text += "such a token would crash the run."
+        text += "a higher id would crash the run."
         yield error("vocabulary", text, OWN)
     else:
         left = f" ({rows - tokens:,} rows unused)" if rows > tokens else ""
@@ -56,7 +56,7 @@ def vocabulary(tokenizer: Any, *, rows: int, stored: int | None = None) -> Itera
 
 
 def special_tokens(tokenizer: Any, *, rows: int, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """There must be an end token; a padding token is not needed."""
+    """An end token is required; a padding token is not."""
     ids = {name: getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad", "unk")}
     beyond = {name: value for name, value in ids.items() if value is not None and value >= rows}
     if beyond:
@@ -124,7 +124,7 @@ def _difference(before: str, after: str, *, width: int = 24) -> tuple[str, str]:
 
 
 def unknown_tokens(tokenizer: Any, texts: Sequence[str]) -> Iterator[Finding]:
-    """How much of the data the tokenizer has no token for."""
+    """The share of the data that the tokenizer has no token for."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     if unknown is None or not texts:
         return
@@ -146,7 +146,7 @@ def chat_template(encoder: OpenEncoder) -> Iterator[Finding]:
 
 
 def token_ids(samples: Samples, *, rows: int, noun: str = "sample") -> Iterator[Finding]:
-    """Ids that were tokenised elsewhere need a row in the embedding, too."""
+    """In data that was tokenised elsewhere, every id needs a row in the embedding."""
     chosen = np.unique(np.linspace(0, len(samples) - 1, min(len(samples), _MOST_ROWS)).astype(int))
     found = [samples[int(index)].get("input_ids") for index in chosen]
     highest = max((int(ids.max()) for ids in found if ids is not None and len(ids)), default=None)

@@ -39,7 +39,7 @@ from fullshard.setup.rank_of_run import as_rank, compared
 from fullshard.step import seed_everything, train_step
 
 MOST_OVERFLOWS = 20
-"""fp16 starts with a loss scale of 65,536; more halvings than this leave nothing of it."""
+"""fp16 starts with a loss scale of 65,536; after more halvings than this nothing is left of it."""
 FULL = 0.92
 """Warn when the trial needs more than this share of a GPU: the allocator needs some slack."""
 PROBE_BYTES = {"cuda": 64 * 2**20, "cpu": 4 * 2**20}
@@ -52,7 +52,7 @@ def folder_of(recipe: Recipe) -> Path:
 
 
 def clear(recipe: Recipe, made: Iterable[Path] = ()) -> None:
-    """Removes what a trial left, also in a remote store, and the folders it made if they are empty."""
+    """Removes what a trial left behind, in a remote store too, and the folders it made if they are empty."""
     folder = folder_of(recipe)
     shutil.rmtree(folder, ignore_errors=True)
     if recipe.checkpoint.store is not None:
@@ -73,7 +73,7 @@ def run_trial(reading: Reading) -> list[Finding]:
             begun = time.perf_counter()
             report = Report(console, lambda record: None, world)
             built = build.build(recipe, inputs, world, checkpoint=None, progress=Progress(), report=report)
-            found.append(ok("model in place", f"built, sharded and filled in {time.perf_counter() - begun:.1f} s"))
+            found.append(ok("model in place", f"built, sharded and initialised in {time.perf_counter() - begun:.1f} s"))
             found += [ok("proven", proof) for proof in built.proofs]
             seconds, step = _step(recipe, inputs, world, built)
             found += step

@@ -1,4 +1,4 @@
-"""The table of FSDP units: one line for each, or for each run of alike ones.
+"""The table of FSDP units: one line per unit, or per group of identical units.
 
 Must not know how units are made.
 """
@@ -17,10 +17,10 @@ _HEADINGS = ("unit", "class", "parameters", "trained", "storage", "compute", "re
 
 
 def units_table(units: Sequence[Unit]) -> str:
-    """Per unit its class, parameters, trained share, dtypes and tied group; alike units share a line."""
+    """Per unit its class, parameters, trained share, dtypes and tied group; identical units share a line."""
     ties = [group for unit in units for group in unit.tied]
     numbers = {tuple(group): str(index) for index, group in enumerate(ties, start=1)}
-    rows = [_HEADINGS, *(_row(alike, numbers) for alike in _alike(units))]
+    rows = [_HEADINGS, *(_row(alike, numbers) for alike in _groups(units))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
     right = (2, 3)
     lines = [
@@ -37,12 +37,12 @@ def units_table(units: Sequence[Unit]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], "", summary, *notes])
 
 
-def _alike(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Units that differ in the numbers of their names only, in the order of the first of each."""
+def _groups(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Groups units whose names differ only in their numbers, in the order of the first of each group."""
     groups: dict[tuple[object, ...], list[Unit]] = {}
     for unit in units:
         facts = (unit.class_name, unit.parameters, unit.trainable, tuple(unit.storage), unit.compute, unit.reduce)
-        # Ties make a unit one of a kind.
+        # A unit with tied parameters has its own line.
         own = unit.name if unit.tied else _NUMBER.sub("*", unit.name)
         groups.setdefault((own, *facts), []).append(unit)
     return list(groups.values())
@@ -68,7 +68,7 @@ def _name(alike: list[Unit]) -> str:
         return first
     count = f" ({counted(len(alike), 'unit')})"
     found = [_NUMBER.findall(unit.name) for unit in alike]
-    # One number that varies can be counted; where two do, a star stands for each.
+    # One number that varies can be counted; if several vary, a star replaces each number.
     varying = [place for place, values in enumerate(zip(*found, strict=True)) if len(set(values)) > 1]
     if len(varying) != 1:
         return _NUMBER.sub("*", first) + count

@@ -39,7 +39,9 @@ def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None
             "forward_prefetch": sharding.forward_prefetch,
         }
         for key in (key for key, is_asked in asked.items() if is_asked):
-            text = f"sharding.{key} has no effect with sharding.wrap.whole: it works on blocks, and there are none."
+            text = (
+                f"sharding.{key} has no effect with sharding.wrap.whole: it works per block, and the model is one unit."
+            )
             yield warning("no effect", text, f"Leave out sharding.{key}, or sharding.wrap.")
 
 
@@ -51,13 +53,13 @@ def of_evaluation(recipe: Recipe, inputs: RunInputs | None) -> Iterator[Finding]
         for key in ("every_steps", "per_device", "patience"):
             if getattr(evaluate, key) is not None and not _needs_no_data(evaluate):
                 text = f"evaluate.{key} has no effect: there is no validation data."
-                yield warning("no effect", text, "Give data.validation, or a data.holdout above 0, or leave it out.")
+                yield warning("no effect", text, "Set data.validation or a data.holdout above 0, or leave it out.")
     elif not evaluate.parts:
         kept = "data.validation" if data.validation else f"data.holdout = {data.holdout:g}"
-        text = f"{kept} is held out for nothing: evaluate.parts is empty."
+        text = f"{kept} is held out but never used: evaluate.parts is empty."
         yield warning("no effect", text, "Leave evaluate.parts out, or set data.holdout to 0.")
     if data.validation is not None and data.holdout not in (0, _default(data, "holdout")):
-        yield warning("no effect", "data.holdout has no effect: data.validation is given.", LEAVE_OUT)
+        yield warning("no effect", "data.holdout has no effect: data.validation is set.", LEAVE_OUT)
     if evaluate.patience is not None and validates:
         yield from _patience(recipe, inputs)
 

@@ -23,7 +23,7 @@ _LATEST = ("latest", "last")
 
 @dataclass(frozen=True)
 class Chosen:
-    """A run, and weights of it."""
+    """A run, and which of its weights."""
 
     run: Path
     """The run folder."""
@@ -38,7 +38,7 @@ class Chosen:
 
     @property
     def name(self) -> str:
-        """Of the weights, for a file."""
+        """The name of the weights, for use in a file name."""
         return str(files.step_of(self.checkpoint)) if self.checkpoint else MODEL
 
 
@@ -47,8 +47,8 @@ Here = Callable[[dict[str, Any], Path | None], Reading]
 
 
 def choose(run: str, which: str | None, *, here: Here, best_first: bool = False) -> Chosen:
-    """The run that a path names, and its checkpoint: a step, `best` or `latest`; None: the latest (or the best, where
-    there is one and it comes first), or without any the exported model."""
+    """The run that a path names, and its checkpoint: a step, `best` or `latest`; None: the latest (with
+    `best_first` the best, if there is one), or the exported model of a run without checkpoints."""
     place = files.place(run)
     with paths.reaching(place):
         checkpoint = _checkpoint(place, run, which, best_first=best_first)
@@ -76,7 +76,7 @@ def _checkpoint(place: Path, run: str, which: str | None, *, best_first: bool) -
     if not among and not paths.exists(resolved):
         what = f"it has no {RESOLVED} and no checkpoint" if paths.exists(place) else "there is no such folder"
         raise CheckpointError(
-            f"RUN = {run} is not a run: {what}. Name the folder that fullshard train has written: OUTPUT/NAME."
+            f"RUN = {run} is not a run: {what}. Name a folder that fullshard train wrote: OUTPUT/NAME."
         )
     if kept := place if among else _elsewhere(resolved):
         if which is None and best_first and (best := files.pointed(kept, "best")):
@@ -87,7 +87,7 @@ def _checkpoint(place: Path, run: str, which: str | None, *, best_first: bool) -
 
 
 def _elsewhere(resolved: Path) -> Path | None:
-    """Where the run keeps its checkpoints, if not in its folder and there are any."""
+    """The remote store with the run's checkpoints, if it has any there."""
     recipe = read(resolved).recipe
     return recipe.checkpoints if recipe.checkpoint.store and files.candidates(recipe.checkpoints) else None
 
@@ -108,7 +108,7 @@ def _among(place: Path, which: str | None) -> Path:
 def _require_exported(place: Path, run: str, which: str | None) -> None:
     if which is not None or not (place / MODEL / "config.json").is_file():
         wanted = f"--checkpoint {which}: " if which is not None else ""
-        rest = "" if which is None else f" Its {MODEL}/ is taken without --checkpoint, if there is one."
+        rest = "" if which is None else f" Without --checkpoint, its {MODEL}/ is used, if it has one."
         raise CheckpointError(
             f"{wanted}RUN = {run} has no checkpoint{'' if which else f' and no {MODEL}/'}. Train it first, with "
             f"checkpoint.at_end: true.{rest}"

@@ -60,7 +60,7 @@ def explain(
 
 
 def _text(words: list[str]) -> str:
-    """The text that is meant: standard input, the end of a file, what a crashed rank wrote, or the words themselves."""
+    """The text to explain: standard input, the end of a file, what a crashed rank wrote, or the words themselves."""
     if words == ["-"]:
         return sys.stdin.read()
     if len(words) > 1 or len(words[0]) > 1000 or "\n" in words[0]:

@@ -31,21 +31,21 @@ ELSEWHERE = {
     **dict.fromkeys(("infer", "inference", "chat", "predict", "complete"), _GENERATE),
     **dict.fromkeys(("doctor", "preflight", "env"), "fullshard check RECIPE"),
 }
-"""What does here what a command of another tool does there, by its name."""
+"""Commands of other tools, and the fullshard command that does the same."""
 
 
 class Commands(TyperGroup):
-    """The commands, those of families included; these are imported only where one of them is asked for."""
+    """The commands, including those of families, which are imported only when one of them is needed."""
 
     _has_all = False
 
     def list_commands(self, ctx: Any) -> list[str]:
-        self._add_those_of_families()
+        self._add_family_commands()
         return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.commands:
-            self._add_those_of_families()
+            self._add_family_commands()
         command = super().get_command(ctx, cmd_name)
         for parameter in getattr(command, "params", ()):
             # An argument's name says what it takes; typer would add `<str>` and `<list[str]>` to the help.
@@ -53,13 +53,13 @@ class Commands(TyperGroup):
                 setattr(parameter, "display_type_rich", lambda ctx: None)  # noqa: B010
         return command
 
-    def _add_those_of_families(self) -> None:
+    def _add_family_commands(self) -> None:
         """`commands/sample.py` of a family has a function `sample`."""
         if self._has_all:
             return
         for name, module in families.commands().items():
             if name in self.commands:
-                raise SetupError(f"{module} brings a command that fullshard has itself: {name}. Rename the file.")
+                raise SetupError(f"{module} defines the command {name}, which fullshard already has. Rename the file.")
             self.add_command(_command(getattr(importlib.import_module(module), name)), name)
         self._has_all = True
 
@@ -68,8 +68,8 @@ class Commands(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **more: Any) -> Any:
-        """Prints a FullshardError without a traceback. The same for a rank that only lost another one: its launcher
-        says what happened to that one, and the traceback is in the crash folder."""
+        """Prints a FullshardError without a traceback. The same for a rank that only lost a peer: its launcher
+        says what happened to the peer, and the traceback is in the crash folder."""
         try:
             return super().main(*args, **more)
         except Exception as error:
@@ -97,6 +97,6 @@ def print_error(error: FullshardError) -> None:
 
 
 def _refuse_foreign(words: Sequence[str], known: Container[str]) -> None:
-    """An error for a command of another tool, with the one that is meant."""
+    """Rejects a command of another tool, and names the one to use."""
     if words and words[0] not in known and (meant := ELSEWHERE.get(words[0].lower())):
         raise SetupError(f"there is no command {words[0]!r}. Use: {meant}")

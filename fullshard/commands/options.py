@@ -21,14 +21,15 @@ RunOrModel = Annotated[
     ),
 ]
 WhichCheckpoint = Annotated[
-    str | None, typer.Option(metavar="STEP|best|latest", help="Which weights; else the best, or the latest.")
+    str | None,
+    typer.Option(metavar="STEP|best|latest", help="Which weights to use; by default the best, or else the latest."),
 ]
 WhichWeights = Annotated[
     str | None,
-    typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged where the run kept an average."),
+    typer.Option(metavar="ema|model", help="Averaged or trained weights; averaged if the run kept an average."),
 ]
 Devices = Annotated[
-    str | None, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto; else as in training.")
+    str | None, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto; by default as in training.")
 ]
 Base = Annotated[str | None, typer.Option(metavar="PATH", help="Where the run's base model is now, if it has moved.")]
 TrustRemoteCode = Annotated[
@@ -42,7 +43,7 @@ def check_weights(value: str | None) -> None:
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:
-    """Options as a command line has them: None and False are left out, True is the option alone, a list repeats it."""
+    """Options as command-line words: None and False are left out, True is the option alone, a list repeats it."""
     words: list[str] = []
     for option, value in options.items():
         for each in value if isinstance(value, list) else [value]:
@@ -55,7 +56,7 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def json_alone(as_json: bool) -> Iterator[None]:
-    """With `--json`, standard output carries the JSON alone: what else is printed goes to standard error."""
+    """With `--json`, standard output holds only the JSON: everything else goes to standard error."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
 

@@ -1,4 +1,4 @@
-"""What is built in, on the command line: recipes to list, show and copy, presets, and the schema.
+"""The commands for what is built in: list, show and copy recipes, list presets, print the schema.
 
 Must not know what a recipe means, nor import torch.
 """
@@ -15,7 +15,7 @@ import typer
 from fullshard.config import families
 from fullshard.errors import RecipeError
 
-recipes = typer.Typer(invoke_without_command=True, rich_markup_mode=None, help="List, show and copy what is built in.")
+recipes = typer.Typer(invoke_without_command=True, rich_markup_mode=None, help="List, show and copy built-in recipes.")
 
 
 def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
@@ -60,11 +60,9 @@ def copy_recipe(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The name of a built-in recipe.", autocompletion=complete_recipe)
     ],
-    to: Annotated[
-        Path | None, typer.Argument(metavar="TO", help="A file or folder; ./NAME.yaml when left out.")
-    ] = None,
+    to: Annotated[Path | None, typer.Argument(metavar="TO", help="A file or folder; ./NAME.yaml by default.")] = None,
 ) -> None:
-    """Copy a built-in recipe to a file of your own. An existing file is never written over."""
+    """Copy a built-in recipe to your own file. An existing file is never overwritten."""
     source = _built_in(name)
     target = to or Path(f"{name}.yaml")
     target = target / f"{name}.yaml" if target.is_dir() else target
@@ -72,7 +70,7 @@ def copy_recipe(
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
     except FileExistsError:
-        raise RecipeError(f"{target} exists and is not written over. Name another file.") from None
+        raise RecipeError(f"{target} exists and will not be overwritten. Name another file.") from None
     except OSError as error:
         raise RecipeError(f"{target} cannot be written: {error.strerror}. Name another file.") from None
     typer.echo(f"Copied to {target}. Train it with: fullshard train {shlex.quote(str(target))}")
@@ -111,7 +109,7 @@ def _list(known: dict[str, Path]) -> None:
 
 
 def sentence(path: Path) -> str:
-    """What a built-in file is for: the sentence that its opening comment begins with."""
+    """What a built-in file is for: the first sentence of its opening comment."""
     words: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#") or line.strip() == "#":

@@ -17,7 +17,7 @@ RESOLVED = "recipe.resolved.yaml"
 
 
 def command(reading: Reading, *changes: str, resume: str | None = None) -> str:
-    """The command that runs the recipe again with other settings, the way it was run."""
+    """The command that runs the recipe again with other settings, started the same way."""
     if reading.typed is not None:
         return reading.typed.again(*changes, resume=resume)
     # A recipe made in Python has no file, but its resolved form does.

@@ -27,7 +27,7 @@ def schema(recipe: type[Section]) -> dict[str, Any]:
 def _object(
     cls: type[Section], definitions: dict[str, Any], *, kind: str | None = None, named: bool = True
 ) -> dict[str, Any]:
-    """One section, or one kind of a part; `named`: the kind must be written down."""
+    """One section, or one kind of a part; `named`: it must have the key `kind`."""
     own = cls.model_json_schema(by_alias=True, ref_template="#/$defs/{model}")
     properties: dict[str, Any] = {} if kind is None else {"kind": {"const": kind, "description": _first_line(cls)}}
     required = ["kind"] if kind is not None and named else []
@@ -69,7 +69,7 @@ def _section_property(annotation: Any, definitions: dict[str, Any]) -> dict[str,
 def _reference(cls: type[Section], definitions: dict[str, Any]) -> dict[str, Any]:
     name = cls.__name__
     if name not in definitions:
-        definitions[name] = {}  # a part may hold parts of its own contract
+        definitions[name] = {}  # a part may hold parts of the same contract
         alternatives = _kinds(cls, definitions) if issubclass(cls, Part) else [_object(cls, definitions)]
         alternatives += [{"type": shape} for shape, example in _SHORT.items() if _takes(cls, example)]
         definitions[name] = alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}

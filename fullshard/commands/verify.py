@@ -29,12 +29,12 @@ def verify(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
 ) -> None:
-    """Check that a checkpoint is complete and that every byte is as it was written.
+    """Check that a checkpoint is complete and that no byte has changed.
 
-    Reads all files, compares sizes and checksums with the manifest, and the tensors that are stored with those that it
-    lists. Changes nothing.
+    Reads all files, compares sizes and checksums with the manifest, and the stored tensors with its list. Changes
+    nothing.
 
-    Exit codes: 0 every checkpoint is whole; 2 one is damaged, and every damaged file is named.
+    Exit codes: 0 every checkpoint is intact; 2 one is damaged, and every damaged file is named.
     """
     place = files.place(checkpoint)
     inside = files.published(place) if place.name not in ("best", "last") else []
@@ -59,7 +59,7 @@ def _verdict(path: Path, lines: list[str]) -> list[str]:
     extra = sorted(present - {*described["files"], files.MANIFEST})
     counted = f"{len(described['files'])} files, {size(total)}, {len(described['tensors']):,} tensors"
     unlisted = [f"    not part of it: {', '.join(extra)}"] if extra else []
-    return [f"✓ {path} is whole: {counted}, every checksum as written", *unlisted]
+    return [f"✓ {path} is intact: {counted}, every checksum matches", *unlisted]
 
 
 def problems(checkpoint: Path, *, quiet: bool = True) -> list[str]:
@@ -67,14 +67,14 @@ def problems(checkpoint: Path, *, quiet: bool = True) -> list[str]:
     try:
         described = files.read_manifest(checkpoint)["files"]
     except CheckpointError:
-        described = {}  # which is what is wrong
+        described = {}  # integrity.problems reports it
     with _progress(described, checkpoint, quiet=quiet) as done:
         return integrity.problems(checkpoint, done=done)
 
 
 @contextlib.contextmanager
 def _progress(described: dict[str, Any], checkpoint: Path, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; takes the bytes that were looked at."""
+    """A bar on a terminal; takes the number of bytes read."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -64,7 +64,7 @@ def _is_crash(error: BaseException) -> bool:
 
 
 def write(error: BaseException, *, folder: Path, rank: int, world: int, step: int | None = None) -> Path | None:
-    """The crash folder with what this rank knows; None where nothing can be written."""
+    """The crash folder with what this rank knows; None if it cannot be written."""
     try:
         crash, made = _open(folder, rank)
         step = _last_step(folder) if step is None else step
@@ -263,7 +263,7 @@ class End:
 
     @property
     def exit_code(self) -> int:
-        """Of the run: the first rank's, if it has a meaning."""
+        """The exit code of the run: the first rank's, if it has a meaning."""
         return self._code if self._has_meaning else 1
 
     def follows(self, number: int, *, at_once: bool) -> bool:

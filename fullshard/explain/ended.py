@@ -32,7 +32,7 @@ class HostMemory:
 
     def __str__(self) -> str:
         if self.used is None:
-            return "its use is not known here"
+            return "its use is unknown"
         return f"{size(self.used)} of {size(self.total)} were in use a moment before"
 
 
@@ -64,7 +64,7 @@ def how(code: int, *, traced: bool = False, victim: bool = False, killed: str = 
     meaning = {
         "SIGKILL": f": {killed.rstrip('.')}",
         "SIGSEGV": ": it crashed in native code",
-        "SIGABRT": ": native code gave up; its message is above",
+        "SIGABRT": ": native code aborted; its message is above",
         "SIGBUS": ": it ran out of shared memory, or a mapped file became shorter",
         "SIGTERM": ": something outside the run ended it",
     }

@@ -22,7 +22,7 @@ class Words:
     """What one rank said before it ended."""
 
     text: str = ""
-    """Its traceback, or its message where there is none."""
+    """Its traceback, or its message if it has no traceback."""
     folder: Path | None = None
     """The crash folder that it wrote to."""
     message: str = ""
@@ -39,7 +39,7 @@ def hand_over(message: str, *, traceback: str = "", **more: str | None) -> bool:
 
 
 def handed_over(data: Any) -> Words:
-    """The words in the content of an error file; none where another program wrote it."""
+    """The words in the content of an error file; None if another program wrote it."""
     try:
         message, more = data["message"]["message"], data["message"]["extraInfo"]
         folder = Path(more["crash"]) if more.get("crash") else None

@@ -33,7 +33,7 @@ class KnownError(BaseModel):
     """Where it belongs on the page of all entries."""
     role: Role = "cause"
     """cause: what went wrong; general: the same in broad terms, where a specific entry says more; consequence:
-    something else failed first; remark: it stops nothing."""
+    something else failed first; remark: it does not stop the run."""
     patterns: tuple[str, ...] = Field(min_length=1)
     """Regular expressions; one match is enough. Any run of white space in the text counts as one space."""
     cause: str

@@ -27,7 +27,7 @@ _HEADINGS: dict[Group, str] = {
 }
 _ROLES = {
     "consequence": "This is the consequence of an earlier failure; look for that first.",
-    "remark": "This is only a remark; it stops nothing.",
+    "remark": "This is only a remark; it does not stop the run.",
 }
 
 
@@ -36,7 +36,7 @@ def section(entry: KnownError, *, found: str = "", width: int = WIDTH) -> str:
     rows = [("found", found)] if found else []
     rows.append(("cause", entry.cause))
     rows += [("do" if i == 0 else "", f"{i + 1}. {step}") for i, step in enumerate(entry.remedy)]
-    rows += [("no cure" if i == 0 else "", f"- {advice}") for i, advice in enumerate(entry.not_a_cure)]
+    rows += [("avoid" if i == 0 else "", f"- {advice}") for i, advice in enumerate(entry.not_a_cure)]
     if entry.keys:
         rows.append(("keys", ", ".join(entry.keys)))
     lines = [left + right for left, right in readable.columns(rows, width=width)]
@@ -91,7 +91,7 @@ fullshard explain runs/my-model
 A run that crashes ends with the same explanation, and leaves a crash folder `crash-N` in its run folder: the
 traceback of every rank, the resolved recipe, the environment, the last metrics and the end of the log.
 
-This page is made from the files in `fullshard/explain/entries`; `python -m fullshard.explain` updates it."""
+This page is generated from the files in `fullshard/explain/entries`; `python -m fullshard.explain` updates it."""
 
 
 def _chapter(entry: KnownError) -> str:

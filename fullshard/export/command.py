@@ -38,7 +38,7 @@ def export(
     dtype: Annotated[
         str, typer.Option(metavar="fp32|bf16|fp16|original", help="original: as the model was stored before training.")
     ] = "original",
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The most that one file holds: 5GB, 500MB.")] = "5GB",
+    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="The largest size of one file: 5GB, 500MB.")] = "5GB",
     weights: WhichWeights = None,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -46,7 +46,7 @@ def export(
     """Write the model of CHECKPOINT as files that other libraries load.
 
     hf is a folder for Transformers, adapter one for PEFT; merged is a whole model with the adapters added to its
-    weights; state is one file (.safetensors, .pt) with every tensor under its own name, as it was trained. Needs no
+    weights; state is one file (.safetensors, .pt) with every tensor under the name that it has in training. Needs no
     GPU, and no more memory than the largest file. An interrupted export leaves nothing behind.
     """
     from fullshard.checkpoint.folder import named
@@ -67,7 +67,7 @@ def export(
 
         trained = open_trained(found, base=base, trust_remote_code=trust_remote_code, weights=weights)
         options = writing.ExportOptions(
-            writing.settle(trained, form, target), dtype, size if shard_size != "5GB" else None
+            writing.choose_form(trained, form, target), dtype, size if shard_size != "5GB" else None
         )
         names = list(writing.names_for(trained, options.form))
         writing.write(trained, target, options, _watched(trained.tensors(names), len(names), console))
@@ -84,7 +84,7 @@ def parse_size(text: str) -> int:
 
 
 def _check(checkpoint: Path, console: Console) -> None:
-    """Nothing is made of a damaged checkpoint. A remote one is read only once: there sizes alone are looked at."""
+    """Raises for a damaged checkpoint. A remote one is read only once, so only its file sizes are checked."""
     from fullshard.checkpoint import folder, integrity
 
     described = folder.read_manifest(checkpoint).get("files", {})
@@ -131,4 +131,4 @@ def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
     if line := load[form]:
         console.whole(f"Load it with: {importing(line)}")
     elif form == "adapter":
-        console.say("Its base is in no folder that other libraries read: export with --as merged for a whole model.")
+        console.say("Other libraries cannot read its base model: export with --as merged for a whole model.")

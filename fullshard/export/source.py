@@ -28,10 +28,10 @@ from fullshard.errors import CheckpointError, FullshardError
 from fullshard.hf.scalars import is_scalar
 
 LARGE = 32 * 2**20
-"""Bytes from which a tensor is not read whole."""
+"""Tensors of this many bytes or more are read row by row."""
 _EMA = "/ema"
 """The suffix of averaged weights in the optimizer's state."""
-MOVED = "Where the run's base model has moved, say where it is now: --base PATH."
+MOVED = "If the run's base model has moved, give its new place: --base PATH."
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Trained:
                 yield name, own[name]  # a buffer that the module computes
             else:
                 raise CheckpointError(
-                    f"{self.checkpoint} does not hold {name}, and the run's model settings name no weights to take it "
-                    f"from. {MOVED}"
+                    f"{self.checkpoint} does not hold {name}, and the run's model settings do not say where to "
+                    f"find it. {MOVED}"
                 )
 
     def _read(self, name: str) -> torch.Tensor:
-        """A stored tensor; a large one as its rows, which are read when they are written."""
+        """A stored tensor; rows of a large one are read only when they are written."""
         num_bytes = torch.Size(self.stored.shape(name)).numel() * self.stored.dtype(name).itemsize
         large = num_bytes > LARGE and name not in self.adapters
         return cast(torch.Tensor, _Rows(self.stored, name)) if large else self.stored.whole(name)
@@ -92,14 +92,14 @@ class Trained:
         values = base.read(name, 0, (tensor.shape or (1,))[0]).to(self._dtype(name, tensor))
         if name in self.frozen and int(checksums([values])) != self.frozen[name]:  # type: ignore[list-item]
             raise CheckpointError(
-                f"{self.checkpoint} was trained on other weights than those found now: {name} of the frozen base "
-                f"differs. Give the base model that the run had: --base PATH."
+                f"{self.checkpoint} was trained on different weights than those found: {name} of the frozen base "
+                f"differs. Name the base model that the run used: --base PATH."
             )
         return values
 
 
 class _Rows:
-    """A stored tensor as far as an export looks at it: what it is, and some of its rows."""
+    """As much of a stored tensor as an export needs: its dtype and shape, and some of its rows."""
 
     def __init__(self, stored: CheckpointTensors, name: str) -> None:
         self._stored, self._name = stored, name
@@ -127,7 +127,7 @@ class Values:
         self._names = self._stored | (trained.base.names() if trained.base is not None else set())
         for name, _ in trained.module.named_parameters():
             if name not in self._names:
-                next(trained.tensors([name]))  # raises, in words
+                next(trained.tensors([name]))  # raises, with a message for users
 
     def names(self) -> set[str]:
         return self._names
@@ -152,7 +152,7 @@ def open_trained(checkpoint: Path, *, base: str | None, trust_remote_code: bool,
 def trained_as(
     checkpoint: Path, family: Family, processor: Any, module: nn.Module, *, weights: str | None = None
 ) -> Trained:
-    """The tensors of a checkpoint for a module that is there, checked against it."""
+    """The tensors of a checkpoint for an existing module, checked against it."""
     stored = weights_of(checkpoint, weights)
     _check_fit(checkpoint, module, stored)
     with _advised():
@@ -184,7 +184,7 @@ def model_settings(
     if settings.get("trust_remote_code") and not trust_remote_code:
         # A checkpoint may come from anywhere; running code is for the person at the keyboard to allow.
         raise CheckpointError(
-            f"{checkpoint}: its model {settings.get('path')!r} runs Python code of its own. Read that code, then "
+            f"{checkpoint}: its model {settings.get('path')!r} runs its own Python code. Read that code, then "
             "run this again with --trust-remote-code."
         )
     if base is None:
@@ -214,7 +214,7 @@ def _processor(checkpoint: Path, family: Family) -> Any:
 
 
 def _weights(family: Family, module: nn.Module, *, needed: set[str]) -> Weights | None:
-    """The run's starting weights. They also tell under which names the model was stored: opened even if not needed."""
+    """The run's starting weights, opened in any case: they hold the names under which the model was stored."""
     try:
         return family.weights(module)
     except FullshardError:
@@ -247,7 +247,7 @@ def weights_of(checkpoint: Path, which: str | None) -> CheckpointTensors:
 
 def _check_fit(checkpoint: Path, module: nn.Module, stored: CheckpointTensors) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in _tensors_of(module).items()}
-    # Numbers that only the objective knows stay behind.
+    # Parameters of the objective are not exported.
     unknown = sorted(name for name in stored.names() - shapes.keys() if not is_scalar(name))
     other = sorted(name for name in stored.names() & shapes.keys() if stored.shape(name) != shapes[name])
     if unknown or other:

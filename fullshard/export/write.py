@@ -1,4 +1,4 @@
-"""Writes a trained model in one of four forms, under a hidden name until it is whole.
+"""Writes a trained model in one of four forms, under a hidden name until it is complete.
 
 Must not know where tensors come from, nor what any library's files look like inside.
 """
@@ -26,22 +26,22 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is asked for."""
+    """What the user asked for."""
 
     form: str
     dtype: str
     shard_bytes: int | None
 
 
-def settle(trained: Trained, form: str | None, out: Path) -> str:
-    """The form that is meant, or an error that names the one that fits."""
+def choose_form(trained: Trained, form: str | None, out: Path) -> str:
+    """The form to write; raises an error that names a fitting one."""
     chosen = form or ("state" if out.suffix in (*SAFE, *PICKLED) else "adapter" if trained.adapters else "hf")
     where = f"--as {chosen}: {trained.checkpoint}"
     if chosen in ("adapter", "merged") and not trained.adapters:
         raise CheckpointError(f"{where} was trained without adapters (model.lora). Use --as hf.")
     if chosen == "hf" and trained.adapters:
         raise CheckpointError(
-            f"{where} holds adapters, which are no model by themselves. Use --as merged for a whole model with the "
+            f"{where} holds only adapters, not a whole model. Use --as merged for a whole model with the "
             "adapters added to its weights, or --as adapter for the adapters alone."
         )
     if (chosen == "state") != (out.suffix in (*SAFE, *PICKLED)):
@@ -60,7 +60,7 @@ def names_for(trained: Trained, form: str) -> dict[str, TensorEntry]:
 
 
 def write(trained: Trained, out: Path, options: ExportOptions, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Writes `out` whole or not at all."""
+    """Writes all of `out`, or nothing."""
     with _hidden(out) as hidden:
         if options.form == "state":
             _write_state(hidden, names_for(trained, "state"), tensors, DTYPES[options.dtype])
@@ -75,8 +75,8 @@ def write(trained: Trained, out: Path, options: ExportOptions, tensors: Iterator
         if foreign := [key for key in asked if key not in taken]:
             words = {"dtype": "--dtype", "shard_bytes": "--shard-size", "merged": "--as merged"}
             raise SetupError(
-                f"{words[foreign[0]]} means nothing to a model of kind {trained.family.kind()!r}: its export takes no "
-                f"{foreign[0]}. Leave it out."
+                f"{words[foreign[0]]} cannot be used with a model of kind {trained.family.kind()!r}: its export does "
+                f"not take {foreign[0]}. Leave it out."
             )
         extra: dict[str, Any] = asked
         trained.family.export(trained.module, tensors, hidden, processor=trained.processor, **extra)
@@ -123,7 +123,7 @@ def _write_skeleton(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str,
 
 
 def free(text: str, checkpoint: Path) -> Path:
-    """The path that OUT means: it is free, and not inside what is exported."""
+    """The path of OUT; raises if it exists or is inside the checkpoint."""
     if "://" in text:
         raise SetupError(f"OUT = {text}: exports go to a local path. Write it here, then copy it there.")
     out = Path(text).expanduser()
@@ -136,8 +136,8 @@ def free(text: str, checkpoint: Path) -> Path:
 
 @contextlib.contextmanager
 def _hidden(out: Path) -> Iterator[Path]:
-    """A path beside `out` that takes its name at the end; what an interrupted export left there is removed."""
-    # Not .unfinished-*: in a run folder that is swept by the next save.
+    """A path beside `out` that is renamed to it at the end; removes what an interrupted export left there."""
+    # Not .unfinished-*: in a run folder the next save would delete it.
     hidden = out.with_name(f".export-{out.name}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

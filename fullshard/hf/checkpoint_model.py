@@ -45,7 +45,7 @@ def _meant(folder: Path) -> str | None:
 
 
 def refuse_checkpoint(folder: Path, named: str) -> None:
-    """Raises RecipeError for a checkpoint or run in `model.path`: it belongs into `model.from`."""
+    """Raises RecipeError for a checkpoint or run in `model.path`: it belongs in `model.from`."""
     if (folder / "config.json").is_file():
         return
     if (folder / "manifest.json").is_file() or any(folder.glob("checkpoint-*/manifest.json")):
@@ -76,14 +76,14 @@ def completed(values: Mapping[str, Any], *, kinds: tuple[str, ...] = ("hf",)) ->
     """The settings of a model, with structure, LoRA and tokenizer of the checkpoint that `from` names alone, which must
     hold a model of one of `kinds`.
 
-    What the recipe says itself stays. Permission to run a model's own code is never taken from a checkpoint."""
+    The recipe's own settings win. Permission to run a model's own code is never taken from a checkpoint."""
     start = values.get("from", values.get("start"))
     if not isinstance(start, str) or values.get("path") is not None or values.get("architecture") is not None:
         return dict(values)
     if is_file(start):
         raise ValueError(
-            f"model.from = {start!r} holds only tensors. Give model.path (a folder with its config) or "
-            "model.architecture beside it"
+            f"model.from = {start!r} holds only tensors. Set model.path (a folder with its config) or "
+            "model.architecture as well"
         )
     try:
         return _complete(dict(values), start, kinds)
@@ -98,18 +98,18 @@ def _complete(values: dict[str, Any], start: str, kinds: tuple[str, ...]) -> dic
     if found is None or found.get("kind", "hf") not in kinds:
         other = f"a model of kind {found.get('kind', 'hf')!r}" if found else "no settings of its model"
         raise RecipeError(
-            f"model.from = {start!r}: the checkpoint holds {other}. Give model.path or model.architecture beside it."
+            f"model.from = {start!r}: the checkpoint holds {other}. Set model.path or model.architecture as well."
         )
     beside = [key for key in _NOT_BESIDE if values.get(key)]
     if beside:
         raise RecipeError(
-            f"model.{beside[0]} goes with model.path or model.architecture; model.from = {start!r} is used alone and "
-            "brings its own. Leave it out, or give model.path or model.architecture as well."
+            f"model.{beside[0]} goes with model.path or model.architecture; model.from = {start!r} alone already "
+            "defines it. Leave it out, or set model.path or model.architecture as well."
         )
     if values.get("lora") and (found.get("lora") or found.get("base")):
         raise RecipeError(
-            f"model.lora: the checkpoint model.from = {start!r} brings adapters and their settings. Leave model.lora "
-            "out to go on with them, or merge them first (fullshard export) and put new ones on the merged model."
+            f"model.lora: the checkpoint model.from = {start!r} has adapters and their settings. Leave model.lora "
+            "out to train them further, or merge them first (fullshard export) and add new ones to the merged model."
         )
     taken = {key: found[key] for key in _STRUCTURE if found.get(key) is not None and values.get(key) in (None, {})}
     tokenizer = values.get("tokenizer") or _tokenizer(start, found.get("tokenizer"))
@@ -120,7 +120,7 @@ def _tokenizer(start: str, recorded: Any) -> Any:
     """The tokenizer saved in the checkpoint; else the one its recipe names, unless it was trained by that run."""
     from fullshard.checkpoint import folder as files
 
-    # As it was typed, where that leads there: settings must not change when a run goes on and its `last` moves.
+    # As typed, if that leads there: settings must not change when a run continues and its `last` moves.
     typed = [f"{start}/{files.PROCESSOR}", f"{start}/last/{files.PROCESSOR}"]
     for folder in [*(p for p in typed if Path(p).is_dir()), str(checkpoint_of(start) / files.PROCESSOR)]:
         if files.place(folder).exists():

@@ -1,6 +1,6 @@
 """Continues rows of tokens with Transformers' own `generate` and its KV cache.
 
-Works on sharded modules: every rank calls it with as many rows at a time, and goes on until all ranks are done.
+Works on sharded modules: every rank calls it with the same number of rows, and continues until all ranks are done.
 Must not know prompts, texts or recipes.
 """
 

@@ -1,4 +1,4 @@
-"""What the families of Hugging Face libraries share: a config, adapters of PEFT, weights by path or hub name.
+"""What families built on Hugging Face libraries share: a config, PEFT adapters, weights by path or hub name.
 
 Must not know which library, objectives, ranks or sharding.
 """
@@ -65,7 +65,7 @@ class HubModel(Family):
 
 
 class TokenHubModel(HubModel):
-    """One that takes tokens: with an embedding, a tokenizer and a choice of attention kernels."""
+    """A hub model that takes tokens: with an embedding, a tokenizer and a choice of attention kernels."""
 
     if TYPE_CHECKING:
         attention: str

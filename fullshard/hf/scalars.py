@@ -1,4 +1,4 @@
-"""A few numbers that are trained beside a model's parameters, such as a temperature.
+"""Scalars that are trained with a model, such as a temperature.
 
 They are part of the sharded module, so that they are trained, saved and resumed like everything else; the export leaves
 them out. Must not know what they mean.
@@ -18,7 +18,7 @@ NAME = "learned_by_objective"
 
 
 class Scalars(nn.Module):
-    """Numbers by name. The parameter is the distance from the first value, so that half precision does not round the
+    """Scalars by name. The parameter is the distance from the first value, so that half precision does not round the
     value."""
 
     def __init__(self, first: Mapping[str, float]) -> None:
@@ -31,10 +31,10 @@ class Scalars(nn.Module):
         return upload(first, self.moved.device) + self.moved.float()
 
     def set_first_values(self) -> None:
-        """Called when a family initialises modules that are not its own."""
+        """Call it when a family initialises modules that are not its own."""
         nn.init.zeros_(self.moved)
 
 
 def is_scalar(name: str) -> bool:
-    """Whether a parameter is one of these numbers."""
+    """Whether a parameter is one of these scalars."""
     return name.startswith(f"{NAME}.")

@@ -58,8 +58,8 @@ class TransformersModel(TokenHubModel):
     base: str | None = None
     """The base model of the adapter in `path`, if it is not the one that the adapter names."""
     start: str | None = Field(None, alias="from")
-    """Weights to start from instead: a fullshard checkpoint (its folder, a run, best, last; alone it also decides what
-    model it is), or beside path or architecture one file with a whole state (.pt, .pth, .bin, .safetensors)."""
+    """Weights to start from instead: a fullshard checkpoint (its folder, a run, best, last; alone it also defines the
+    model), or with path or architecture one file with a whole state (.pt, .pth, .bin, .safetensors)."""
     architecture: str | None = None
     """Start from scratch: a Transformers model type (qwen3, llama, gpt2, ...)."""
     size: str | None = None
@@ -102,7 +102,7 @@ class TransformersModel(TokenHubModel):
                 "model.from (a fullshard checkpoint)"
             )
         if self.base is not None and self.path is None:
-            raise ValueError("model.base names the base of a PEFT adapter in model.path, and there is no model.path")
+            raise ValueError("model.base names the base of a PEFT adapter in model.path, but there is no model.path")
         if self.path is not None and self.size is not None:
             raise ValueError("model.size goes with model.architecture; with model.path the weights decide the size")
         if self.architecture is not None and self.size is None and not self.overrides:
@@ -137,7 +137,7 @@ class TransformersModel(TokenHubModel):
             train_tokenizer(texts, training, folder=self._trained_tokenizer)
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
-        """The tokenizer; None if none is named or stored with the model, which is enough for tokenized data."""
+        """The tokenizer; None if the recipe names none and the model has none, which is enough for tokenised data."""
         from fullshard.hf.hub import local_folder
 
         if self.tokenizer and self.tokenizer.train:
@@ -237,7 +237,7 @@ class TransformersModel(TokenHubModel):
     def weights(self, module: nn.Module) -> Weights | None:
         from fullshard.hf.adapters.peft_folder import adapter_weights
         from fullshard.hf.weights.start_weights import start_weights
-        from fullshard.hf.weights.stored_weights import SafetensorsWeights, Together
+        from fullshard.hf.weights.stored_weights import FirstOf, SafetensorsWeights
 
         model: Any = module
         rows = model.config.get_text_config(decoder=True).vocab_size
@@ -259,7 +259,7 @@ class TransformersModel(TokenHubModel):
             )
         if self.path is None:
             return None
-        return folder() if adapter is None else Together(adapter_weights(adapter, module), folder())
+        return folder() if adapter is None else FirstOf(adapter_weights(adapter, module), folder())
 
     def stored_in(self) -> Path | None:
         """The folder of the base model's weights; None from scratch or with `model.from`."""
@@ -327,14 +327,15 @@ class TransformersModel(TokenHubModel):
         if not is_adapter_folder(folder, base_named=self.base is not None):
             if self.base is not None:
                 raise RecipeError(
-                    f"model.base = {self.base!r} names the base of a PEFT adapter, and model.path = {self.path!r} is "
-                    "none (it has no adapter_config.json). Leave model.base out."
+                    f"model.base = {self.base!r} names the base of a PEFT adapter, but model.path = {self.path!r} is "
+                    "not an adapter (it has no adapter_config.json). Leave model.base out."
                 )
             return None
         if self.lora is not None:
             raise RecipeError(
-                f"model.lora: model.path = {self.path!r} is a PEFT adapter, which is trained on with its own settings "
-                "(r, alpha, targets). Leave model.lora out; for new adapters name the base model in model.path."
+                f"model.lora: model.path = {self.path!r} is a PEFT adapter, which is trained further with its own "
+                "settings (r, alpha, targets). Leave model.lora out; for new adapters name the base model in "
+                "model.path."
             )
         return folder
 
@@ -387,7 +388,7 @@ class TransformersModel(TokenHubModel):
         rows = self.stored_rows()
         if self.tokenizer is not None and (rows is not None or self.start is not None):
             check_tokenizer(processor, self.own_processor(), rows=rows, agreed=self.resize_embedding is True)
-        # A named size keeps its vocabulary; tiny has none.
+        # A named size keeps its vocabulary; tiny has no fixed one.
         exact = self.resize_embedding is True or (self.size == "tiny" and "vocab_size" not in self.overrides)
         new_rows = fit_vocabulary(config, processor, resize=self.resize_embedding, exact=exact, stored=rows is not None)
         if new_rows and (self.lora is not None or self._adapter() is not None):

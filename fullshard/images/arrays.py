@@ -24,7 +24,7 @@ _NPY = b"\x93NUMPY"
 _GREY = ("1", "L", "LA")
 _DEEP = ("I", "F")
 """Prefixes of image modes with more than 8 bits per channel."""
-_FIX = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+_FIX = "Fix or replace it, or set data.encode.unreadable = skip to leave those records out."
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _latent(values: np.ndarray, name: str) -> np.ndarray:
         values = values[0]
     if values.ndim != 3 or not values.size:
         raise DataError(
-            f"{name} holds fractions in the shape {values.shape}, but a latent is (channels, height, width), or the "
-            "same with a 1 before it. Save it so; an image in an array has whole numbers from 0 to 255."
+            f"{name} holds floats in the shape {values.shape}, but a latent is (channels, height, width), optionally "
+            "after a 1. Save it in that shape; an image in an array has integers from 0 to 255."
         )
     with np.errstate(over="ignore"):
         latent = values.astype(np.float32)
@@ -130,15 +130,15 @@ def _image(values: np.ndarray, name: str) -> Image.Image:
         or not (is_flat or (values.ndim == 3 and values.shape[2] in (1, 3, 4)))
     ):
         raise DataError(
-            f"{name} holds {values.dtype} in the shape {values.shape}, but an image in an array has whole numbers in "
-            "the shape (height, width) or (height, width, channels) with 1, 3 or 4 channels, and a latent has "
-            "fractions, such as float32, in the shape (channels, height, width). Save it so."
+            f"{name} holds {values.dtype} in the shape {values.shape}, but an image in an array has integers in the "
+            "shape (height, width) or (height, width, channels) with 1, 3 or 4 channels, and a latent has floats, such "
+            "as float32, in the shape (channels, height, width). Save it in one of these forms."
         )
     least, most = values.min(), values.max()
     if least < 0 or most > 255:
         raise DataError(
-            f"{name} goes from {least} to {most}, but pixels go from 0 to 255. Bring it there, or save it as float32 "
-            "in the shape (channels, height, width) to have it taken as it is."
+            f"{name} goes from {least} to {most}, but pixels go from 0 to 255. Rescale it, or save it as float32 "
+            "in the shape (channels, height, width) to use it unchanged."
         )
     pixels = values.astype(np.uint8)
     return Image.fromarray(pixels if is_flat or values.shape[2] > 1 else pixels[:, :, 0])
@@ -148,8 +148,8 @@ def _pixels(image: Image.Image, name: str, *, size: int | None, channels: int | 
     if image.mode.startswith(_DEEP):
         # The decoder would clip values above 255.
         raise DataError(
-            f"{name} is an image of mode {image.mode!r}, with more than 8 bits a channel, but pixels go from 0 to 255. "
-            "Save it with 8 bits a channel."
+            f"{name} is an image of mode {image.mode!r}: more than 8 bits per channel, but pixels go from 0 to 255. "
+            "Save it with 8 bits per channel."
         )
     grey = image.mode in _GREY if channels is None else channels == 1
     image = image.convert("L" if grey else "RGB")
@@ -166,7 +166,7 @@ def _cropped(image: Image.Image, size: int) -> Image.Image:
     short = min(image.size)
     width, height = (size * side // short for side in image.size)
     left, top = round((width - size) / 2), round((height - size) / 2)
-    # Enlarged and reduced alike with all pixels that a new one covers.
+    # Antialiased, whether it is enlarged or reduced.
     resized = image.resize((width, height), Image.Resampling.BICUBIC)
     return resized.crop((left, top, left + size, top + size))
 

@@ -1,6 +1,6 @@
 """Tokens of texts and images in a model's chat template; only the text is cut.
 
-The processor has `written`, `image_token` and a `tokenizer`. Must not know records, image formats or ranks.
+The processor has `render`, `image_token` and a `tokenizer`. Must not know records, image formats or ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Input:
     prompt: str
 
 
-def tokenise_written(inputs: Sequence[Input], processor: Any, *, length: int) -> list[tuple[list[int], bool]]:
+def tokenise_inputs(inputs: Sequence[Input], processor: Any, *, length: int) -> list[tuple[list[int], bool]]:
     """The tokens of each input, and whether its text was cut to `length`."""
     for one in inputs:
         if one.text is not None and processor.image_token in one.text:
             raise DataError(
-                f"the text {one.text[:40]!r} has {processor.image_token} in it, which stands for an image to this "
-                "model. Take it out of the text."
+                f"the text {one.text[:40]!r} contains {processor.image_token}, which this model reads as an "
+                "image. Remove it from the text."
             )
         if processor.image_token in one.prompt:
             raise RecipeError(
-                f"data.encode.prompts: {one.prompt[:40]!r} has {processor.image_token} in it, which stands for an "
-                "image to this model. Take it out."
+                f"data.encode.prompts: {one.prompt[:40]!r} contains {processor.image_token}, which this model "
+                "reads as an image. Remove it."
             )
     return [
         (ids, False) if len(ids) <= length else (_cut(ids, one, processor, length=length), True)
@@ -47,7 +47,7 @@ def tokenise_written(inputs: Sequence[Input], processor: Any, *, length: int) ->
 def _tokenise(inputs: Sequence[Input], processor: Any) -> list[list[int]]:
     if not inputs:
         return []
-    texts = [processor.written(one.text, image_tokens=one.image_tokens, prompt=one.prompt) for one in inputs]
+    texts = [processor.render(one.text, image_tokens=one.image_tokens, prompt=one.prompt) for one in inputs]
     # As in Transformers' processors: a template that writes the first special token writes all of them.
     first = processor.tokenizer.bos_token
     adds = first is None or not texts[0].startswith(first)

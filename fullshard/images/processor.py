@@ -44,7 +44,7 @@ class Vision:
         """The side of the square of patches that becomes one token."""
         return int(self.image_processor.merge_size)
 
-    def written(self, text: str | None, *, image_tokens: int = 0, prompt: str = "") -> str:
+    def render(self, text: str | None, *, image_tokens: int = 0, prompt: str = "") -> str:
         """One input in the chat template: the prompt as system message, then the image and the text."""
         content: list[dict[str, str]] = [{"type": "image"}] if image_tokens else []
         content += [{"type": "text", "text": text}] if text is not None else []
@@ -55,8 +55,8 @@ class Vision:
         at = found.rfind(self.image_token) if image_tokens and not (text and self.image_token in text) else -1
         if image_tokens and at < 0:
             raise RecipeError(
-                f"model: the chat template does not write {self.image_token} for an image, or a text has it in it. "
-                "Use the template that belongs to the model, and take the token out of texts."
+                f"model: the chat template does not write {self.image_token} for an image, or a text contains it. "
+                "Use the template that belongs to the model, and remove the token from texts."
             )
         return found if at < 0 else found[:at] + self.image_token * image_tokens + found[at + len(self.image_token) :]
 

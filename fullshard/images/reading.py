@@ -120,7 +120,7 @@ def read_again(data: bytes, *, is_file: bool, root: Path | None) -> tuple[str, b
             return name, encoded, _decoded(encoded)
     except Exception as error:
         raise DataError(
-            f"{name} cannot be read any more: {reason(error)}. It could when the data was encoded. Restore it, "
+            f"{name} cannot be read any more: {reason(error)}. It was readable when the data was encoded. Restore it, "
             "or delete the folder of data.cache to check all images again."
         ) from error
 
@@ -153,7 +153,7 @@ def quiet() -> Iterator[None]:
 
 
 def _complaint(image: Given, error: Exception, root: Path | None) -> str:
-    fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+    fix = "Fix or replace it, or set data.encode.unreadable = skip to leave those records out."
     if not isinstance(image.value, str):
         what = "bytes" if isinstance(image.value, bytes) else "image"
         return f"the {what} of {image.column!r} cannot be read as an image: {reason(error)}. {fix}"

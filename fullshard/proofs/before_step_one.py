@@ -120,7 +120,7 @@ def _unproven(objective: Objective, why: str, *, packed: bool) -> list[str]:
             f"apart, because {why} on the same row. Let it draw all random numbers from torch's default generator, or "
             "set data.pack: false."
         )
-    return [f"nothing of objective.kind = {objective.kind()}: {why}"]
+    return [f"nothing about objective.kind = {objective.kind()}: {why}"]
 
 
 def reads(objective: Objective, key: str) -> bool:
@@ -211,7 +211,7 @@ def _causality(probe: Probe, rows: Rows) -> tuple[list[str], float]:
             f"for it (is_decoder, causal), set it in model.overrides.{own}"
         )
     if earlier == 0.0:
-        return ["no token moves another one's prediction: the model looks at each token alone"], earlier
+        return ["no token affects the prediction at another: the model sees each token alone"], earlier
     return [f"positions do not see later tokens ({later:.1e}; earlier ones move them by {earlier:.1e})"], earlier
 
 
@@ -309,7 +309,7 @@ def _labels_in_place(probe: Probe, rows: Rows) -> str:
     if not all(reduce.gather_objects(abs(none) <= 1e-6 * max(1.0, abs(one)))):
         raise SetupError(
             f"objective.kind = {kind}: the loss of a row without any label (all are -100) is {none:g}, and must be 0. "
-            "Such rows fill up a step, and padding has no labels: leave positions with the label -100 out of the sum."
+            "Rows without labels fill up a step, and padding has no labels: leave labels of -100 out of the sum."
         )
     if not all(reduce.gather_objects(math.isfinite(one) and math.isfinite(other) and one != other)):
         raise SetupError(
@@ -343,7 +343,7 @@ def _owner(kind: type, name: str) -> type:
 
 @contextmanager
 def _without_training(probe: Probe) -> Iterator[None]:
-    """Without gradients, dropout, or compiling for shapes that never come again."""
+    """Without gradients, dropout, or compiling for shapes that occur only here."""
     probe.model.eval()
     with (
         torch.no_grad(),

@@ -59,7 +59,8 @@ class FirstUpdate:
         return [name for (name, _), flag in zip(self._trained, flags.tolist(), strict=True) if flag]
 
     def _judge(self, missing: list[str], broken: list[str], moving: list[str], moved: list[str]) -> None:
-        of = f"of {counted(len(self._trained), 'trained parameter')}"
+        trained = counted(len(self._trained), "trained parameter")
+        of = f"of {trained}"
         if broken:
             raise NumericalError(
                 f"At the first update {len(broken)} {of} have a gradient that is not finite: {_some(broken)}. "
@@ -74,17 +75,17 @@ class FirstUpdate:
             )
         if not moving:
             raise NumericalError(
-                f"At the first update the gradient of every one {of} is zero: nothing would be learned. Check that the "
-                "labels are not all masked, and that the loss depends on what is trained (model.lora, model.freeze)."
+                f"At the first update the gradients of all {trained} are zero: nothing would be learned. Check that "
+                "some labels are not masked, and that the loss depends on what is trained (model.lora, model.freeze)."
             )
         if not moved:
             raise NumericalError(
-                f"The first update changed none {of}: with a learning rate of {max(self._rates()):g} every change "
-                "is smaller than the last digit of the weights. Raise optimizer.lr, shorten schedule.warmup, or leave "
-                "precision: bf16-pure."
+                f"The first update left all {trained} unchanged: with a learning rate of {max(self._rates()):g} every "
+                "change is smaller than the last digit of the weights. Raise optimizer.lr, shorten schedule.warmup, or "
+                "use another precision than bf16-pure."
             )
         still = len(set(moving) - set(moved))
-        lost = f"; {still} have a gradient and did not change, the update is below their last digit" if still else ""
+        lost = f"; {still} have a gradient but did not change: the update is below their last digit" if still else ""
         lost += f"; {len(rested)} belong to towers that no sample of this step needs" if rested else ""
         self._say(
             f"First update proven: the gradients {of} are finite, {len(moving)} are not zero, {len(moved)} "

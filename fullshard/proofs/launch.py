@@ -34,7 +34,7 @@ def check_launch(launch: Launch, topology: Topology, environ: Mapping[str, str],
     if launch.launcher == "slurm" and launch.local_world == 1 and launch.num_nodes > 1 and idle > 0:
         raise SetupError(
             f"SLURM started one task on each of {launch.num_nodes} nodes, and this node has {num_gpus} GPUs: {idle} of "
-            f"them would stay idle. Use srun --ntasks-per-node={num_gpus}; if one per node is meant, show it one: "
+            f"them would stay idle. Use srun --ntasks-per-node={num_gpus}; if you want one per node, show it one GPU: "
             "--gpus-per-task=1."
         )
 

@@ -1,4 +1,4 @@
-"""Temporarily gives small values to weights that start at zero. Must not know what for."""
+"""Temporarily gives small values to weights that start at zero. Must not know why."""
 
 from __future__ import annotations
 

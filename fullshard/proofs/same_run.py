@@ -139,13 +139,13 @@ def require_equal_values(module: nn.Module) -> None:
         sums |= zip(buffers, checksums(list(buffers.values())).tolist(), strict=True)
     if found := differences({name: str(each) for name, each in sums.items()}):
         raise SetupError(
-            f"The ranks start from different values, by the sum of their bits: {some(found)}. Check that every node "
-            "has the same model folder, the same kind of GPU and the same versions."
+            f"The ranks start from different values (the sums of their bits differ): {some(found)}. Check that every "
+            "node has the same model folder, the same kind of GPU and the same versions."
         )
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of each library; None if it is not installed, which stops only a run that needs it."""
+    """The versions of Python and each library; None if it is not installed, which stops only a run that needs it."""
     found: dict[str, str | None] = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:

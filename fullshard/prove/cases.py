@@ -99,7 +99,7 @@ def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, .
     passes = [recipe.batch.per_device * world, own * world, own * other_world, split * world, elsewhere * other_world]
     step = _samples(samples_per_step, math.lcm(*passes), recipe.batch.per_device * world)
     straight = _shrunk(recipe, place, samples=step)
-    quiet, removed, noisy = _still(recipe, inputs.module, inputs.processor, half=place.half)
+    quiet, removed, noisy = _without_noise(recipe, inputs.module, inputs.processor, half=place.half)
     changed = bool(removed) or own != recipe.batch.per_device
     base = _with(straight, **{key: getattr(quiet, key) for key in ("model", "precision", "optimizer")})
     base = _batch(base, own)
@@ -125,9 +125,11 @@ def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, .
     )
 
 
-def _still(recipe: Recipe, module: nn.Module, processor: Any, *, half: bool) -> tuple[Recipe, list[str], str | None]:
-    """The recipe without what makes correct runs differ, as it depends on which rank holds which sample or slice: half
-    precision, dropout, quantised optimizer states. Also what was changed, and what could not be."""
+def _without_noise(
+    recipe: Recipe, module: nn.Module, processor: Any, *, half: bool
+) -> tuple[Recipe, list[str], str | None]:
+    """The recipe without what makes correct runs differ because it depends on which rank holds which sample or slice:
+    half precision, dropout, quantised optimizer states. Also returns what was changed, and what could not be."""
     changed: dict[str, Any] = {}
     removed: list[str] = []
     if half:

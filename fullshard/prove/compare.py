@@ -18,14 +18,14 @@ NUMBERS = ("loss", "grad_norm", "lr", "loss_scale")
 
 
 @dataclass(frozen=True)
-class Law:
+class Tolerance:
     """How close two runs must be."""
 
     exact: bool
     """Bit for bit, and samples in the same order."""
     losses: float = 0.0
     """How far losses may be apart in the first three steps, relative to their size; ten times as far later, since every
-    update carries on the rounding of the previous one."""
+    update carries the rounding of the previous one forward."""
     norms: float = 0.0
     """The same for gradient norms."""
     updates: float = 0.0
@@ -41,7 +41,7 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Comparison:
     """One comparison of two runs: a word for the table, and a sentence about the drift, if any."""
 
     word: str
@@ -76,39 +76,39 @@ def steps_of(records: Iterable[Mapping[str, Any]], *, first: int = 1, last: int 
     return steps
 
 
-def compare_samples(found: Steps, expected: Steps, *, law: Law) -> Seen:
+def compare_samples(found: Steps, expected: Steps, *, tolerance: Tolerance) -> Comparison:
     """Whether each step read the right samples; on other ranks, only their order within the step may differ."""
     for step, ids in sorted(expected.samples.items()):
         other = found.samples.get(step)
         if other is None:
-            return Seen("missing", f"step {step} is missing", math.inf, step)
+            return Comparison("missing", f"step {step} is missing", math.inf, step)
         if sorted(other) != sorted(ids):
             wrong, right = sorted(set(other) - set(ids)), sorted(set(ids) - set(other))
             if not wrong and not right:
-                return Seen(f"step {step}", f"step {step} reads some samples twice", math.inf, step)
+                return Comparison(f"step {step}", f"step {step} reads some samples twice", math.inf, step)
             text = f"step {step} reads the wrong samples: {_some(wrong)} instead of {_some(right)}"
-            return Seen(f"step {step}", text, math.inf, step)
-        if law.exact and other != ids:
-            return Seen(f"step {step}", f"step {step} reads its samples in a different order", math.inf, step)
-    return Seen("same")
+            return Comparison(f"step {step}", text, math.inf, step)
+        if tolerance.exact and other != ids:
+            return Comparison(f"step {step}", f"step {step} reads its samples in a different order", math.inf, step)
+    return Comparison("same")
 
 
-def compare_numbers(found: Steps, expected: Steps, *, law: Law) -> Seen:
+def compare_numbers(found: Steps, expected: Steps, *, tolerance: Tolerance) -> Comparison:
     """Losses, gradient norms and rates of each step; names the first step outside the tolerance."""
     worst = 0.0
     for step, numbers in sorted(expected.numbers.items()):
         others = found.numbers.get(step)
         if others is None:
-            return Seen("missing", f"step {step} is missing", math.inf, step)
+            return Comparison("missing", f"step {step} is missing", math.inf, step)
         for name, value in numbers.items():
             other = others.get(name)
             apart = _apart(other, value)
-            worst = max(worst, apart) if name == "loss" or law.exact else worst
-            if apart > law.allows(name, step):
-                allowed = "bitwise" if law.exact else f"{law.allows(name, step):.0e}"
+            worst = max(worst, apart) if name == "loss" or tolerance.exact else worst
+            if apart > tolerance.allows(name, step):
+                allowed = "bitwise" if tolerance.exact else f"{tolerance.allows(name, step):.0e}"
                 text = f"step {step} has {_NAMES[name]} {other!r} instead of {value!r}"
-                return Seen(f"step {step}", f"{text} (apart {apart:.1e}, allowed: {allowed})", apart, step)
-    return Seen("bitwise" if worst == 0.0 else f"{worst:.0e}", worst=worst)
+                return Comparison(f"step {step}", f"{text} (off by {apart:.1e}, allowed: {allowed})", apart, step)
+    return Comparison("bitwise" if worst == 0.0 else f"{worst:.0e}", worst=worst)
 
 
 _NAMES = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "loss_scale": "loss scale"}
@@ -138,28 +138,40 @@ class Tensors(Protocol):
     def read(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
 
-def compare_tensors(found: Tensors, expected: Tensors, *, law: Law, step: int, before: Tensors | None = None) -> Seen:
+def compare_tensors(
+    found: Tensors, expected: Tensors, *, tolerance: Tolerance, step: int, before: Tensors | None = None
+) -> Comparison:
     """Every weight and optimizer tensor bit for bit; or, within a tolerance, weights and first moments with gradients
     above noise. `before` has the expected weights of some updates earlier."""
-    names = sorted(name for name in expected.names() if law.exact or name.startswith("model/") or _is_moment(name))
+    names = sorted(
+        name for name in expected.names() if tolerance.exact or name.startswith("model/") or _is_moment(name)
+    )
     missing = sorted(expected.names() - found.names())
     surplus = sorted(found.names() - expected.names())
     if missing or surplus:
         what = f"lacks {len(missing)} of {len(expected.names())}" if missing else f"has {len(surplus)} too many"
         name = (missing or surplus)[0]
         text = f"the checkpoint of step {step} {what} tensors, first {name}"
-        return Seen("names", text, math.inf, step, name)
-    floor = 0.0 if law.exact else _floor(expected)
-    apart = {name: _tensor_apart(found, expected, name, law=law, floor=floor, before=before) for name in names}
-    allowed = {name: 0.0 if law.exact else law.moments if _is_moment(name) else law.updates for name in names}
+        return Comparison("names", text, math.inf, step, name)
+    floor = 0.0 if tolerance.exact else _floor(expected)
+    apart = {
+        name: _tensor_apart(found, expected, name, tolerance=tolerance, floor=floor, before=before) for name in names
+    }
+    allowed = {
+        name: 0.0 if tolerance.exact else tolerance.moments if _is_moment(name) else tolerance.updates for name in names
+    }
     beyond = [name for name in names if apart[name] > allowed[name]]
     worst = max(beyond or apart, key=lambda name: apart[name], default="")
     largest = apart.get(worst, 0.0)
     if not beyond:
-        return Seen(f"{largest:.0e}" if largest else "bitwise", worst=largest)
+        return Comparison(f"{largest:.0e}" if largest else "bitwise", worst=largest)
     text = f"after step {step}, {len(beyond)} of {len(names)} tensors differ, most {worst}"
-    within = "bitwise" if law.exact else f"{allowed[worst]:.0e}{'' if _is_moment(worst) else ' of the last updates'}"
-    return Seen(f"{len(beyond)} differ", f"{text} (apart {largest:.1e}, allowed: {within})", largest, step, worst)
+    within = (
+        "bitwise" if tolerance.exact else f"{allowed[worst]:.0e}{'' if _is_moment(worst) else ' of the last updates'}"
+    )
+    return Comparison(
+        f"{len(beyond)} differ", f"{text} (off by {largest:.1e}, allowed: {within})", largest, step, worst
+    )
 
 
 NOISE = 1e-5
@@ -173,7 +185,7 @@ def _is_moment(name: str) -> bool:
 
 
 def _second(tensors: Tensors, name: str) -> torch.Tensor | None:
-    """Adam's second moment of a weight or of its first moment; None if the optimizer keeps none, or it is frozen."""
+    """Adam's second moment of a weight or of its first moment; None for another optimizer or a frozen weight."""
     bare = name.removeprefix("model/") if name.startswith("model/") else name[len("optimizer/") : -len("/exp_avg")]
     key = f"optimizer/{bare}/exp_avg_sq"
     return _read(tensors, key).double().reshape(-1) if key in tensors.names() else None
@@ -187,7 +199,13 @@ def _floor(tensors: Tensors) -> float:
 
 
 def _tensor_apart(
-    found: Tensors, expected: Tensors, name: str, *, law: Law, floor: float = 0.0, before: Tensors | None = None
+    found: Tensors,
+    expected: Tensors,
+    name: str,
+    *,
+    tolerance: Tolerance,
+    floor: float = 0.0,
+    before: Tensors | None = None,
 ) -> float:
     """The norm of the difference; of a moment relative to its norm, of a weight to that of its last updates. Infinite
     if they cannot be subtracted."""
@@ -199,7 +217,7 @@ def _tensor_apart(
     if torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
         return 0.0
     earlier = None
-    if before is not None and not law.exact and not _is_moment(name) and name in before.names():
+    if before is not None and not tolerance.exact and not _is_moment(name) and name in before.names():
         earlier = _read(before, name).reshape(-1)
     second = _second(expected, name) if floor else None
     if second is not None:
@@ -208,12 +226,12 @@ def _tensor_apart(
         earlier = None if earlier is None else earlier[learned]
     difference = _distance(ours, theirs)
     if difference == 0.0:
-        return 5e-324 if law.exact else 0.0  # zeros of opposite sign
+        return 5e-324 if tolerance.exact else 0.0  # zeros of opposite sign
     size = _distance(theirs, torch.zeros(()))
     if earlier is not None:
         # Updates below the last digit of a weight are rounding errors themselves.
         rounding = LAST_DIGITS * torch.finfo(theirs.dtype).eps * size if theirs.is_floating_point() else 0.0
-        size = max(_distance(theirs, earlier), rounding / law.updates)
+        size = max(_distance(theirs, earlier), rounding / tolerance.updates)
     apart = difference / size if size else math.inf
     return math.inf if math.isnan(apart) else apart
 

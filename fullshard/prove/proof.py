@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.prove.cases import KILLS, SAVE_EVERY, STEPS, Case, Plan
-from fullshard.prove.compare import Law, Seen, compare_numbers, compare_samples, compare_tensors
+from fullshard.prove.compare import Comparison, Tolerance, compare_numbers, compare_samples, compare_tensors
 from fullshard.prove.runs import RunFailed, Runs, taken
 
-EXACT = Law(exact=True)
-NEAR = Law(exact=False, losses=1e-6, norms=1e-4, updates=1e-2, moments=1e-3)
+EXACT = Tolerance(exact=True)
+NEAR = Tolerance(exact=False, losses=1e-6, norms=1e-4, updates=1e-2, moments=1e-3)
 """Sums over other ranks and splits round in a different order. Adam divides each gradient by its size, so rounding of a
 small gradient changes a whole update: weights are compared relative to their updates, not to their own size."""
 
@@ -26,10 +26,10 @@ class Verdict:
 
     name: str
     title: str
-    law: Law | None = None
-    samples: Seen | None = None
-    numbers: Seen | None = None
-    tensors: Seen | None = None
+    tolerance: Tolerance | None = None
+    samples: Comparison | None = None
+    numbers: Comparison | None = None
+    tensors: Comparison | None = None
     remark: str | None = None
     """What the differences mean, if known."""
     failure: str | None = None
@@ -51,7 +51,7 @@ class Verdict:
             return "not run"
         if self.drifts:
             return "DRIFT"
-        return "exact" if self.law is not None and self.law.exact else "equal"
+        return "exact" if self.tolerance is not None and self.tolerance.exact else "equal"
 
 
 def prove(plan: Plan, runs: Runs) -> list[Verdict]:
@@ -95,15 +95,20 @@ def _resumed(straight: Case, case: Case, runs: Runs) -> list[Verdict]:
     return verdicts
 
 
-def _judge(case: Case, title: str, against: Case, law: Law, *, step: int, resumed_from: int | None = None) -> Verdict:
+def _judge(
+    case: Case, title: str, against: Case, tolerance: Tolerance, *, step: int, resumed_from: int | None = None
+) -> Verdict:
     """Compares the logged steps and the checkpoint of `step` with those of another run."""
     found = taken(case)
     first = 1 if case.resume == "auto" else SAVE_EVERY + 1
     expected = taken(against, first=first, last=max(found.numbers, default=STEPS))
-    samples, numbers = compare_samples(found, expected, law=law), compare_numbers(found, expected, law=law)
+    samples, numbers = (
+        compare_samples(found, expected, tolerance=tolerance),
+        compare_numbers(found, expected, tolerance=tolerance),
+    )
     ours, theirs = (open_tensors(run.folder / files.name_of(step)) for run in (case, against))
-    before = None if law.exact else open_tensors(against.folder / files.name_of(SAVE_EVERY))
-    tensors = compare_tensors(ours, theirs, law=law, step=step, before=before)
+    before = None if tolerance.exact else open_tensors(against.folder / files.name_of(SAVE_EVERY))
+    tensors = compare_tensors(ours, theirs, tolerance=tolerance, step=step, before=before)
     begun = min((look.step for look in (samples, numbers) if look.step is not None), default=math.inf)
     remark = None
     if resumed_from is not None and begun <= resumed_from:
@@ -111,5 +116,5 @@ def _judge(case: Case, title: str, against: Case, law: Law, *, step: int, resume
             f"step {begun} came before the first kill: already two runs of this recipe differ. Something in it is "
             "not deterministic: a custom part that reads the clock, or random numbers without a seed"
         )
-    name = "resume" if law.exact else case.name
-    return Verdict(name, title, law, samples, numbers, tensors, remark)
+    name = "resume" if tolerance.exact else case.name
+    return Verdict(name, title, tolerance, samples, numbers, tensors, remark)

@@ -19,13 +19,13 @@ from rich.text import Text
 
 from fullshard.check.report import Screen
 from fullshard.formatting.plural import counted
-from fullshard.prove.compare import Seen
+from fullshard.prove.compare import Comparison
 from fullshard.prove.proof import NEAR, Verdict
 
 _COLOURS = {"exact": "green", "equal": "green", "DRIFT": "bold red", "not run": "bold red", "left out": "yellow"}
 
 _ALLOWED = (
-    "Tolerances: none after a resume, which must be bitwise equal, optimizer included. In the other cases, where sums "
+    "Tolerances: a resumed run must be bitwise equal, optimizer included. In the other cases, where sums "
     "round in a different order: "
     f"{NEAR.losses:.0e} in losses ({10 * NEAR.losses:.0e} from step 4 on), {NEAR.norms:.0e} in gradient norms, "
     f"{NEAR.updates:.0e} of the last updates in each weight tensor, {NEAR.moments:.0e} in its momentum."
@@ -47,7 +47,7 @@ class Report(Screen):
 
     @contextlib.contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Shows a status line meanwhile, then how long it took."""
+        """Shows a status line while the body runs, then how long it took."""
         begun = time.monotonic()
         with self.working(f"{what} ..."):
             yield
@@ -101,7 +101,7 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def _cell(look: Seen | None) -> Text:
+def _cell(look: Comparison | None) -> Text:
     return Text("-", style="dim") if look is None else Text(look.word, style="red" if look.drift else "")
 
 
@@ -118,6 +118,6 @@ def _as_dict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _look(look: Seen) -> dict[str, Any]:
+def _look(look: Comparison) -> dict[str, Any]:
     apart = look.worst if math.isfinite(look.worst) else None
     return {"equal": look.drift is None, "apart": apart, "step": look.step, "tensor": look.tensor, "drift": look.drift}

@@ -57,7 +57,7 @@ class Runs:
         """Runs a case until it is killed after a step; returns the step of its last checkpoint."""
         code, outputs = self._start(what, case.killed_after(step))
         if not (case.folder / f"killed-{step}").exists():
-            how = f"ended with exit code {code} before" if code else "had no checkpoint to be killed after, at"
+            how = f"ended with exit code {code} before" if code else "had no checkpoint to resume from at"
             raise _failed(case, f"{how} step {step}", code, outputs)
         return max(int(path.name.rpartition("-")[2]) for path in files.published(case.folder))
 

@@ -1,7 +1,7 @@
 """The contract of a loss over embeddings: which of them should be close, and by how much.
 
-A loss sees the embeddings of the whole step, over all ranks, and answers for this rank's own samples; whoever calls it
-divides by the number of samples over all ranks. Must not know models, texts, ranks, caches or Matryoshka dimensions.
+A loss sees the embeddings of the whole step, over all ranks, and sums over this rank's own samples; the caller divides
+by the number of samples over all ranks. Must not know models, texts, ranks, caches or Matryoshka dimensions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Embedded:
     own: slice
     """This rank's samples."""
     labels: torch.Tensor
-    """(samples), fp64: a class, or a similarity; NaN if a record has none."""
+    """(samples), fp64: a class, or a similarity; NaN without a label."""
     positive_keys: torch.Tensor
     """(samples): equal for equal texts, so that a query's own positive elsewhere in the batch is not a negative."""
     negative_keys: torch.Tensor

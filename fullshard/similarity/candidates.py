@@ -1,7 +1,7 @@
 """Which texts of a step each query is compared with, and their scores.
 
-Samples that only fill the step and negatives that are not there are left out before anything is computed, so whatever
-their embeddings hold reaches neither a loss nor a gradient. Must not know losses, models or ranks.
+Filler samples and missing negatives are removed before anything is computed, so their embeddings reach neither a loss
+nor a gradient. Must not know losses, models or ranks.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Candidates:
         return same
 
     def _equal_negatives(self, rows: slice) -> torch.Tensor:
-        """Hard negatives have no label of their own: those of a sample with the query's label stay negatives."""
+        """Hard negatives have no label: those of a sample with the query's label stay negatives."""
         there, keys, wanted = self.step.has_negative, self.step.negative_keys, self.step.positive_keys[rows, None]
         if self.reach == "shared":
             return (keys[there][None] == wanted) & self.mask_equal

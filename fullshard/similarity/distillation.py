@@ -29,7 +29,7 @@ class Distillation(SimilarityLoss):
     """Cosines of both are divided by it before they become probabilities (kl only). There is no factor of its square,
     so at equal temperatures `alpha` weighs gradients of equal size."""
     alpha: float = Field(0.5, gt=0, le=1)
-    """The share of the distillation; the rest is `task`."""
+    """The weight of the distillation; `task` has the rest."""
     task: SimilarityLoss = InfoNCE()
     """The loss on the data itself, by default infonce with its own temperature."""
 

@@ -29,9 +29,9 @@ class InfoNCE(SimilarityLoss):
     learn_temperature: bool = False
     """Train the temperature with the model; it stays at or above 0.01."""
     negatives: Reach = "shared"
-    """What a query is compared with beside its own positive. shared: the positives and hard negatives of all samples of
-    the step; in_batch: the positives of all samples and its own hard negatives; own: its own hard negatives only, which
-    every record must then have."""
+    """What a query is compared with besides its own positive. shared: the positives and hard negatives of all samples
+    of the step; in_batch: the positives of all samples and its own hard negatives; own: its own hard negatives only,
+    which every record must then have."""
     bidirectional: bool = False
     """Each positive also searches for its query among all queries; the loss is the mean of both directions."""
     mask_labels: bool = True

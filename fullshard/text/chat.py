@@ -18,7 +18,7 @@ from fullshard.config.problems import sort_of
 from fullshard.contracts.data import Encoded, Encoder, Features, OpenEncoder, Record, token_samples
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError
-from fullshard.text.conversation import LISTS, Message, joined, read_messages, read_variables, written
+from fullshard.text.conversation import LISTS, Message, joined, read_messages, read_variables, to_json
 from fullshard.text.rendering import Layout, Template, render
 from fullshard.text.tokens import collate_tokens, sample, shifted, tokenizer_of
 
@@ -65,7 +65,7 @@ class ChatEncoder(Encoder):
     conversations: ClassVar[bool] = True
 
     template: Literal["auto", "plain"] = "auto"
-    """auto: the tokenizer's chat template where it has one; plain: `User: ...`, `Assistant: ...`."""
+    """auto: the tokenizer's chat template if it has one; plain: `User: ...`, `Assistant: ...`."""
     train_on: Literal["answers", "all"] = "answers"
     """Learn the answers (the assistant's text and its end-of-turn token; never a blank answer), or every token."""
     question: str | list[str] | None = None
@@ -82,9 +82,9 @@ class ChatEncoder(Encoder):
         said = [
             text
             for message in self.conversation(record)
-            for text in (joined(message.get("content")), *map(written, message.get("tool_calls", ())))
+            for text in (joined(message.get("content")), *map(to_json, message.get("tool_calls", ())))
         ]
-        return [*said, *map(written, self.variables(record).get("tools", ()))]
+        return [*said, *map(to_json, self.variables(record).get("tools", ()))]
 
     def open(self, processor: Any, *, length: int) -> OpenChat:
         return OpenChat(self, processor, length=length)
@@ -115,7 +115,7 @@ class ChatEncoder(Encoder):
         return messages
 
     def variables(self, record: Record) -> dict[str, Any]:
-        """What else the record gives to the chat template: tools, documents and every other column."""
+        """The record's other variables of the chat template: tools, documents and every other column."""
         lists = any(record.get(key) is not None for key in LISTS) and self.question is None
         questions, answer = ([], "") if lists else self._columns(record)
         return read_variables(record, used=["system", *questions, answer])
@@ -153,8 +153,8 @@ class OpenChat(OpenEncoder):
         self._tokenizer = tokenizer_of(processor, needed_by="chat")
         if not self._tokenizer.is_fast:
             raise DataError(
-                f"{type(self._tokenizer).__name__} does not tell which characters a token covers, so answers cannot be "
-                "found exactly. Use a tokenizer with a tokenizer.json."
+                f"{type(self._tokenizer).__name__} does not report which characters a token covers, so answers cannot "
+                "be found exactly. Use a tokenizer with a tokenizer.json."
             )
         self._is_plain = settings.template == "plain" or self._tokenizer.chat_template in (None, "", PLAIN)
 
@@ -176,7 +176,7 @@ class OpenChat(OpenEncoder):
 
     def notes(self) -> list[str]:
         why = ", as data.encode says" if self.settings.template == "plain" else ""
-        why = why or ("" if self._tokenizer.chat_template else ", the tokenizer has none")
+        why = why or ("" if self._tokenizer.chat_template else ", because the tokenizer has no chat template")
         return [f"chat template: {self.chat_template()}{why}"]
 
     def annotate_processor(self) -> None:
@@ -257,7 +257,7 @@ def _covered(offsets: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarra
 
 
 def _answer_tokens(layout: Layout, ids: list[int], offsets: np.ndarray, special: set[int]) -> np.ndarray:
-    """Which tokens overlap an answer; not the white space that a template sets after the end-of-turn token."""
+    """Which tokens overlap an answer; not the white space that a template adds after the end-of-turn token."""
     learned = np.zeros(len(ids), dtype=bool)
     for start, stop in layout.spans:
         inside = np.flatnonzero(_covered(offsets, [(start, stop)]))

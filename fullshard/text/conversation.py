@@ -69,7 +69,7 @@ def read_variables(record: Record, *, used: Sequence[str]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key not in ("tools", "documents") or value}
 
 
-def written(value: Any) -> str:
+def to_json(value: Any) -> str:
     """A value as JSON on one line."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -78,7 +78,7 @@ def joined(content: Any) -> str:
     """The text of a message's content, which may be a list of parts."""
     if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
         return "".join(str(part["text"]) for part in content)
-    return "" if content is None else written(content)
+    return "" if content is None else to_json(content)
 
 
 def _message(entry: Any, where: str, *, speaker: str, said: str) -> Message:
@@ -108,7 +108,7 @@ def _with_content(message: Message, entry: Mapping[str, Any], where: str, *, sai
     if content is None:
         if not any(message.get(key) for key in ("tool_calls", "function_call", *REASONING)):
             if said in entry:
-                raise DataError(f"{where}: {said!r} is null, and the message says nothing else.")
+                raise DataError(f"{where}: {said!r} is null, and the message has no other content.")
             raise DataError(f"{where} must have 'role' and {said!r}, found {', '.join(map(repr, entry))}.")
         # No key, since null in a table means missing; rendering adds it for templates that need it.
         return {key: value for key, value in message.items() if key != "content"}
@@ -137,7 +137,7 @@ def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = _from_json(function, f"{place}: 'function'") if isinstance(function, str) else function
         function = {k: v for k, v in function.items() if v is not None} if isinstance(function, Mapping) else None
         if function is None or not isinstance(function.get("name"), str):
-            raise DataError(f"{place} must have a function like {_CALL_FORM}, found {written(call)[:80]}.")
+            raise DataError(f"{place} must have a function like {_CALL_FORM}, found {to_json(call)[:80]}.")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _from_json(arguments, f"{place}: 'arguments'") if arguments.strip() else {}
@@ -192,4 +192,4 @@ def _from_json(text: Any, where: str, *, form: str = "") -> Any:
         raise DataError(f"{where} must be JSON{like}, found {str(text)[:60]!r}: {error}.") from error
 
 
-__all__ = ["ALIASES", "LISTS", "REASONING", "ROLES", "Message", "joined", "read_messages", "read_variables", "written"]
+__all__ = ["ALIASES", "LISTS", "REASONING", "ROLES", "Message", "joined", "read_messages", "read_variables", "to_json"]

@@ -1,6 +1,6 @@
 """Where the documents of packed rows begin and end, as attention kernels take it.
 
-Apart from those kernels, whose import brings torch's compiler along: a recipe is read without it.
+Separate from those kernels, whose import loads torch's compiler: reading a recipe must not.
 Must not know models, batches or ranks.
 """
 
@@ -19,7 +19,7 @@ the kernels start blocks for every entry."""
 def document_bounds(position_ids: torch.Tensor) -> torch.Tensor:
     """Cumulative document lengths of the flattened rows, from positions that restart at 0 with each document.
 
-    Padded with the total: documents of length nothing, which the kernels skip."""
+    Padded with the total: documents of length 0, which the kernels skip."""
     import torch
 
     flat = position_ids.reshape(-1)

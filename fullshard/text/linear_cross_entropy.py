@@ -13,9 +13,9 @@ import torch
 from fullshard.contracts.data import IGNORE
 
 CHUNK_RANGE = (2**27, 2**30)
-"""Fewest and most logits alive at a time. The gradient of the weight is added up once a chunk, so large chunks are
-faster and small ones leave room: the Qwen3-1.7B shape on an H200 ran at 43.2k tokens/s and 86.6 GiB with 2^30 at most,
-at 42.6k and 84.8 GiB with 2^29."""
+"""The minimum and maximum number of logits in memory at a time. The gradient of the weight is accumulated once per
+chunk, so large chunks are faster and small ones save memory: the Qwen3-1.7B shape on an H200 ran at 43.2k tokens/s and
+86.6 GiB with 2^30 at most, at 42.6k and 84.8 GiB with 2^29."""
 
 
 def linear_cross_entropy(
@@ -31,7 +31,7 @@ def linear_cross_entropy(
 
     hidden (tokens, width), weight (vocabulary, width), targets (tokens). The number is computed only without grad."""
     if not torch.is_grad_enabled():
-        # Inside, `needs_input_grad` says what requires grad, also where none is asked for.
+        # Inside, `needs_input_grad` says what requires grad, even under no_grad.
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
     loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scale, softcap)
     return loss, correct

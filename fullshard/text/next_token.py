@@ -1,4 +1,4 @@
-"""Next-token prediction: pre-training and supervised fine-tuning; which positions count is written in the labels.
+"""Next-token prediction: pre-training and supervised fine-tuning; the labels say which positions count.
 
 The loss works on hidden states and the head, so full logits never exist. Must not know data sources, optimizers, FSDP.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
-"""How far two ways of computing the same logits may lie apart, relative to the largest."""
+"""How far two ways of computing the same logits may differ, relative to the largest."""
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ class NextToken(Objective):
     numbers: ClassVar[Numbers | None] = {"loss": "min", "accuracy": "max", "perplexity": "min"}
 
     full_logits: bool = False
-    """Take the model's own logits, all at once: slower and larger, for models whose head does more than a product."""
+    """Use the model's own full logits: slower, with more memory, for heads that are more than a matrix product."""
 
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORE).sum())
@@ -129,13 +129,13 @@ def _logits(hidden: torch.Tensor, head: Any) -> torch.Tensor:
 def _check_head(ours: torch.Tensor, own: torch.Tensor, compute: torch.dtype) -> str:
     from fullshard.dist.reduce import gather_objects
 
-    # Of the rank where it is most, so that all of them stop.
+    # The maximum over ranks, so that all of them stop.
     apart = max(gather_objects(float((ours - own).abs().max() / own.abs().max().clamp(min=1e-6))))
     allowed = TOLERANCE[str(compute).removeprefix("torch.")]
     if not apart <= allowed:
         raise SetupError(
-            f"The loss from hidden states and head does not agree with the model's own logits: {apart:.1e} apart, not "
-            f"{allowed:.0e}. Its head does more than a matrix product: set objective.full_logits: true."
+            f"The loss from hidden states and head differs from that of the model's own logits by {apart:.1e} "
+            f"(allowed: {allowed:.0e}). Its head does more than a matrix product: set objective.full_logits: true."
         )
     return f"the chunked loss agrees with the model's own logits ({apart:.1e})"
 

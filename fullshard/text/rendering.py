@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from fullshard.errors import DataError
-from fullshard.text.conversation import REASONING, Message, joined, written
+from fullshard.text.conversation import REASONING, Message, joined, to_json
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _LABELS = ("tool_call_id", "id", "index")
@@ -31,7 +31,7 @@ class Layout:
     marked: bool
     """Whether the template itself marks what the model says."""
     media: Sequence[Span] = ()
-    """What stands for images and other media, which is never learned."""
+    """Placeholders for images and other media, which are never learned."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Template:
 
 def render(messages: list[Message], template: Template) -> Rendered:
     """The conversation as one text, or as several if the template rewrites earlier turns."""
-    messages, whole, marked = _in_a_form_that_renders(messages, template)
+    messages, whole, marked = _first_form_that_renders(messages, template)
     missing = list(_unrendered(messages, whole, template))
     lost = [f"{what} that the chat template does not render" for what in missing]
     if template.marks:
@@ -100,7 +100,7 @@ def render(messages: list[Message], template: Template) -> Rendered:
             text = template.render(messages[: turn + 1])[0]
             answered.append((text, (_answer_start(messages[:turn], text, template), len(text))))
     layouts = _gathered(whole, answered)
-    noted = "answers that the chat template changes later in the conversation, so they became samples of their own"
+    noted = "answers that the chat template changes later in the conversation, so each became a separate sample"
     return Rendered(layouts, lost, [noted] if len(layouts) > 1 else [])
 
 
@@ -137,7 +137,7 @@ def _says(message: Message, missing: Sequence[str]) -> bool:
     return more or bool(joined(message.get("content")).strip())
 
 
-def _in_a_form_that_renders(messages: list[Message], template: Template) -> tuple[list[Message], str, list[Span]]:
+def _first_form_that_renders(messages: list[Message], template: Template) -> tuple[list[Message], str, list[Span]]:
     """The messages in the first form that the template renders correctly, with their text and marks.
 
     Templates differ in what they expect for a message without text, for several parts, and for arguments (an object or
@@ -152,7 +152,7 @@ def _in_a_form_that_renders(messages: list[Message], template: Template) -> tupl
         if not any(notation in text for notation in _notations(form)) and _has_all_parts(form, text):
             return form, text, spans
     raise refusal or DataError(
-        "the tokenizer's chat template writes neither a content in parts nor arguments the way they are meant. Set "
+        "the tokenizer's chat template renders neither content in parts nor arguments correctly. Set "
         "data.encode = {kind: chat, template: plain}."
     )
 
@@ -176,9 +176,9 @@ def _formed(message: Message, *, is_joined: bool, as_text: bool) -> Message:
         message = {**message, "content": joined(content)}
     if as_text:
         if isinstance(content, Mapping):
-            message = {**message, "content": written(content)}
+            message = {**message, "content": to_json(content)}
         calls = [
-            {**call, "function": {**call["function"], "arguments": written(call["function"]["arguments"])}}
+            {**call, "function": {**call["function"], "arguments": to_json(call["function"]["arguments"])}}
             for call in message.get("tool_calls", ())
         ]
         message = {**message, "tool_calls": calls} if calls else message

@@ -16,16 +16,16 @@ from fullshard.formatting.plural import counted
 
 
 def inner_tokenizer(processor: Any) -> Any:
-    """The tokenizer inside a processor, or the tokenizer itself; None of None."""
+    """The tokenizer inside a processor, or the tokenizer itself; None for None."""
     return getattr(processor, "tokenizer", processor)
 
 
 def tokenizer_of(processor: Any, *, needed_by: str) -> Any:
-    """The same, which must be there."""
+    """The same; raises RecipeError without one."""
     tokenizer = inner_tokenizer(processor)
     if tokenizer is None:
         raise RecipeError(
-            f"model.tokenizer: the data is {needed_by}, which needs a tokenizer, but the model brings none. Train one "
+            f"model.tokenizer: the data is {needed_by}, which needs a tokenizer, but the model has none. Train one "
             "on the data with model.tokenizer={train: {vocab_size: 8192}}, or name a folder or a model of the Hugging "
             "Face hub that has one."
         )
@@ -33,7 +33,7 @@ def tokenizer_of(processor: Any, *, needed_by: str) -> Any:
 
 
 def shifted(ids: np.ndarray, learned: np.ndarray | None = None) -> np.ndarray:
-    """Labels of a sequence: the next token where that token is to be learned, else IGNORE; the last has none."""
+    """Labels of a sequence: the next token where that token is to be learned, else IGNORE, as for the last position."""
     labels = np.full(len(ids), IGNORE, dtype=np.int32)
     labels[:-1] = ids[1:] if learned is None else np.where(learned[1:], ids[1:], IGNORE)
     return labels

@@ -59,7 +59,7 @@ def test_sections_come_in_order_and_the_verdict_last(seed: Seed) -> None:
     lines = result.stdout.splitlines()
     assert (result.exit_code, result.stderr) == (0, "")
     assert titles(result.stdout) == SECTIONS
-    assert lines[-2] == "Setup is CORRECT; the model was not tried: run without --quick for that"
+    assert lines[-2] == "Setup is CORRECT; --quick skipped the trial of the model"
     assert lines[-1] == f"  fullshard train {seed.folder}/recipe.yaml"
     marked = [line for line in lines if line.startswith("  ") and not line.startswith("    ")][:-1]
     assert marked

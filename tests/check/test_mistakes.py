@@ -435,7 +435,7 @@ def quantised_weights(seed: Seed) -> None:
     _edit(seed, lambda tensors: tensors.update({"model.norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}))
 
 
-@mistake("model", "data: data", "model.tokenizer", "the model brings none", remedy="train: {vocab_size")
+@mistake("model", "data: data", "model.tokenizer", "the model has none", remedy="train: {vocab_size")
 def text_without_a_tokenizer(seed: Seed) -> None:
     seed.set("data", train=str(seed.folder / "texts.jsonl"))
 
@@ -581,7 +581,7 @@ def a_holdout_that_leaves_nothing(seed: Seed) -> None:
 
 
 @mistake(
-    "data", "data: truncated", "of 40 samples", "lose their end", remedy="Raise data.sequence_length", level="warning"
+    "data", "data: truncated", "of 40 samples", "were truncated", remedy="Raise data.sequence_length", level="warning"
 )
 def rows_too_short_for_the_answers(seed: Seed) -> None:
     seed.speak()

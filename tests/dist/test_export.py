@@ -180,7 +180,7 @@ def test_a_base_that_moved_is_named_and_another_one_is_refused(folder: Path, tmp
     (tmp_path / ".export-wrong").mkdir()
     (tmp_path / ".export-wrong" / "left by an earlier export").touch()
     said = export(tmp_path / "run", tmp_path / "wrong", "--as", "merged", "--base", other, code=2)
-    assert "trained on other weights" in said
+    assert "trained on different weights" in said
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "out", "run"], "no half export is left"
 
 

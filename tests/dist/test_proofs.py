@@ -190,7 +190,9 @@ def test_objectives_of_the_user(ranks: RankPool) -> None:
     assert "bidirectional: ClassVar[bool] = True" in said["Unmasked"]
     # It may look ahead; that padding changes it without a mask is an error.
     assert "Padding after a row moves its loss" in said["Masked"]
-    assert said["Random"].startswith("nothing of objective.kind = tests.dist.test_proofs.Random: its loss differs by")
+    assert said["Random"].startswith(
+        "nothing about objective.kind = tests.dist.test_proofs.Random: its loss differs by"
+    )
     assert "nothing shows that objective.kind = tests.dist.test_proofs.Random keeps" in said["Random packed"]
     assert said["Unlabelled packed"].startswith("refused: data.pack: a document in a packed row changes")
 

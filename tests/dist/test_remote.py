@@ -207,7 +207,7 @@ def test_the_trial_of_a_check_uses_the_store_and_leaves_nothing_there(ranks: Ran
     [written] = [text for _, check, text in found if check == "checkpoint"]
     assert f"written to {address} in" in written
     [shared] = [text for _, check, text in found if check == "shared files"]
-    assert shared == f"{address}: rank 0 sees a file of every rank, and all ranks see a file of rank 0"
+    assert shared == f"{address}: rank 0 sees every rank's file, and every rank sees rank 0's"
     assert not [path for path in place.rglob("*") if path.is_file()]
 
 
@@ -274,7 +274,7 @@ def test_a_store_in_memory_trains_resumes_verifies_exports_and_starts_another(
     assert [step for (step,) in curve(found["records"], "step")] == [1, 2, 3, 4, 5, 6]
     assert found["best"][0] == f"checkpoint-{found['best'][1]}"
     assert found["verified"][0] == 0, found["verified"]
-    assert found["verified"][1].count("is whole") == len(found["kept"])
+    assert found["verified"][1].count("is intact") == len(found["kept"])
     assert found["exported"][0] == 0, found["exported"]
     ours, theirs, started = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "exported", "from"))
     assert ours.keys() == theirs.keys() == started.keys()

@@ -197,4 +197,4 @@ def test_a_family_does_not_replace_a_command_of_the_engine(install: Install) -> 
     install("lab_family", {"commands/train.py": HELLO.replace("hello", "train")})
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 2
-    assert "Error: lab_family.commands.train brings a command that fullshard has itself: train." in result.output
+    assert "Error: lab_family.commands.train defines the command train, which fullshard already has." in result.output

@@ -53,8 +53,8 @@ def check_model(stack: TextStack | None, module: Any) -> None:
     name = getattr(module, "class_name", type(module).__name__)
     if module.text_width is None:
         raise RecipeError(
-            f"data.encode.text gives texts, and {name} takes none. Leave data.encode.text out, or choose a model that "
-            "is conditioned on texts: model.architecture sd3, flux, pixart or unet_text."
+            f"data.encode.text gives texts, but {name} takes no texts. Leave data.encode.text out, or choose a model "
+            "that is conditioned on texts: model.architecture sd3, flux, pixart or unet_text."
         )
     if getattr(module, "takes_mask", True):
         return
@@ -63,7 +63,7 @@ def check_model(stack: TextStack | None, module: Any) -> None:
             key = "data.encode.text" + (f"[{number}]" if len(stack.texts) > 1 else "")
             how = "padded = false" if text.padded is False else "padded = false, the usual for one encoder but CLIP"
             raise RecipeError(
-                f"{key}: {how}, leaves the filling of short texts out, and {name} is not told where a text ends, as in "
+                f"{key}: {how}, masks the padding of short texts, but {name} takes no mask, as in "
                 f"its pipeline. Set {key}.padded = true."
             )
 
@@ -81,7 +81,8 @@ def features_of(written: Sequence[str], stack: TextStack) -> list[tuple[Features
 
 
 def empty_features(stack: TextStack) -> Features:
-    """What stands for no text, once for all samples: tokens if encoders are live (none for zeros), else states."""
+    """The features of the empty text, once for all samples: tokens if encoders are live (none for zeros), else
+    states."""
     if stack.is_live:
         tokens = stack.empty_tokens()
         return {} if tokens is None else {"empty_tokens": tokens}

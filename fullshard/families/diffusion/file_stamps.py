@@ -12,8 +12,8 @@ from pathlib import Path
 
 
 def stamped(paths: Iterable[str | None], begin: Path) -> str:
-    """Of files; relative paths start at `begin`. If the first is None, records contain their images, and none is
-    looked at."""
+    """The fingerprint of files; relative paths start at `begin`. If the first is None, records contain their images,
+    and no file is read."""
     found = hashlib.blake2b(digest_size=16)
     for index, path in enumerate(paths):
         if path is not None:

@@ -22,10 +22,10 @@ from fullshard.errors import DataError
 from fullshard.families.diffusion import captions
 from fullshard.families.diffusion.file_stamps import stamped
 from fullshard.families.diffusion.labels import label_of
-from fullshard.families.diffusion.pipeline_parts import give_back
+from fullshard.families.diffusion.pipeline_parts import release_memory
 from fullshard.families.diffusion.shape_words import RESIZE, by, in_words, remedy
 from fullshard.families.diffusion.vae.latents import decode
-from fullshard.families.diffusion.vae_at_encoding import CODE, Frozen, fingerprints
+from fullshard.families.diffusion.vae_at_encoding import CODE, FrozenVae, fingerprints
 from fullshard.formatting.plural import counted
 from fullshard.images.arrays import Picture, floats
 from fullshard.images.reading import UNREADABLE, Unreadable, place, quiet
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MOST_THREADS = 8
 _DIGITS = 9
-"""Of measured numbers, so that the report shows the numbers in use, on every kind of processor."""
+"""Digits of measured numbers: the report shows exactly what is used, and it is equal on every kind of processor."""
 Form = tuple[tuple[int, ...], bool]
 """The shape of a sample, and whether it is a latent."""
 
@@ -49,7 +49,7 @@ class OpenImages(OpenEncoder):
         super().__init__(settings, processor, length=length)
         self._form: Form | None = None
         """Of data.train once it is encoded; until then of the first sample."""
-        self._vae = None if settings.vae is None else Frozen(settings.vae)
+        self._vae = None if settings.vae is None else FrozenVae(settings.vae)
         self._texts = settings.stack
 
     def encode(self, record: Record) -> Encoded:
@@ -111,7 +111,7 @@ class OpenImages(OpenEncoder):
     def close(self) -> None:
         if self._vae is not None or self._texts is not None:
             self._vae = self._texts = None
-            give_back()
+            release_memory()
 
     def collator(self, store: Store) -> ImageCollator:
         found = ImageCollator(self.settings, store)
@@ -119,7 +119,8 @@ class OpenImages(OpenEncoder):
         return found
 
     def external_fingerprint(self, records: Records) -> str:
-        """Of the files that records name, by path, size and time, and of every weight of the VAE and text encoders.
+        """The fingerprint of the files that records name, by path, size and time, and of all weights of the frozen
+        models.
 
         If the first record contains its image, so do all others; checking each would read all of them."""
         weights = list(fingerprints(self.settings.vae, self.settings.stack).values())
@@ -177,7 +178,7 @@ class ImageCollator(Collator):
             # Validation data may have been encoded in another run, with other training data.
             if (shape := sample["image"].shape[1:]) != wanted:
                 raise DataError(
-                    f"a sample of {by(shape)} (channels x height x width) cannot be in one run with others of "
+                    f"a sample of {by(shape)} (channels x height x width) cannot be in one run with samples of "
                     f"{by(wanted)}. Give data.train and data.validation one shape."
                 )
         mean, scale = self.scaling
@@ -210,7 +211,7 @@ class ImageCollator(Collator):
             yield
         finally:
             self._vae, self._keeps_vae = None, False
-            give_back()
+            release_memory()
 
     def decode(self, values: Any) -> Any:
         mean, scale = self.scaling
@@ -246,7 +247,7 @@ def _notes(settings: Images, store: Store, form: Form, scaling: tuple[float, flo
     lines = [f"{'latents' if is_latent else 'images'}: {by(shape)}, {values}"]
     if (stack := settings.stack) is not None:
         how = "encoded in every step" if stack.is_live else f"states of {store.flat('text_states').shape[1]}"
-        meant = "what the encoders make of an empty one" if stack.no_text == "encoded" else "zeros"
+        meant = "the encoders' output for an empty text" if stack.no_text == "encoded" else "zeros"
         lines += [f"texts: at most {counted(stack.length, 'token')}, {how}", f"no text: {meant}"]
     if settings.is_measured:
         of = counted(len(store), "sample")

@@ -25,7 +25,7 @@ def label_of(record: Record, *, mapped: str | None, classes: int | None) -> int:
     value = record.get(column)
     if mapped is not None and column not in record:
         raise DataError(
-            f"no {column!r} in the record, which {MAPPING} takes for 'label'. {keys_found(record)} Name one of "
+            f"no {column!r} in the record, which {MAPPING} maps to 'label'. {keys_found(record)} Name one of "
             "these, or give the record a null there."
         )
     allowed = "from 0 on" if classes is None else f"from 0 to {classes - 1}"
@@ -43,7 +43,7 @@ def label_of(record: Record, *, mapped: str | None, classes: int | None) -> int:
             f"Number the classes, or take another column with {MAPPING} = {{label: COLUMN}}."
         )
     if not 0 <= label < (2**63 if classes is None else classes):
-        many = f", as data.encode.classes = {classes} has it" if classes is not None else ""
+        many = f", as data.encode.classes = {classes} says" if classes is not None else ""
         raise DataError(
             f"{column!r} is {label}, but classes go {allowed}{many}. Give the record another label, or remove it."
         )

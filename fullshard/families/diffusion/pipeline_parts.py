@@ -48,7 +48,7 @@ def content(folder: Path) -> list[Path]:
 
 
 def device() -> torch.device:
-    """This process's GPU, or the CPU. Works before the ranks have met."""
+    """This process's GPU, or the CPU. Works before the ranks are connected."""
     import torch
 
     if not torch.cuda.is_available():
@@ -56,8 +56,8 @@ def device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def give_back() -> None:
-    """Lets a GPU have the memory again of what is not in use any more."""
+def release_memory() -> None:
+    """Returns unused memory to the GPU."""
     import torch
 
     if torch.cuda.is_initialized():

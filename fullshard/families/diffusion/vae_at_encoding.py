@@ -22,11 +22,11 @@ CODE = tuple(
     Path(__file__).parent / name
     for name in ("vae/latents.py", "vae/autoencoder_kl.py", "text/encoder_model.py", "text/encoder_stack.py")
 )
-"""The files whose code decides what is made; what an encoder has in its own folder is known without them."""
+"""Source files that decide the result; an encoder's own folder is fingerprinted without listing it here."""
 
 
-class Frozen:
-    """A VAE, as data.encode names it."""
+class FrozenVae:
+    """The VAE of data.encode.vae."""
 
     def __init__(self, settings: Latents) -> None:
         self._settings = settings
@@ -36,7 +36,7 @@ class Frozen:
         return self._settings.open()
 
     def latents(self, pictures: Sequence[Picture]) -> list[Picture]:
-        """What the VAE makes of images; grey ones become coloured where it wants colours."""
+        """The latents of images; grey images become RGB if the VAE takes RGB."""
         coloured = [self._checked(picture) for picture in pictures]
         values = encode(self._vae, [floats(picture.values) for picture in coloured])
         found = [Picture(picture.name, latent) for picture, latent in zip(pictures, values, strict=True)]
@@ -53,7 +53,7 @@ class Frozen:
 
         if picture.is_latent:
             raise DataError(
-                f"{picture.name} is a latent, but data.encode.vae makes latents of images. Leave data.encode.vae out, "
+                f"{picture.name} is a latent, but data.encode.vae encodes images. Leave data.encode.vae out, "
                 "or give images."
             )
         if len(picture.values) == 1 and self._vae.config.in_channels == 3:
@@ -66,7 +66,7 @@ class Frozen:
 
 
 def fingerprints(vae: Latents | None, stack: TextStack | None) -> dict[str, str]:
-    """Of each frozen model, with every weight."""
+    """A fingerprint of each frozen model, including every weight."""
     parts: dict[str, Any] = {"vae": vae} if vae is not None else {}
     parts |= {f"text[{index}]": text for index, text in enumerate(stack.texts if stack else [])}
     return {name: combine(*map(digest, part.files())) for name, part in parts.items()}

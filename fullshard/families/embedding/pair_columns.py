@@ -137,7 +137,7 @@ class Columns:
         if mapped is not None:
             if mapped not in record:
                 raise DataError(
-                    f"no {mapped!r} in the record, which {MAPPING} takes for {name!r}. {keys_found(record)} Name "
+                    f"no {mapped!r} in the record, which {MAPPING} maps to {name!r}. {keys_found(record)} Name "
                     f"one of these{'' if name in ('query', 'positive') else ', or give the record a null there'}."
                 )
             return [mapped]

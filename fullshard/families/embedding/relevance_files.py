@@ -28,7 +28,7 @@ _SOME = 3
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judgements:
     """Texts by number, and the documents that are relevant to each query."""
 
     documents: list[str]
@@ -41,7 +41,7 @@ class Judged:
     """What was left out, in lines."""
 
 
-def read_judged(corpus: Source, queries: Source, qrels: str) -> Judged:
+def read_judgements(corpus: Source, queries: Source, qrels: str) -> Judgements:
     """Reads the three files. Raises if they do not match; common mismatches become notes."""
     documents, asked = _texts(corpus.open(), "corpus"), _texts(queries.open(), "queries")
     judged = _qrels(qrels)
@@ -58,7 +58,7 @@ def read_judged(corpus: Source, queries: Source, qrels: str) -> Judged:
     if not kept:
         first = next(iter(judged))
         raise DataError(
-            f"{qrels}: none of the {counted(len(asked), 'query')} in queries has a relevant document in it; its first "
+            f"{qrels}: no relevant document for any of the {counted(len(asked), 'query')} in queries; its first "
             f"id is {first!r}, that of queries {next(iter(asked))!r}. Give qrels and queries of the same benchmark."
         )
     notes = []
@@ -66,7 +66,7 @@ def read_judged(corpus: Source, queries: Source, qrels: str) -> Judged:
         notes.append(f"{counted(left, 'query')} in queries {_is(left)} left out: no relevant document in {qrels}")
     if unknown := len([name for name in judged if name not in asked]):
         notes.append(f"{counted(unknown, 'query')} of {qrels} {_is(unknown)} left out: not in queries")
-    return Judged(list(documents.values()), kept, relevant, gains, notes)
+    return Judgements(list(documents.values()), kept, relevant, gains, notes)
 
 
 def _check_documents(judged: dict[str, dict[str, float]], numbers: dict[str, int], qrels: str) -> None:

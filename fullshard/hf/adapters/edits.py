@@ -38,7 +38,7 @@ def add_lora(
 ) -> None:
     """Adds adapters in place: the module keeps its class, base parameters freeze, adapter parameters are on meta.
 
-    Modules in `exclude`, and those inside them, get none. An export names `base` and `revision` as the base model."""
+    Modules in `exclude`, and those inside them, get no adapters. An export names `base` and `revision` as its base."""
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -108,9 +108,9 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise RecipeError(
-                f"model.freeze[{index}] = {pattern!r} matches none of the {counted(len(names), 'parameter')}"
+                f"model.freeze[{index}] = {pattern!r} matches no name among {counted(len(names), 'parameter')}"
                 f"{did_you_mean(pattern.strip('*'), names)}. Names look like: {', '.join(names[:3])} ... {names[-1]}; "
-                "* stands for anything."
+                "* matches anything."
             )
         for name in matching:
             module.get_parameter(name).requires_grad_(False)

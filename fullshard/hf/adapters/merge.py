@@ -38,7 +38,7 @@ class Merge:
         path, layer = self._layers[name]
         missing = [part for part in _parts(path, layer) if part not in self._values]
         if missing:
-            raise CheckpointError(f"{', '.join(missing)}: missing, or given after the adapted weight {name}.")
+            raise CheckpointError(f"{', '.join(missing)}: missing, or received after the adapted weight {name}.")
         down, up = (self._values[part] for part in _parts(path, layer))
         delta = _delta(layer, down, up, slice(start, start + rows.shape[0]))
         scaling: float = layer.scaling[ADAPTER]

@@ -54,7 +54,7 @@ def named_base(folder: Path) -> tuple[str, str | None]:
     name = settings.get("base_model_name_or_path")
     local = isinstance(name, str) and (Path(name).is_absolute() or name.startswith(".") or name.count("/") > 1)
     if not name or (local and not Path(name).is_dir()):
-        found = f"base_model_name_or_path = {name!r}, and there is no such folder" if name else "no base model named"
+        found = f"base_model_name_or_path = {name!r}, but there is no such folder" if name else "no base model named"
         raise RecipeError(f"{folder / CONFIG}: {found}. Say where the base model is: model.base = FOLDER or hub name.")
     return str(name), settings.get("revision")
 
@@ -76,11 +76,11 @@ def read_config(folder: Path) -> Any:
     settings = _settings(folder)
     where, kind = folder / CONFIG, str(settings.get("peft_type")).upper()
     if kind != "LORA":
-        raise RecipeError(f"{where}: peft_type = {kind}, and only LORA can be trained on. {_MERGE}.")
+        raise RecipeError(f"{where}: peft_type = {kind}, but only LORA adapters can be trained further. {_MERGE}.")
     if settings.get("task_type") not in (None, "CAUSAL_LM", "FEATURE_EXTRACTION"):
         raise RecipeError(
-            f"{where}: task_type = {settings['task_type']}, and a language model (CAUSAL_LM) or an embedding model "
-            "(FEATURE_EXTRACTION) is trained here."
+            f"{where}: task_type = {settings['task_type']}, but only language models (CAUSAL_LM) and embedding "
+            "models (FEATURE_EXTRACTION) can be trained."
         )
     settings.pop("runtime_config", None)
     usual = {f.name: getattr(LoraConfig(), f.name) for f in dataclasses.fields(LoraConfig)}

@@ -1,4 +1,4 @@
-"""The attention kernel of a Transformers model, settled once the device is known.
+"""The attention kernel of a Transformers model, chosen once the device is known.
 
 Must not know ranks, recipes or objectives.
 """
@@ -15,7 +15,7 @@ from fullshard.hf.architecture.varlen_attention import register
 
 
 def choose_attention(module: nn.Module, asked: str, *, device: str, compute: torch.dtype, packed: bool) -> str:
-    """Switches to `varlen` where packed rows meet a GPU, else leaves the model's own; says which it is."""
+    """Switches to `varlen` for packed rows on a GPU, else keeps the model's own kernel; returns its name."""
     model: Any = module
     # torch's flash kernels: half precision, and Ampere or newer.
     flash = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
@@ -28,7 +28,7 @@ def choose_attention(module: nn.Module, asked: str, *, device: str, compute: tor
         )
     text = model.config.get_text_config(decoder=True)
     if able and (asked == "varlen" or (asked == "auto" and packed)):
-        # Only the decoder has documents; a vision tower keeps its own kernel.
+        # Only the decoder sees packed documents; a vision tower keeps its own kernel.
         part = next((name for name in model.config.sub_configs if getattr(model.config, name) is text), None)
         model.set_attn_implementation({part: register()} if part else register())
         model.takes_bounds = True

@@ -1,7 +1,7 @@
-"""Makes an encoder architecture a decoder where its config can, so that it predicts tokens that it does not see.
+"""Turns an encoder architecture into a decoder if its config allows that, so that it cannot see what it predicts.
 
-BERT and its relatives look both ways unless `is_decoder` is set. What they then do is tried on a small twin. Must not
-know weights, objectives or ranks.
+BERT and its relatives look both ways unless `is_decoder` is set. A tiny probe shows whether they do. Must not know
+weights, objectives or ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _looks_ahead(config: Any, *, trust_remote_code: bool) -> bool:
         torch.manual_seed(0)
         try:
             small = config_with(type(config), tiny_keys(config))
-            twin = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code).eval()
-            one, two = (twin(input_ids=row, use_cache=False).logits[:, :9] for row in (ids, other))
+            probe = AutoModelForCausalLM.from_config(small, trust_remote_code=trust_remote_code).eval()
+            one, two = (probe(input_ids=row, use_cache=False).logits[:, :9] for row in (ids, other))
         except Exception:
-            return True  # some refuse to be built without it; the proof before step 1 has the last word
+            return True  # some refuse to be built without it; the proof before step 1 decides
     return not torch.allclose(one, two, rtol=0.0, atol=1e-5 * float(one.abs().max()))

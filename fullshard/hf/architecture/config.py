@@ -43,7 +43,7 @@ def fit_vocabulary(config: Any, processor: Any, *, resize: bool | None, exact: b
         return 0
     text.vocab_size = tokens
     if stored:
-        # A warning, so that it is seen: what the model knows changes with its rows.
+        # A warning, so that it is seen: resizing rows changes what the model has learned.
         logger.warning("the embedding is resized from %d to %d rows, one for each token", rows, tokens)
     return max(tokens - rows, 0)
 

@@ -24,7 +24,7 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, 
     if auto == "AutoModelForCausalLM":
         make_decoder(config, trust_remote_code=trust_remote_code)
     for part in (config, config.get_text_config(decoder=True)):
-        # A model with a cache of what came before takes no notice of texts that share a row.
+        # With its cache, a model ignores the bounds of documents that share a row.
         part.use_cache = False
     config.dtype = torch.float32
     chosen = {} if attention is None else {"attn_implementation": attention}
@@ -32,14 +32,14 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, 
         with init_empty_weights(include_buffers=False):
             module = getattr(transformers, auto).from_config(config, trust_remote_code=trust_remote_code, **chosen)
     except Exception as error:
-        # Whatever it is, it comes of the config: a key that is missing, of the wrong type, or at odds with another.
+        # Any error comes from the config: a missing key, a wrong type, or keys that contradict each other.
         reason = (str(error).strip().splitlines() or [""])[0].removesuffix("You can install it with pip:")
         reason = reason.strip().rstrip(".")
         if not isinstance(error, (ImportError, ValueError, RuntimeError)):
             reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
         remedy = "Install it" if isinstance(error, ImportError) else "Check model.attention and model.overrides"
         raise RecipeError(
-            f"model: Transformers cannot build {config.model_type} as asked for ({reason}). {remedy}."
+            f"model: Transformers cannot build {config.model_type} with these settings ({reason}). {remedy}."
         ) from error
     module.tie_weights()
     module.architecture_name = type(module).__name__
@@ -50,6 +50,6 @@ def _refuse_layerdrop(config: Any) -> None:
     share = getattr(config, "layerdrop", None) or 0.0
     if share > 0:
         raise RecipeError(
-            f"model: its config has layerdrop = {share:g}, with which each rank leaves out other layers, and sharded "
-            "ranks would wait for each other without end. Set model.overrides.layerdrop=0."
+            f"model: its config has layerdrop = {share:g}, so each rank would skip other layers, and sharded "
+            "ranks would wait for each other forever. Set model.overrides.layerdrop=0."
         )

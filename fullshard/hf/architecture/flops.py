@@ -15,8 +15,8 @@ def flops_per_token(module: nn.Module, *, length: int, without: Collection[str] 
     """4·N + 2·T + 6·L·d·s, with N parameters, T of them trained, L layers of width d and sequences of s tokens.
 
     Without frozen parameters that is the usual 6·N + 6·L·d·s. A frozen one still costs its forward (2) and the gradient
-    of its input (2), but no gradient of its own. Of a mixture's experts only the chosen ones count. Parameters named in
-    `without` work on something else than tokens.
+    of its input (2), but no weight gradient. In a mixture of experts only the active ones count. Parameters named in
+    `without` do not work on tokens.
     """
     model: Any = module
     config = model.config.get_text_config(decoder=True)

@@ -1,4 +1,4 @@
-"""The output head: how logits follow from hidden states, so that a loss can work on both without full logits.
+"""The output head: how hidden states become logits, so that a loss can use both without the full logits.
 
 `bind` gives a causal LM the method `hidden_states_and_head`. Must not know losses, model names or ranks.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fullshard.hf.architecture.tiny_probe import backbone, build_twin
+from fullshard.hf.architecture.tiny_probe import backbone, build_probe
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class Head:
 
 @dataclass(frozen=True)
 class HeadRule:
-    """How one model makes logits; `whole` runs its own forward and leaves nothing to chunk."""
+    """How a model computes its logits; `whole` runs its own forward, which cannot be chunked."""
 
     whole: bool
     scale: float = 1.0
@@ -62,11 +62,11 @@ SOFTCAPS = ("", "final_logit_softcapping", "output_logit_soft_cap")
 """Config keys of a soft cap."""
 
 _TELLING = {"logit_scale": 0.37, "logits_scaling": 1.7, "lm_head_multiplier": 0.37, "dim_model_base": 48}
-"""Values for the twin that set the formulas apart even where the real config has 1."""
+"""Values for the tiny probe that tell the formulas apart even if the real config has 1."""
 
 
 def find_rule(module: nn.Module) -> HeadRule:
-    """The formula that gives the model's own logits, proven on a twin; the model's whole forward when none does."""
+    """The formula that gives the model's own logits, tried on a tiny probe; else the model's whole forward."""
     model: Any = module
     output = model.get_output_embeddings()
     if backbone(module) is None:
@@ -76,7 +76,7 @@ def find_rule(module: nn.Module) -> HeadRule:
     config = model.config.get_text_config(decoder=True)
     scales = {key: formula for key, formula in SCALES.items() if not key or _number(config, key.strip()) is not None}
     softcaps = [key for key in SOFTCAPS if not key or _number(config, key) is not None]
-    found = _try_on_twin(type(module), model.config, scales, softcaps)
+    found = _try_on_probe(type(module), model.config, scales, softcaps)
     if found is None:
         return HeadRule(whole=True, reason="no known formula gives this architecture's logits")
     scale, softcap = found
@@ -89,23 +89,23 @@ def find_rule(module: nn.Module) -> HeadRule:
 
 
 @torch.no_grad()
-def _try_on_twin(
+def _try_on_probe(
     module_class: type[nn.Module], config: Any, scales: dict[str, Callable[[Any], float]], softcaps: list[str]
 ) -> tuple[str, str] | None:
     keep: dict[str, Any] = {key.strip(): _TELLING[key.strip()] for key in scales if key}
     keep |= {key: 20.0 for key in softcaps if key}
-    twin: Any = build_twin(module_class, config, keep=keep if config.get_text_config(decoder=True) is config else {})
-    if twin is None:
+    probe: Any = build_probe(module_class, config, keep=keep if config.get_text_config(decoder=True) is config else {})
+    if probe is None:
         return None
-    text = twin.config.get_text_config(decoder=True)
-    output = twin.get_output_embeddings()
-    # Large logits, or a soft cap would look like none.
+    text = probe.config.get_text_config(decoder=True)
+    output = probe.get_output_embeddings()
+    # Large logits: a soft cap hardly changes small ones.
     output.weight.mul_(40.0 / output.weight.std() / output.weight.shape[1] ** 0.5)
     ids = torch.arange(16).mul(7).remainder(97).add(3).unsqueeze(0)
     try:
-        base: Any = backbone(twin)
+        base: Any = backbone(probe)
         hidden = base(input_ids=ids, use_cache=False).last_hidden_state
-        expected = twin(input_ids=ids, use_cache=False).logits
+        expected = probe(input_ids=ids, use_cache=False).logits
     except Exception:
         return None
     for scale, formula in scales.items():
@@ -150,15 +150,15 @@ def hidden_states_and_head(
 ) -> T:
     """Runs the model up to its head and returns `reduce(hidden, head)`.
 
-    Where the head is more than one linear layer, or with `full_logits`, it is `reduce(logits, None)`. `reduce` runs
-    inside the call because the head's weight is whole only there, once the model is sharded. `bounds` are the
+    If the head is more than one linear layer, or with `full_logits`, returns `reduce(logits, None)`. `reduce` runs
+    inside the call because the weight of a sharded head is complete only there. `bounds` are the
     cumulative document lengths, for an attention kernel that takes them.
     """
     rule: HeadRule = module.head_rule
     if bounds is not None and getattr(module, "takes_bounds", False):
         inputs["cu_seq_lens_q"] = bounds
     output = module.get_output_embeddings()
-    # An adapted head has more weights than one; its own forward knows how they add up.
+    # An adapted head has several weights; its own forward combines them.
     if full_logits or rule.whole or hasattr(output, "base_layer"):
         return reduce(module.forward(use_cache=False, **inputs).logits, None)
     base: Any = backbone(module)

@@ -169,15 +169,15 @@ TINY: dict[str, Any] = {
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 256,
 }
-"""What `tiny` changes, wherever the architecture has such a key."""
+"""What `tiny` changes, if the architecture has the key."""
 
 
 UNFIT: dict[str, str] = {
-    "blt": "it reads bytes in patches that a second model cuts",
-    "gemma4_assistant": "it drafts tokens from the states of a Gemma 4 beside it",
-    "gemma4_unified_assistant": "it drafts tokens from the states of a Gemma 4 beside it",
-    "musicgen": "it writes the codes of an audio codec",
-    "musicgen_melody": "it writes the codes of an audio codec",
+    "blt": "it reads patches of bytes that a second model cuts",
+    "gemma4_assistant": "it drafts tokens from the hidden states of a Gemma 4 model",
+    "gemma4_unified_assistant": "it drafts tokens from the hidden states of a Gemma 4 model",
+    "musicgen": "it generates the codes of an audio codec",
+    "musicgen_melody": "it generates the codes of an audio codec",
 }
 """Model types that Transformers lists as causal language models, and why they cannot be trained on tokens alone."""
 
@@ -314,7 +314,7 @@ _TINY_EXTRA: dict[str, dict[str, Any]] = {
 
 
 def config_with(config_class: Any, keys: Mapping[str, Any]) -> Any:
-    """A config with these keys; special tokens outside its vocabulary are forgotten, as they belong to another one."""
+    """A config with these keys; special tokens outside its vocabulary are dropped: they belong to another one."""
     default = config_class()
     vocabulary = keys.get("vocab_size", getattr(default, "vocab_size", None))
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -322,7 +322,7 @@ def config_with(config_class: Any, keys: Mapping[str, Any]) -> Any:
     try:
         config = config_class(**{**dict.fromkeys(foreign), **keys})
     except Exception:
-        # A few config classes insist on a number; any other refusal comes again.
+        # A few config classes require a number; any other error is raised again.
         config = config_class(**{**dict.fromkeys(foreign, 0), **keys})
     text = config.get_text_config(decoder=True)
     for name in names:
@@ -342,7 +342,7 @@ def _has(config: Any, name: str) -> bool:
     try:
         return hasattr(config, name)
     except Exception:
-        # Some configs refuse to answer for keys that vary by layer; those are not for us to set.
+        # Some configs raise for keys that vary by layer; these are never set.
         return False
 
 

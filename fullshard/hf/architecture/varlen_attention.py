@@ -14,12 +14,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 NAME = "fullshard_varlen"
 
-# Until torch 2.12 fewer key than query heads were simply taken; since then it must be said.
+# Before 2.12 torch accepted fewer key heads than query heads; later versions need a flag for that.
 _GQA_IS_ASKED_FOR = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def register(name: str = NAME) -> str:
-    """Makes the attention known to Transformers; returns the name to ask for."""
+    """Registers the kernel with Transformers; returns its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attend)

@@ -21,20 +21,20 @@ MOST_SPARE = 0.1
 """The share of embedding rows that may be unused (padding to a round number); more means another tokenizer."""
 
 _ADVICE = (
-    "Leave model.tokenizer out to use the model's own; to train the model on this one all the same, set "
+    "Leave model.tokenizer out to use the model's own; to train the model with this one anyway, set "
     "model.resize_embedding: true."
 )
 
 
 def check_tokenizer(tokenizer: Any, own: Any, *, rows: int | None, agreed: bool) -> None:
-    """Raises RecipeError unless a tokenizer is the model's `own`, or `agreed`. `own` is None if none is stored
-    with the weights; `rows` (of the stored embedding) is None if unknown."""
+    """Raises RecipeError unless a tokenizer is the model's `own`, or `agreed`. `own` is None if no tokenizer is
+    stored with the weights; `rows` (of the stored embedding) is None if unknown."""
     tokenizer, own = getattr(tokenizer, "tokenizer", tokenizer), getattr(own, "tokenizer", own)
     found = difference(tokenizer, own) if own is not None else _size(tokenizer, rows=rows)
     if found is None:
         if own is None:
             logger.warning(
-                "model.tokenizer cannot be compared, as no tokenizer lies beside the weights; it has %d tokens%s",
+                "model.tokenizer cannot be compared: no tokenizer is stored with the weights; it has %d tokens%s",
                 *(len(tokenizer), "" if rows is None else f", and the embedding {rows} rows"),
             )
         elif tokenizer.eos_token != own.eos_token:
@@ -47,7 +47,7 @@ def check_tokenizer(tokenizer: Any, own: Any, *, rows: int | None, agreed: bool)
         raise RecipeError(f"model.tokenizer is not the tokenizer of these weights: {found}. {_ADVICE}")
     logger.warning(
         "model.tokenizer is not the tokenizer of these weights (%s), as model.resize_embedding allows: its tokens "
-        "start with the values of others",
+        "start with the embeddings of other tokens",
         found,
     )
 
@@ -76,4 +76,4 @@ def _size(tokenizer: Any, *, rows: int | None) -> str | None:
     tokens = len(tokenizer)
     if rows is None or (1 - MOST_SPARE) * rows <= tokens <= rows:
         return None
-    return f"it has {tokens:,} tokens and the embedding {rows:,} rows (the model's own cannot be compared: it has none)"
+    return f"it has {tokens:,} tokens and the embedding {rows:,} rows (no tokenizer is stored with the weights)"

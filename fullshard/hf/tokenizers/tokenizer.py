@@ -34,7 +34,7 @@ TOKENIZER_FILES = (
 
 
 class TokenizerTraining(Section):
-    """A byte-level BPE trained on the training texts; no text is out of its vocabulary."""
+    """A byte-level BPE trained on the training texts; it can encode any text."""
 
     vocab_size: int = Field(8192, ge=300)
     """The number of tokens, including special ones."""

@@ -20,8 +20,8 @@ _FLAG = "_is_hf_initialized"
 def initialise_subtree(unit: nn.Module, *, root: nn.Module) -> None:
     """Initialises the real tensors under `unit`, children before parents; tensors on meta are left for their own unit.
 
-    Ancestors are asked as well, because some architectures set a child's values from a parent's rule; what lies outside
-    the unit is shielded from them.
+    The rules of its ancestors run as well, because some architectures set a child's values in the parent's rule;
+    tensors outside the unit are protected from them.
     """
     from transformers import initialization
 
@@ -55,7 +55,7 @@ def _initialise(
 
 
 def _owner(module: nn.Module) -> Callable[[nn.Module], None] | None:
-    """The initialisation rule of a (sub-)model; plain modules follow the model they sit in."""
+    """The initialisation rule of a (sub-)model; plain modules follow the model that contains them."""
     from transformers import PreTrainedModel
 
     return module._init_weights if isinstance(module, PreTrainedModel) else None
@@ -70,7 +70,7 @@ def _owners(path: list[nn.Module]) -> list[Callable[[nn.Module], None]]:
 
 def _adapter_children(module: nn.Module) -> set[str]:
     """Names of the children that peft added to a layer."""
-    # Without peft loaded there are no adapters, and loading it brings in much that speaks up.
+    # If peft was not imported there are no adapters, and importing it would print warnings.
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     if tuners is None or not isinstance(module, tuners.BaseTunerLayer):
         return set()
@@ -106,7 +106,7 @@ def _only(unit: nn.Module, *, root: nn.Module) -> Iterator[list[torch.Tensor]]:
     inside = {id(t) for t in (*unit.parameters(), *unit.buffers())}
     shielded: list[torch.Tensor] = []
     for module in root.modules():
-        # The same flag on a module would make it be passed over.
+        # With the same flag on a module, Transformers would skip the module.
         module.__dict__.pop(_FLAG, None)
     for tensor in (*root.parameters(), *root.buffers()):
         if id(tensor) not in inside:

@@ -44,7 +44,7 @@ class TensorEntry:
 
 
 class Stored(Mapping[str, TensorEntry]):
-    """The tensors of a folder; headers are read at once, values only when asked for."""
+    """The tensors of a folder; headers are read immediately, values on demand."""
 
     def __init__(self, entries: dict[str, TensorEntry]) -> None:
         self._entries = entries
@@ -60,7 +60,7 @@ class Stored(Mapping[str, TensorEntry]):
         return len(self._entries)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows of one tensor; all of it without `start` and `stop`. Rows beyond the last are not there."""
+        """Rows of one tensor; all of it without `start` and `stop`. Rows beyond the last are left out."""
         entry = self._entries[name]
         if entry.file not in self._open:
             self._open[entry.file] = _open(entry.file)
@@ -107,8 +107,8 @@ def open_files(files: Sequence[Path]) -> Stored:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """`model.safetensors`, or the files that `model.safetensors.index.json` names; all of them are there. Folders of
-    diffusers have another name for the same."""
+    """`model.safetensors`, or the files that `model.safetensors.index.json` names; raises if one is missing.
+    diffusers has other names for the same files."""
     stem = next((stem for stem in _STEMS if any(folder.glob(f"{stem}.safetensors*"))), _STEMS[0])
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     if index.is_file():

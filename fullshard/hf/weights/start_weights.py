@@ -24,7 +24,7 @@ from fullshard.hf.adapters.edits import base_name, has_adapters, is_adapter
 from fullshard.hf.scalars import is_scalar
 from fullshard.hf.weights.safetensors_folder import Stored, TensorEntry
 from fullshard.hf.weights.state_file import Renamed, open_state
-from fullshard.hf.weights.stored_weights import NamedWeights, StoredWeights, Together, adapter_shapes
+from fullshard.hf.weights.stored_weights import FirstOf, NamedWeights, StoredWeights, adapter_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _Section(Stored):
 
 
 def open_start(start: str) -> Stored:
-    """The model's tensors behind `model.from`."""
+    """The model's tensors that `model.from` names."""
     try:
         if checkpoint_model.is_file(start):
             return open_state(Path(start).expanduser())
@@ -61,7 +61,7 @@ def open_start(start: str) -> Stored:
 
 
 def frozen_dtype(start: str) -> torch.dtype | None:
-    """The dtype of the stored base model; None where adapters alone are stored."""
+    """The dtype of the stored base model; None if only adapters are stored."""
     return _frozen_dtype(start, os.getcwd())
 
 
@@ -83,20 +83,20 @@ def start_weights(
 ) -> Weights:
     """Values for the module. `base` and `adapter` open the folders of `model.path`, for what the start does not hold.
 
-    Adapters stay without a value, and so begin fresh, where neither the start nor `model.path` has any."""
+    If neither the start nor `model.path` has adapters, they get no value here and start fresh."""
     stored = open_start(start)
     place, sources = f"model.from = {start!r}", list[Weights]()
     if not stored:
         raise CheckpointError(f"{place} holds no tensors of a model. Name another checkpoint.")
     logger.info("weights to start from: %s", next(iter(stored.values())).file)
     adapters = {name: name for name in stored if is_adapter(name)}
-    # What an objective learned beside the model belongs to that run.
+    # Scalars that an objective trained with the model belong to that run.
     rest = {base_name(name): name for name in stored if not is_adapter(name) and not is_scalar(name)}
     if adapters:
         if not has_adapters(module):
             raise CheckpointError(
-                f"{place} holds {len(adapters)} adapter tensors ({next(iter(adapters))}, ...), and this model has no "
-                "adapters. Give model.lora as it was, or merge them first: fullshard export."
+                f"{place} holds {len(adapters)} adapter tensors ({next(iter(adapters))}, ...), but this model has no "
+                "adapters. Set model.lora as in that run, or merge them first: fullshard export."
             )
         _compare(start, alpha)
         what = f"{place} does not hold the adapters of this model"
@@ -105,7 +105,7 @@ def start_weights(
     elif adapter is not None:
         sources.append(adapter())
     if not rest and base is None:
-        raise CheckpointError(f"{place} holds adapters and no base model. Name the base in model.path.")
+        raise CheckpointError(f"{place} holds adapters, but no base model. Name the base in model.path.")
     if rest:
         absent = _left_out(start, whole=bool(adapters)) if base is not None else lambda name: False
         names = Renamed(stored, rest)
@@ -117,7 +117,7 @@ def start_weights(
         n not in have and not is_adapter(n) and not is_scalar(n) for n in module.state_dict(keep_vars=True)
     ):
         sources.append(base())
-    return Together(*sources)
+    return FirstOf(*sources)
 
 
 def _left_out(start: str, *, whole: bool) -> Callable[[str], bool]:
@@ -130,12 +130,12 @@ def _left_out(start: str, *, whole: bool) -> Callable[[str], bool]:
 
 
 def _compare(start: str, alpha: float | None) -> None:
-    """Adapters mean something else under another scale, and no shape shows it."""
+    """Adapters have another effect with another scale, which no shape shows."""
     settings = None if checkpoint_model.is_file(start) else checkpoint_model.recorded_model(start)
     then = (settings or {}).get("lora")
     if isinstance(then, Mapping) and alpha is not None and then.get("alpha") != alpha:
         logger.warning(
-            "model.lora.alpha = %g, and the adapters of model.from were trained with %s: they start with another "
-            "effect than they had",
+            "model.lora.alpha = %g, but the adapters of model.from were trained with %s: they start with a "
+            "different effect",
             *(alpha, then.get("alpha")),
         )

@@ -1,7 +1,7 @@
 """One file with the whole state of a model, as torch or safetensors write it, read in rows.
 
-The file stays on disk (memory-mapped), and a pickle in it may hold tensors and nothing else. Wrapper prefixes of DDP,
-FSDP and compile are cut off. Must not know modules, recipes or ranks.
+The file stays on disk (memory-mapped), and a pickle in it may hold only tensors. Wrapper prefixes of DDP, FSDP and
+compile are removed. Must not know modules, recipes or ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Renamed(Stored):
 
 
 class _Mapped(Stored):
-    """Tensors that torch mapped into memory: rows are read from the disk when they are asked for."""
+    """Tensors that torch mapped into memory: rows are read from disk on demand."""
 
     def __init__(self, file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__({name: TensorEntry(file, tuple(t.shape), t.dtype) for name, t in tensors.items()})
@@ -54,27 +54,28 @@ def open_state(file: Path) -> Stored:
     twice = len(stored) - len(names)
     if twice:
         raise CheckpointError(
-            f"{file}: without the prefixes of DDP and compile, {twice} of its {len(stored)} names mean the same "
-            f"tensor twice. {_SAVE}, from the bare module."
+            f"{file}: without the prefixes of DDP and compile, {twice} of its {len(stored)} names are "
+            f"duplicates. {_SAVE}, from the bare module."
         )
     return Renamed(stored, names)
 
 
 def open_pickle(file: Path) -> Stored:
-    """A file of torch.save, mapped into memory; whatever in it is more than tensors is refused and never run."""
+    """A file of torch.save, mapped into memory; anything but tensors is refused and never run."""
     content = _load(file)
     if isinstance(content, Mapping):
         nested = next((content[key] for key in _NESTED if isinstance(content.get(key), Mapping)), None)
         content = content if nested is None else nested
     if not isinstance(content, Mapping) or not content:
         raise CheckpointError(
-            f"{file} holds {type(content).__name__}, and a mapping from name to tensor is needed, flat or under one of "
+            f"{file} holds {type(content).__name__}, but a mapping from name to tensor is needed, flat or under one of "
             f"{', '.join(_NESTED)}. {_SAVE}."
         )
     other = [str(name) for name, value in content.items() if type(value) not in (torch.Tensor, torch.nn.Parameter)]
     if other:
         raise CheckpointError(
-            f"{file}: {len(other)} of its {len(content)} entries are no plain tensors: {', '.join(other[:5])}. {_SAVE}."
+            f"{file}: {len(other)} of its {len(content)} entries are not plain tensors: {', '.join(other[:5])}. "
+            f"{_SAVE}."
         )
     return _Mapped(file, {str(name): tensor for name, tensor in content.items()})
 
@@ -84,10 +85,10 @@ def _load(file: Path) -> Any:
         return torch.load(file, weights_only=True, mmap=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{file} holds more than tensors ({_refused(error)}); such a file can run code when it is loaded, so it "
-            f"was not. {_SAVE}."
+            f"{file} holds more than tensors ({_refused(error)}); loading it could run code, so it was not "
+            f"loaded. {_SAVE}."
         ) from error
-    except Exception as error:  # torch and zip have many words for a file that is not what it should be
+    except Exception as error:  # torch and zipfile raise many kinds of errors for a malformed file
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         if "mmap can only be used" in reason:
             reason = "it is not in torch.save's zip format, which can be read in parts"
@@ -104,7 +105,7 @@ def _refused(error: Exception) -> str:
 
 
 def _bare_names(stored: Iterable[str]) -> dict[str, str]:
-    """Names without wrapper prefixes, and the stored names they stand for."""
+    """Names without wrapper prefixes, and the stored name of each."""
     bare = {name: name for name in stored}
     for inner in _INNER:
         bare = {old: new.replace(inner, "") for old, new in bare.items()}

@@ -22,17 +22,17 @@ from fullshard.hf.scalars import is_scalar
 from fullshard.hf.weights.safetensors_folder import Stored, open_folder
 
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|position_ids$")
-"""Buffers that older versions of Transformers stored; they are computed now."""
+"""Buffers that older versions of Transformers stored and newer ones compute."""
 
 
 class StoredWeights:
-    """Stored tensors of a model without its adapters, checked against one module: complete, nothing left over, shapes
-    equal.
+    """Stored tensors of a model without its adapters, checked against one module: complete, nothing unexpected,
+    equal shapes.
 
     `resized` allows another number of rows in the embedding and the head: old rows are exact, rows beyond the stored
-    ones are the mean of the stored rows. `own_names`: stored under the module's own names, as far as they are known
-    there. `may_miss` says which of the module's names need not be stored. `headless`: the module is the backbone of the
-    stored model, whose heads are left where they are.
+    ones are the mean of the stored rows. `own_names`: names that the module has are stored unchanged. `may_miss` says
+    which of the module's names need not be stored. `headless`: the module is the backbone of the stored model, whose
+    heads are not read.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class StoredWeights:
         return self._stored[source].dtype
 
     def _map_names(self) -> list[str]:
-        """Finds the parameter behind every stored name, by Transformers' own rules; returns the names left over."""
+        """Finds the parameter behind every stored name, by Transformers' own rules; returns the other names."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
@@ -163,7 +163,7 @@ class StoredWeights:
                 self._plain[name] = self._plain[found[0]]
 
     def _check_equal(self, sources: list[str]) -> None:
-        """Two stored tensors for one tied parameter must agree; a sample of rows tells."""
+        """Two stored tensors for one tied parameter must agree; compares a sample of rows."""
         rows = min(self._stored[s].shape[0] for s in sources)
         for row in range(0, rows, max(rows // 16, 1)):
             first, *rest = (self._stored.read(s, row, row + 1) for s in sources)
@@ -226,7 +226,7 @@ class SafetensorsWeights(StoredWeights):
     def __init__(self, folder: Path, module: nn.Module, *, resized: bool = False, headless: bool = False) -> None:
         advice = "Check that config.json belongs to these weights and that model.overrides changes no shape."
         # The pooler of an encoder is left out by models that were trained without it; an embedding has no use for it.
-        # What follows pooling lies in folders of its own.
+        # Modules after the pooling have their own folders.
         apart = _stored_apart(module) if headless else ()
         stored = open_folder(folder)
         super().__init__(
@@ -241,13 +241,13 @@ class SafetensorsWeights(StoredWeights):
 
 
 def _stored_apart(module: nn.Module) -> tuple[str, ...]:
-    """Prefixes of what a headless model's own files may lack: its pooler, and parts whose values lie elsewhere."""
+    """Prefixes of what a headless model's own files may lack: its pooler, and parts that are stored elsewhere."""
     marked = [f"{name}." for name, part in module.named_modules() if getattr(part, "stored_apart", False)]
     return "pooler.", *marked
 
 
 class NamedWeights:
-    """Stored tensors by parameter name, checked against `shapes`: complete, nothing left over, shapes equal.
+    """Stored tensors by parameter name, checked against `shapes`: complete, nothing unexpected, equal shapes.
 
     `names`: parameter name -> stored name. `what` and `advice` begin and end the error message."""
 
@@ -287,8 +287,8 @@ def adapter_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module.named_parameters() if is_adapter(name)}
 
 
-class Together:
-    """Several sources of values as one; the first that has a name answers for it."""
+class FirstOf:
+    """Several sources of values as one; the first that has a name provides its values."""
 
     def __init__(self, *sources: Weights) -> None:
         self._owner = {name: source for source in reversed(sources) for name in source.names()}

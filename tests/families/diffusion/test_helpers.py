@@ -175,7 +175,7 @@ def test_text_encoders_in_every_step_are_the_cache_of_their_states(ranks: RankPo
     with Image.open(grid) as image:
         assert abs(np.asarray(image).astype(int) - first).max() > 1, "the texts decide"
     for more, says in (
-        ([], "its model is text-conditioned, and no text is given"),
+        ([], "its model is text-conditioned: give at least one text"),
         (["--classes", "1"], "has a text-conditioned model. Use --texts."),
     ):
         done = CliRunner().invoke(app, [*words, *more])
@@ -185,7 +185,7 @@ def test_text_encoders_in_every_step_are_the_cache_of_their_states(ranks: RankPo
 
 def test_texts_for_a_model_that_takes_none_are_refused(ranks: RankPool, folder: Path) -> None:
     data = {"encode": {"kind": "image", "vae": str(folder / "pipeline"), "text": {"path": str(folder / "t5")}}}
-    with pytest.raises(AssertionError, match=r"data.encode.text gives texts, and DiTTransformer2DModel takes none"):
+    with pytest.raises(AssertionError, match=r"data.encode.text gives texts, but DiTTransformer2DModel takes no texts"):
         ranks.run(train, settings(folder, "wrong", data=data), world=1)
 
 

@@ -242,7 +242,7 @@ def test_pictures_are_the_same_on_any_ranks(ranks: RankPool, folder: Path) -> No
     [
         (
             {"evaluate": {"parts": [{"kind": "pictures", "classes": [10]}]}},
-            "asks for the class 10, and the model has 10",
+            "asks for the class 10, but the model has 10",
         ),
         ({"objective": {"kind": "causal_lm", "label_drop": None}}, "label_drop"),
         ({"model": {"classes": 12}}, "of another shape"),
@@ -257,5 +257,5 @@ def test_mistakes_end_before_the_first_step(ranks: RankPool, folder: Path, secti
 def test_a_label_that_the_model_has_no_row_for_names_its_record(tmp_path: Path, kind: str) -> None:
     recipe = settings(tmp_path, "few", objective={"kind": kind})
     recipe["model"] = {"kind": "diffusers", "architecture": "dit", "size": "tiny", "classes": 5, "overrides": SHAPE}
-    with pytest.raises(DataError, match=r"digits, number \d+: the label [5-9], and the model has the classes 0 to 4"):
+    with pytest.raises(DataError, match=r"digits, number \d+: the label [5-9], but the model has the classes 0 to 4"):
         fullshard.train(fullshard.load(recipe))

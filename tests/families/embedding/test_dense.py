@@ -390,7 +390,7 @@ def test_dimensions_are_those_of_the_last_layer(folder: Path, tmp_path: Path, pl
             dims = {"matryoshka": [dim, 4]} if place == "matryoshka" else {}
             objective: Any = decode(Objective, {"kind": "contrastive", **dims}, where="objective")
             search: Any = decode(Evaluation, {"kind": "retrieval", "dims": [dim]}, where="evaluate")
-            words = f"has {dim}, and the model's embeddings have {width} dimensions"
+            words = f"has {dim}, but the model's embeddings have {width} dimensions"
             refused = pytest.raises(RecipeError, match=words) if dim > width else contextlib.nullcontext()
             with refused:
                 objective.extend(module) if place == "matryoshka" else search.check(objective, module, None)

@@ -104,12 +104,17 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "a mapped column that is missing": (
         DataError,
         {"data": {"encode": {"kind": "pairs", "column_mapping": {"query": "title"}}}},
-        ["train.jsonl", "no 'title' in the record", "takes for 'query'"],
+        ["train.jsonl", "no 'title' in the record", "maps to 'query'"],
     ),
     "an empty negative list where one is needed": (
         DataError,
         {"objective": {"loss": "triplet"}},
-        ["train.jsonl:3", "objective.loss = triplet needs a negative in every record", "1 of 3 have none", "infonce"],
+        [
+            "train.jsonl:3",
+            "objective.loss = triplet needs a negative in every record",
+            "1 of 3 have no negative",
+            "infonce",
+        ],
     ),
     "own negatives where there are none": (
         DataError,

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # world, per_device, the 
     "one rank, one micro-batch": (1, 8, {}),
     "one rank, four micro-batches": (1, 2, {}),
     "one rank, padded": (1, 4, {"data": PADDED}),
-    "one rank, chunks of so many tokens": (1, 8, {"objective": {"cache": {"tokens": 30}}}),
+    "one rank, chunks by tokens": (1, 8, {"objective": {"cache": {"tokens": 30}}}),
     "two ranks, two micro-batches": (2, 2, {}),
     "two ranks, grad_op, cache, padded": (
         2,

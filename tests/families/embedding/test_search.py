@@ -16,7 +16,7 @@ import torch
 from fullshard.config.part import decode
 from fullshard.contracts.data import Source
 from fullshard.errors import DataError
-from fullshard.families.embedding.relevance_files import read_judged
+from fullshard.families.embedding.relevance_files import read_judgements
 from tests.families.embedding import texts
 from tests.ranks import RankPool
 from tests.small import train
@@ -59,7 +59,7 @@ def source(path: Path) -> Any:
 def judged(folder: Path, **changed: Any) -> Any:
     given = {"corpus": folder / "corpus.jsonl", "queries": folder / "queries.jsonl", "qrels": folder / "qrels/test.tsv"}
     given |= changed
-    return read_judged(source(given["corpus"]), source(given["queries"]), str(given["qrels"]))
+    return read_judgements(source(given["corpus"]), source(given["queries"]), str(given["qrels"]))
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_files_that_do_not_fit_together(folder: Path, tmp_path: Path) -> None:
     for match, path in cases.items():
         with pytest.raises(DataError, match=match):
             judged(folder, qrels=path)
-    with pytest.raises(DataError, match=r"none of the 12 queries in queries has a relevant document.*'z0'.*'q0'"):
+    with pytest.raises(DataError, match=r"no relevant document for any of the 12 queries in queries.*'z0'.*'q0'"):
         judged(folder, qrels=qrels("z0\td1\t1"))
     with pytest.raises(DataError, match="none of the 12 queries"):
         judged(folder, qrels=qrels("q0\td1\t0"))

@@ -270,8 +270,8 @@ def test_a_package_that_is_missing(tmp_path: Path, sections: dict[str, Any], lac
 
 
 def test_packages_in_other_versions() -> None:
-    assert machine.misfits() == ()
-    assert machine.misfits("no-such-distribution") == ()
+    assert machine.unmet_requirements() == ()
+    assert machine.unmet_requirements("no-such-distribution") == ()
 
 
 def test_a_distribution_that_wants_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_a_distribution_that_wants_what_is_not_there(tmp_path: Path, monkeypatch
         "Requires-Dist: pydantic>=2\nRequires-Dist: nor-this; extra == 'more'\nRequires-Dist: torch>=99\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    found = machine.misfits("wanting")
+    found = machine.unmet_requirements("wanting")
     assert len(found) == 2
     assert "numpy" in found[0]
     assert ">=99 is required" in found[0]
@@ -291,7 +291,9 @@ def test_a_distribution_that_wants_what_is_not_there(tmp_path: Path, monkeypatch
 
 
 def test_misfits_are_errors(tmp_path: Path) -> None:
-    found = look(recipe(tmp_path), replace(CPU, misfits=("transformers 4.40 is installed, >=5.15 is needed",)))
+    found = look(
+        recipe(tmp_path), replace(CPU, unmet_requirements=("transformers 4.40 is installed, >=5.15 is needed",))
+    )
     assert problems(found) == ["packages"]
 
 

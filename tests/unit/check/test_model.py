@@ -117,7 +117,7 @@ def test_nothing_to_train() -> None:
     module = nn.Linear(2, 3).requires_grad_(False)
     (finding,) = check.parameters(module, adapters=False)
     assert finding.level == "error"
-    assert "none of its 2 parameters is trained" in finding.text
+    assert "all 2 parameters are frozen" in finding.text
     assert "weight, bias" in finding.remedy
 
 
@@ -200,7 +200,7 @@ def test_more_tokens_than_positions(folder: Path) -> None:
     recipe = read(small.recipe(folder, data={"sequence_length": 256})).recipe
     (finding,) = bad(list(check.shape(recipe, recipe.model.build(processor=None))))
     assert (finding.level, finding.check) == ("error", "positions")
-    assert "data.sequence_length = 256, and the model has 128 positions" in finding.text
+    assert "data.sequence_length = 256, but the model has only 128 positions" in finding.text
     assert "max_position_embeddings=256" in finding.remedy
 
 

@@ -152,7 +152,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "evaluate.patience = 3 has no effect: the run has 3 validations",
     ),
     "validation interval without data": ({"evaluate": {"every_steps": 2}}, "warning", "there is no validation data"),
-    "held out for nothing": ({"data": {"holdout": 0.1}}, "warning", "data.holdout = 0.1 is held out for nothing"),
+    "held out but never used": ({"data": {"holdout": 0.1}}, "warning", "data.holdout = 0.1 is held out but never used"),
     "save interval": ({"checkpoint": {"every_steps": 500}}, "warning", "checkpoint.every_steps = 500 has no effect"),
     "epoch interval": ({"checkpoint": {"every_epochs": 4}}, "warning", "checkpoint.every_epochs = 4 has no effect"),
     "log interval": (
@@ -179,7 +179,7 @@ def test_each_mistake_is_one_finding(look: Look, case: str) -> None:
 def test_holdout_beside_validation(look: Look, folder: Path) -> None:
     data = {"validation": str(folder / "validation.jsonl"), "holdout": 0.2}
     (finding,) = bad(look(data=data, evaluate={"parts": ["loss"]}))
-    assert "data.holdout has no effect: data.validation is given" in finding.text
+    assert "data.holdout has no effect: data.validation is set" in finding.text
     assert not bad(look(data={**data, "holdout": 0.05}, evaluate={"parts": ["loss"]}))
 
 

@@ -60,8 +60,8 @@ def test_a_whole_checkpoint_ends_with_0_and_is_not_touched(tmp_path: Path, forma
     result = verify(path)
     assert result.exit_code == 0, result.output
     num_files = len(list(path.iterdir())) - 1
-    assert result.output.startswith(f"✓ {path} is whole: {num_files} files, ")
-    assert f"{len(tensors())} tensors, every checksum as written" in result.output
+    assert result.output.startswith(f"✓ {path} is intact: {num_files} files, ")
+    assert f"{len(tensors())} tensors, every checksum matches" in result.output
     assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*")} == before
 
 
@@ -119,7 +119,7 @@ def test_a_run_folder_is_verified_with_all_of_its_checkpoints(tmp_path: Path) ->
 def test_best_and_last_are_what_they_point_to(tmp_path: Path) -> None:
     best, last = make(tmp_path, 3, point="best"), make(tmp_path, 8)
     cut(last / "__0_0.distcp")
-    assert verify(tmp_path / "best").output.startswith(f"✓ {best.resolve()} is whole")
+    assert verify(tmp_path / "best").output.startswith(f"✓ {best.resolve()} is intact")
     result = verify(tmp_path / "last")
     assert result.exit_code == 2
     assert result.output.startswith(f"✗ {last.resolve()} is DAMAGED")

@@ -186,7 +186,7 @@ def test_adapters_that_cannot_be_merged_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="merging would change both"):
         family.export(module, adapters_first(module), tmp_path / "out", processor=None, merged=True)
     module = real(family := lora(tmp_path / "tied", ["q_proj"]))
-    with pytest.raises(CheckpointError, match="missing, or given after the adapted weight"):
+    with pytest.raises(CheckpointError, match="missing, or received after the adapted weight"):
         family.export(module, tensors(module), tmp_path / "out", processor=None, merged=True)
 
 

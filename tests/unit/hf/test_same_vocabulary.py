@@ -94,16 +94,14 @@ def test_the_same_words_cut_in_another_way_are_another_tokenizer(folder: Path, t
 
 def test_without_a_tokenizer_of_its_own_the_size_is_compared(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("400", "900"):
-        with pytest.raises(
-            RecipeError, match=rf"it has {name} tokens and the embedding 600 rows \(the model's own cann"
-        ):
+        with pytest.raises(RecipeError, match=rf"it has {name} tokens and the embedding 600 rows \(no tokenizer"):
             rows_of(folder, "bare", name)
         assert rows_of(folder, "bare", name, resize_embedding=True) == int(name)
     caplog.clear()
     assert rows_of(folder, "bare", "590") == ROWS
     (said,) = caplog.messages[-1:]
     assert said.startswith(
-        "model.tokenizer cannot be compared, as no tokenizer lies beside the weights; it has 590 tok"
+        "model.tokenizer cannot be compared: no tokenizer is stored with the weights; it has 590 tok"
     )
 
 

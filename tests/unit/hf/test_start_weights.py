@@ -104,14 +104,14 @@ def test_adapters_over_the_folder_that_they_were_trained_on(tmp_path: Path, capl
     assert family.storage_dtype(name, module.get_parameter(name)) == torch.bfloat16
     assert family.stored_in() == tmp_path / "base"
     read(section(**{"from": str(folder), "path": str(tmp_path / "base"), "lora": {**LORA, "alpha": 9}}))
-    assert "model.lora.alpha = 9, and the adapters of model.from were trained with 4" in caplog.text
-    with pytest.raises(CheckpointError, match="adapter tensors .*and this model has no adapters"):
+    assert "model.lora.alpha = 9, but the adapters of model.from were trained with 4" in caplog.text
+    with pytest.raises(CheckpointError, match="adapter tensors .*but this model has no adapters"):
         read(section(**{"from": str(folder), "path": str(tmp_path / "base")}))
     with pytest.raises(CheckpointError, match=r"of another shape: .*lora_A.* \[2, 128\] \(the model has \[3, 128\]\)"):
         read(section(**{"from": str(folder), "path": str(tmp_path / "base"), "lora": 3}))
-    with pytest.raises(CheckpointError, match=r"holds adapters and no base model. Name the base in model\.path"):
+    with pytest.raises(CheckpointError, match=r"holds adapters, but no base model. Name the base in model\.path"):
         read(section(**{**SCRATCH, "from": str(folder), "lora": LORA}))
-    with pytest.raises(RecipeError, match="brings adapters and their settings. Leave model.lora out"):
+    with pytest.raises(RecipeError, match="has adapters and their settings. Leave model.lora out"):
         section(**{"from": str(folder), "lora": 3})
 
 
@@ -164,9 +164,9 @@ def test_names_and_shapes_are_strict_both_ways(tmp_path: Path, whole: dict[str, 
     [
         ({"from": "absent"}, "model.from = 'absent': absent: no such folder"),
         ({"from": "base"}, "this is a model folder, not a checkpoint. Name it in model.path"),
-        ({"from": "unsaid"}, "holds no settings of its model. Give model.path or model.architecture"),
+        ({"from": "unsaid"}, "holds no settings of its model. Set model.path or model.architecture"),
         ({"from": "trained"}, "its run trained a tokenizer, and the checkpoint does not hold it"),
-        ({"from": "state.pt"}, "model.from = 'state.pt' holds only tensors. Give model.path"),
+        ({"from": "state.pt"}, "model.from = 'state.pt' holds only tensors. Set model.path"),
         ({"from": "good", "size": "1B"}, "model.size goes with model.path or model.architecture"),
         ({"architecture": "gemma", "size": "tiny", "base": "x"}, "model.base names the base of a PEFT adapter"),
     ],
@@ -266,7 +266,7 @@ def test_a_hostile_pickle_is_refused_and_not_run(zipped: bool, tmp_path: Path) -
     torch.save({"x": Payload(ran)}, file, _use_new_zipfile_serialization=zipped)
     family = section(architecture="llama", size="tiny", **{"from": str(file)})
     said = (
-        r"holds more than tensors \(posix\.system\); such a file can run code" if zipped else "not in torch.save's zip"
+        r"holds more than tensors \(posix\.system\); loading it could run code" if zipped else "not in torch.save's zip"
     )
     with pytest.raises(CheckpointError, match=said):
         read(family)
@@ -278,9 +278,9 @@ def test_a_hostile_pickle_is_refused_and_not_run(zipped: bool, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([torch.zeros(1)], "holds list, and a mapping from name to tensor is needed"),
-        ({"a": torch.zeros(1), "epoch": 3}, "1 of its 2 entries are no plain tensors: epoch"),
-        ({"module.a": torch.zeros(1), "module._orig_mod.a": torch.zeros(1)}, "1 of its 2 names mean the same"),
+        ([torch.zeros(1)], "holds list, but a mapping from name to tensor is needed"),
+        ({"a": torch.zeros(1), "epoch": 3}, "1 of its 2 entries are not plain tensors: epoch"),
+        ({"module.a": torch.zeros(1), "module._orig_mod.a": torch.zeros(1)}, "1 of its 2 names are duplicates"),
         (None, "cannot be read as a torch state"),
     ],
 )

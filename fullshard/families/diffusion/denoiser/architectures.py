@@ -139,7 +139,7 @@ def _rows(class_name: str, settings: dict[str, Any], classes: int | None) -> dic
     """The settings for the number of labels."""
     if classes is not None and class_name not in LABELLED:
         raise RecipeError(
-            f"model.classes = {classes}, and {class_name} takes texts and no labels. Leave model.classes out, or use "
+            f"model.classes = {classes}, but {class_name} takes texts, not labels. Leave model.classes out, or use "
             f"one of: {', '.join(LABELLED)}."
         )
     if class_name == DIT:

@@ -28,7 +28,7 @@ LABELS_DROPPED = 0.1
 
 
 @dataclass(frozen=True)
-class Given:
+class DenoiserInputs:
     """A denoiser's inputs, without noise."""
 
     images: torch.Tensor
@@ -36,11 +36,11 @@ class Given:
     text: Text | None
 
 
-def given(
+def inputs_of(
     model: Any, batch: dict[str, Any], *, label_drop: float | None, aux: Mapping[str, Any] = MappingProxyType({})
-) -> Given:
+) -> DenoiserInputs:
     """Images (or latents, with a VAE in `aux`), labels and texts; label and text of a sample are dropped together.
-    Filler samples are blanked, so that none of their content reaches the model."""
+    Filler samples are blanked, so that their content never reaches the model."""
     import torch
 
     real = batch["sample_ids"] >= 0
@@ -58,7 +58,7 @@ def given(
     text = None
     if getattr(model, "text_width", None) is not None:
         text = without(*texts_of(model, batch, aux), dropped | ~real)
-    return Given(images, labels, text)
+    return DenoiserInputs(images, labels, text)
 
 
 def texts_of(model: Any, batch: dict[str, Any], aux: Mapping[str, Any] = MappingProxyType({})) -> tuple[Text, Text]:
@@ -131,12 +131,12 @@ def require_texts(model: Any, batch: dict[str, Any]) -> None:
     takes, takes_pooled = model.text_width, getattr(model, "pooled_width", None)
     if takes != states:
         raise RecipeError(
-            f"data.encode.text gives states of width {states}, and {name_of(model)} takes {takes}. Choose the text "
+            f"data.encode.text gives states of width {states}, but {name_of(model)} takes {takes}. Choose the text "
             "encoder that the model was made for."
         )
     if takes_pooled is not None and takes_pooled != pooled:
         raise RecipeError(
-            f"{name_of(model)} takes a pooled vector of width {takes_pooled}, and data.encode.text gives "
+            f"{name_of(model)} takes a pooled vector of width {takes_pooled}, but data.encode.text gives "
             f"{'none' if pooled is None else pooled}. Name an encoder with a pooled output, such as CLIP, before the "
             "one for the states: data.encode.text: [{path: CLIP}, {path: T5}]."
         )

@@ -42,7 +42,7 @@ def check_samples(module: Any, stored: Any, *, vae: Any) -> None:
     before = getattr(stored.encoder, "vae", None)
     if vae is not None and is_latent:
         raise RecipeError(
-            "objective.vae encodes images to latents, and data.train gives latents already"
+            "objective.vae encodes images to latents, but data.train already gives latents"
             f"{' (data.encode.vae)' if before is not None else ''}. Leave one of the two out."
         )
     if vae is not None:
@@ -66,7 +66,7 @@ def _check_labels(module: Any, stored: Any) -> None:
         label = int(stored.store.flat("label")[wrong[0]])
         found = "no label" if label < 0 else f"the label {label}"
         raise DataError(
-            f"{stored.records.where(int(stored.store.records[wrong[0]]))}: {found}, and the model has the classes 0 to "
+            f"{stored.records.where(int(stored.store.records[wrong[0]]))}: {found}, but the model has the classes 0 to "
             f"{classes - 1} ({wrong.size:,} of {len(labels):,} samples). Set model.classes to their number, or "
             "give the record another label."
         )
@@ -76,21 +76,21 @@ def require_denoiser(module: Any, *, kind: str, label_drop: float | None) -> Non
     """Raises RecipeError if a module cannot denoise, or if labels are dropped and it has no label for "no class"."""
     if not hasattr(module, "denoise"):
         raise RecipeError(
-            f"objective.kind = {kind} needs a model that denoises images, and {type(module).__name__} has no method "
+            f"objective.kind = {kind} needs a model that denoises images, but {type(module).__name__} has no method "
             "denoise. Use model.kind: diffusers."
         )
     if label_drop and not can_be_unconditional(module):
         raise RecipeError(
-            f'objective.label_drop = {label_drop:g}, and {type(module).__name__} has no label for "no class": only 0 '
+            f'objective.label_drop = {label_drop:g}, but {type(module).__name__} has no label for "no class": only 0 '
             "is allowed. Leave objective.label_drop out, or give the model its classes (model.classes)."
         )
 
 
 def require_share(label_drop: float | None) -> None:
-    """Raises ValueError, for a validator, if the share of labels and texts to drop makes no sense."""
+    """Raises ValueError, for a validator, if the share of labels and texts to drop is not valid."""
     if label_drop is None or 0 <= label_drop < 1:
         return
-    why = "drops every label and text, so the model would learn none" if label_drop == 1 else "is not a share"
+    why = "would drop every label and text" if label_drop == 1 else "is not a share"
     raise ValueError(
         f"objective.label_drop = {label_drop:g} {why}. Give at least 0 and less than 1, such as 0.1; for a model "
         "without labels leave model.classes out"
@@ -126,12 +126,12 @@ def require_text(model: Any, has: set[str]) -> None:
     takes = getattr(model, "text_width", None)
     if takes is None and has:
         raise RecipeError(
-            f"data.encode.text gives texts, and {name_of(model)} takes none. Leave data.encode.text out, or choose a "
-            "text-conditioned model."
+            f"data.encode.text gives texts, but {name_of(model)} takes no texts. Leave data.encode.text out, or "
+            "choose a text-conditioned model."
         )
     if takes is not None and not has:
         raise RecipeError(
-            f"{name_of(model)} is conditioned on texts (states of width {takes}), and the data has none. Name the text "
+            f"{name_of(model)} is conditioned on texts (states of width {takes}), but the data has none. Name the text "
             "encoder in data.encode.text, and use records with a text."
         )
 
@@ -154,9 +154,9 @@ def check_denoiser(
     if "text_states" in batch:  # tokens are not encoded here: a placeholder has the same shape
         texts, _ = texts_of(model, batch)
         text = {name: part[:1].expand(len(timesteps), *part.shape[1:]) for name, part in texts.items()}
-    told: dict[str, bool] = {}
+    distinct: dict[str, bool] = {}
     parts: list[tuple[str, nn.Module]] = list(model.named_modules())
-    hooks = [part.register_forward_hook(_watch(name, told, timesteps), with_kwargs=True) for name, part in parts]
+    hooks = [part.register_forward_hook(_watch(name, distinct, timesteps), with_kwargs=True) for name, part in parts]
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -170,7 +170,7 @@ def check_denoiser(
             "shape of the images. Use a model whose output has as many channels and the same size."
         )
     dtype = str(compute).removeprefix("torch.")
-    if merged := [name for name, apart in told.items() if not apart]:
+    if merged := [name for name, apart in distinct.items() if not apart]:
         first, last = timesteps[1].item(), timesteps[-1].item()
         raise SetupError(
             f"Computing in {dtype}, {merged[0] or 'the model'} gets the same value for some of the timesteps {first:g} "
@@ -178,7 +178,7 @@ def check_denoiser(
             "Keep them whole numbers or fp32 up to the embedding, raise objective.timestep_scale if the objective has "
             "it, or use precision: fp32."
         )
-    return [f"the model can tell neighbouring timesteps apart ({dtype})"] if told else []
+    return [f"the model can tell neighbouring timesteps apart ({dtype})"] if distinct else []
 
 
 def _latents_of(images: torch.Tensor, vae: Any) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _latents_of(images: torch.Tensor, vae: Any) -> torch.Tensor:
     most = float(images.abs().max())
     if most > 1:
         raise RecipeError(
-            f"objective.vae takes images with values from -1 to 1, and data.train has values up to {most:g}. Leave "
+            f"objective.vae takes images with values from -1 to 1, but data.train has values up to {most:g}. Leave "
             "data.encode.mean and data.encode.scale out, and give images, not latents."
         )
     return images.new_zeros(len(images), *_latent_shape(vae, images.shape[1:]))
@@ -199,9 +199,9 @@ def _latent_shape(vae: Any, shape: Sequence[int]) -> tuple[int, int, int]:
         raise RecipeError(f"objective.vae: an image of data.train {error}.") from None
 
 
-def _watch(name: str, told: dict[str, bool], timesteps: torch.Tensor) -> Any:
-    """A hook: if an input of a part depends on the timestep, `told` notes whether it differs for every timestep. Only
-    inputs with one vector per sample count: in an image a small change may rightly be lost."""
+def _watch(name: str, distinct: dict[str, bool], timesteps: torch.Tensor) -> Any:
+    """A hook: if an input of a part depends on the timestep, `distinct` records whether it differs for every timestep.
+    Only inputs with one vector per sample count: in an image, losing a small change is fine."""
     import torch
 
     def look(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -210,6 +210,6 @@ def _watch(name: str, told: dict[str, bool], timesteps: torch.Tensor) -> Any:
             if isinstance(value, torch.Tensor) and value.dim() <= 2 and value.shape[:1] == timesteps.shape:
                 differ = (value[1:] != value[:-1]).reshape(len(value) - 1, -1).any(1)
                 if bool(differ.any()):
-                    told[name] = told.get(name, True) and bool(differ.all())
+                    distinct[name] = distinct.get(name, True) and bool(differ.all())
 
     return look

@@ -22,7 +22,7 @@ _SIZES = 6
 
 
 def text_widths(class_name: str, config: Any) -> tuple[int | None, int | None]:
-    """Widths of a token's state and of the pooled vector; None if the model takes none."""
+    """Widths of a token's state and of the pooled vector; None if the model does not take it."""
     if class_name in (SD3, FLUX):
         return config.joint_attention_dim, config.pooled_projection_dim
     if class_name == PIXART:
@@ -68,7 +68,7 @@ def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None
         found = text[key].shape[-1] if key in text else None
         if width is not None and found != width:
             raise DataError(
-                f"text_{key}: {module.class_name} takes vectors of {width}, and the batch has "
+                f"text_{key}: {module.class_name} takes vectors of {width}, but the batch has "
                 f"{'none' if found is None else f'vectors of {found}'}. Use the text encoder that the model was made "
                 "for, or from scratch set the width in model.overrides."
             )

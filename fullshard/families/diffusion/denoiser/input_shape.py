@@ -37,7 +37,7 @@ def require_shape(model: Any, shape: Sequence[int], *, what: str, scale: int | N
     seen = f"data.train gives {what} of {_by(shape)} (channels x height x width)"
     if channels is not None and channels != shape[0]:
         counted = f"{channels} channel{'' if channels == 1 else 's'}"
-        raise RecipeError(f"{seen}, and {name} takes {counted}. {_channels_remedy(model, shape[0], scale)}")
+        raise RecipeError(f"{seen}, but {name} takes {counted}. {_channels_remedy(model, shape[0], scale)}")
     if not hasattr(model, "class_name"):
         return  # a user's own model may take any size
     _require_whole_patches(model, name, found, seen, scale)
@@ -47,7 +47,7 @@ def require_shape(model: Any, shape: Sequence[int], *, what: str, scale: int | N
         says = "has no configured size" if sides is None else f"is configured for {_by(sides)}"
         wanted = found[0] if found[0] == found[1] else list(found)
         raise RecipeError(
-            f"{seen}, and {name} {says}. To train, sample and export at {_by(found)}, write {SIZE}: {wanted}"
+            f"{seen}, but {name} {says}. To train, sample and export at {_by(found)}, write {SIZE}: {wanted}"
             f"{'' if sides is None else _resize_remedy(sides, scale)}."
         )
 
@@ -56,19 +56,23 @@ def _require_whole_patches(model: Any, name: str, found: tuple[int, ...], seen: 
     """Raises RecipeError for sides that cannot be cut into patches, or have no positions."""
     if name in _SQUARE and found[0] != found[1]:
         raise RecipeError(
-            f"{seen}, and {name} is configured for squares only: its sample_size is one number. "
+            f"{seen}, but {name} is configured for squares only: its sample_size is one number. "
             f"{'Save square latents.' if scale is None else 'Set data.encode.size to crop the images to squares.'}"
         )
     by = _divisor(model, name)
     if any(side % by for side in found):
         raise RecipeError(
-            f"{seen}, and {name} needs sides that are multiples of {by}. "
-            + ("Save such latents." if scale is None else f"Set data.encode.size to a multiple of {by * scale}.")
+            f"{seen}, but {name} needs sides that are multiples of {by}. "
+            + (
+                "Save latents of such sizes."
+                if scale is None
+                else f"Set data.encode.size to a multiple of {by * scale}."
+            )
         )
     most = getattr(model.config, "pos_embed_max_size", None)
     if most is not None and max(found) > most * by:
         raise RecipeError(
-            f"{seen}, and {name} has positions for at most {most} patches of {by} a side (pos_embed_max_size = "
+            f"{seen}, but {name} has positions for at most {most} patches of {by} a side (pos_embed_max_size = "
             f"{most}), which is {_by((most * by, most * by))}. Use smaller data, or from scratch set "
             f"model.overrides.pos_embed_max_size to at least {max(found) // by}."
         )

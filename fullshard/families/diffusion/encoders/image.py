@@ -65,8 +65,8 @@ class Images(Encoder):
     """How several are combined. flux: states of the last, and the one vector of a whole text from the first that gives
     one. sdxl: states of CLIP encoders side by side. sd3: the same, followed by the tokens of the last, T5."""
     no_text: NoText | None = None
-    """What stands for a text that objective.label_drop drops, and for what guidance compares with. encoded: what the
-    encoders make of an empty text; zeros; null: as their pipeline does, which is zeros for sdxl, unless its
+    """What replaces a text that objective.label_drop drops, and what guidance compares with. encoded: the encoders'
+    output for an empty text; zeros; null: as in their pipeline, which is zeros for sdxl, unless its
     force_zeros_for_empty_prompt is false, and encoded for all others."""
 
     @field_validator("column_mapping")
@@ -76,19 +76,19 @@ class Images(Encoder):
         for name in mapping:
             if name not in known:
                 raise ValueError(
-                    f"{name!r} is nothing a record of images has{did_you_mean(name, known)}. Known: {', '.join(known)}"
+                    f"{name!r} is not a part of an image record{did_you_mean(name, known)}. Known: {', '.join(known)}"
                 )
         taken: dict[str, str] = {}
         for name, column in sorted(mapping.items()):
             if (before := taken.setdefault(column, name)) != name:
-                raise ValueError(f"{column!r} is taken for {before!r} and for {name!r}")
+                raise ValueError(f"{column!r} is mapped to both {before!r} and {name!r}")
         return mapping
 
     @model_validator(mode="after")
     def _fits(self) -> Images:
         if self.vae is not None and self.flip:
             raise ValueError(
-                "data.encode.flip = true flips images, and data.encode.vae stores their latents: a flipped latent is "
+                "data.encode.flip = true flips images, but data.encode.vae stores their latents: a flipped latent is "
                 "not the latent of the flipped image. Leave flip out, or use objective.vae, which encodes in every step"
             )
         if self.text == []:
@@ -102,7 +102,7 @@ class Images(Encoder):
 
     @property
     def stack(self) -> TextStack | None:
-        """The text encoders; None where texts are not read."""
+        """The text encoders; None if texts are not read."""
         if self.text is None:
             return None
         texts = self.text if isinstance(self.text, list) else [self.text]

@@ -27,7 +27,7 @@ class MakesImages(Evaluation):
     """Seed of the noise."""
 
     def sampler(self, objective: Any, model: Any) -> SamplerSettings:
-        """With the guidance in force; raises RecipeError for one that cannot be."""
+        """With the guidance in force; raises RecipeError for an impossible one."""
         where = f"evaluate.parts: {self.kind()}.guidance"
         guidance = guidance_of(model, objective, self.guidance, usual=2.0, where=where)
         return SamplerSettings(self.steps, self.method, guidance, self.seed)

@@ -95,7 +95,7 @@ class Fid(MakesImages):
         labels = []
         for batch in inputs.batches():
             there = batch["sample_ids"] >= 0
-            metric.update(self._given(batch["images"][there].to(inputs.device), inputs), real=True)
+            metric.update(self._for_extractor(batch["images"][there].to(inputs.device), inputs), real=True)
             labels.append(torch.stack([batch["sample_ids"][there], batch["label"][there]], dim=1))
             bar.advance()
         everyone = gather_uneven(torch.cat(labels).to(inputs.device)).cpu()
@@ -119,7 +119,7 @@ class Fid(MakesImages):
         )
         with inputs.bar(-(-self.images // (reduce.place()[0] * self.batch_size))) as bar:
             for numbers, images in made:
-                metric.update(self._given(images[(numbers != FILLER).to(images.device)], inputs), real=False)
+                metric.update(self._for_extractor(images[(numbers != FILLER).to(images.device)], inputs), real=False)
                 bar.advance()
 
     def _look_at_texts(self, metric: Any, inputs: EvaluationInputs) -> None:
@@ -158,7 +158,7 @@ class Fid(MakesImages):
                 shape=shape_of(batch["images"], inputs.objective),
                 vae=inputs.aux.get("vae"),
             )
-            metric.update(self._given(images[(numbers[rows] != FILLER).to(images.device)], inputs), real=False)
+            metric.update(self._for_extractor(images[(numbers[rows] != FILLER).to(images.device)], inputs), real=False)
 
     def _labels(self, null_label: int | None) -> torch.Tensor:
         """One label per image: those of the data, shuffled once and repeated."""
@@ -170,8 +170,8 @@ class Fid(MakesImages):
         labels = data[order[torch.arange(self.images) % len(data)]]
         return labels if null_label is None else torch.where(labels < 0, null_label, labels)
 
-    def _given(self, images: torch.Tensor, inputs: EvaluationInputs) -> torch.Tensor:
-        """Images as the extractor takes them. A rank may have none, which a VAE cannot decode."""
+    def _for_extractor(self, images: torch.Tensor, inputs: EvaluationInputs) -> torch.Tensor:
+        """Images as the extractor takes them. A rank may have no images, which a VAE cannot decode."""
         if not len(images):
             return images
         return as_pixels(inputs.collator.decode(images), as_bytes=self.pixels == "uint8")

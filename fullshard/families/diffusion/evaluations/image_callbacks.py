@@ -33,7 +33,7 @@ def require_images(kind: str, objective: Any, model: Any, encoder: Any) -> Shape
         return None
     if model.image_channels not in (1, 3):
         raise RecipeError(
-            f"evaluate.parts: kind {kind} looks at images of 1 or 3 channels, and the model has "
+            f"evaluate.parts: kind {kind} looks at images of 1 or 3 channels, but the model has "
             f"{model.image_channels}: these are latents. Name the VAE that decodes them (data.encode.vae or "
             "objective.vae), or leave it out."
         )
@@ -62,6 +62,6 @@ def trial(callback: Callable[..., Any], shape: Shape, where: str, *, as_bytes: b
         kind = "uint8 from 0 to 255" if as_bytes else "float32 from 0 to 1"
         raise RecipeError(
             f"{where}: it failed on images of shape {list(ramp.shape)}, {kind} "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}). Change it to take "
-            "such images."
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no text'}). Change it to "
+            "accept these images."
         ) from error

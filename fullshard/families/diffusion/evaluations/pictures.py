@@ -47,13 +47,13 @@ class Pictures(MakesImages):
         if takes_texts(model) and held_out is None:
             raise RecipeError(
                 f"evaluate.parts: kind pictures makes images for the first {self.texts} texts of the validation data, "
-                "and there is no validation data. Give data.validation or data.holdout."
+                "but there is no validation data. Set data.validation or data.holdout."
             )
         self.sampler(objective, model)
         wrong = [label for label in self.classes or () if not 0 <= label < (denoiser.num_classes or 0)]
         if wrong:
             raise RecipeError(
-                f"evaluate.parts: kind pictures asks for the class {wrong[0]}, and the model has "
+                f"evaluate.parts: kind pictures asks for the class {wrong[0]}, but the model has "
                 f"{denoiser.num_classes or 'no'} classes. Allowed: 0 to one less than there are."
             )
 

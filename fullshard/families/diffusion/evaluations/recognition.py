@@ -56,18 +56,18 @@ class Recognition(MakesImages):
         require_denoiser("recognition", objective, model)
         if takes_texts(model):
             raise RecipeError(
-                "evaluate.parts: kind recognition makes images for classes, and the model is conditioned on texts. "
+                "evaluate.parts: kind recognition makes images for classes, but the model is conditioned on texts. "
                 "Leave it out; fid takes texts."
             )
         if denoiser.num_classes is None:
             raise RecipeError(
-                "evaluate.parts: kind recognition makes images for classes, and the model has none. Set "
+                "evaluate.parts: kind recognition makes images for classes, but the model has no classes. Set "
                 "model.classes, or leave it out."
             )
         self.sampler(objective, model)
         if wrong := [label for label in self.classes or () if not 0 <= label < denoiser.num_classes]:
             raise RecipeError(
-                f"evaluate.parts: kind recognition asks for the class {wrong[0]}, and the model has "
+                f"evaluate.parts: kind recognition asks for the class {wrong[0]}, but the model has "
                 f"{denoiser.num_classes} classes. Allowed: 0 to {denoiser.num_classes - 1}."
             )
 

@@ -75,7 +75,7 @@ def _backward(
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     g = tl.load(gate + sample * gate_stride + cols, mask=cols < WIDTH, other=0.0).to(tl.float32)
     of_gate, of_all = tl.zeros([TILE, COLUMNS], tl.float32), tl.zeros([TILE, COLUMNS], tl.float32)
-    # With stages what comes next is on its way while this is computed.
+    # Stages prefetch the next tile while this one is computed.
     for tile in tl.range(TILES, num_stages=2):
         rows = (part * TILES + tile) * TILE + tl.arange(0, TILE)
         at = (sample * tokens + rows[:, None]) * WIDTH + cols[None, :]

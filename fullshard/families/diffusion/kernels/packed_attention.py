@@ -3,10 +3,10 @@
     (B, tokens, 3, heads, width) -> (B, tokens, heads, width)
 
 One product makes queries, keys and values, and since their gradients are packed too, one product takes them back. Made
-for rows of a few hundred tokens and widths such as 72, which libraries pad to 128: here a width is a power of two and a
-rest of at least 16. The gradient of the scores (tokens x tokens per head) goes through memory: for such rows that is
-faster than computing it twice. bf16 and fp16; products add up in fp32. Triton, so CUDA; CPU tests run
-it interpreted. Must not know models.
+for rows of a few hundred tokens and widths such as 72, which libraries pad to 128: here a width is a power of two plus
+a remainder of at least 16. The gradient of the scores (tokens x tokens per head) goes through memory: for such rows
+that is faster than computing it twice. bf16 and fp16; products add up in fp32. Triton, so CUDA; CPU tests run it
+interpreted. Must not know models.
 """
 
 from __future__ import annotations

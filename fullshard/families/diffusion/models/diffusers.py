@@ -93,7 +93,7 @@ class Diffusers(HubModel):
         if not told and self.guidance != GUIDANCE:
             raise RecipeError(
                 f"model.guidance = {self.guidance:g} is for models that take their guidance as an input (Flux with "
-                f"guidance_embeds), and {name} takes none. Leave it out; images are guided by evaluate.parts and "
+                f"guidance_embeds), but {name} does not. Leave it out; images are guided by evaluate.parts and "
                 "fullshard sample --guidance."
             )
         classes = self._classes(name, settings)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from fullshard.contracts.objective import Batch, Terms
-from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, given, sum_of_means
+from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, inputs_of, sum_of_means
 from fullshard.families.diffusion.denoiser.checks import check_denoiser, last_times
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
 from fullshard.families.diffusion.objectives.base import Denoising
@@ -44,7 +44,7 @@ class DDPM(Denoising):
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         import torch.nn.functional as F
 
-        seen = given(model, batch, label_drop=self.label_drop, aux=aux)
+        seen = inputs_of(model, batch, label_drop=self.label_drop, aux=aux)
         images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
         timesteps = self.timesteps(uniform(batch["draws"], TIME))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from fullshard.contracts.objective import Batch, Terms
-from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, given, sum_of_means
+from fullshard.families.diffusion.denoiser.batch_inputs import Text, denoised, inputs_of, sum_of_means
 from fullshard.families.diffusion.denoiser.checks import check_denoiser, last_times
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
 from fullshard.families.diffusion.objectives.base import Denoising
@@ -45,11 +45,11 @@ class FlowMatching(Denoising):
         if self.time == "uniform" and (self.logit_mean, self.logit_std) != (0.0, 1.0):
             raise ValueError(
                 f"logit_mean = {self.logit_mean:g} and logit_std = {self.logit_std:g} say how times are drawn with "
-                "time: logit_normal, and time is uniform. Set time: logit_normal, or leave both out"
+                "time: logit_normal, but time is uniform. Set time: logit_normal, or leave both out"
             )
         if self.integer_time and (self.timestep_scale < 2 or self.timestep_scale % 1):
             raise ValueError(
-                f"integer_time counts from 0 to timestep_scale - 1, and timestep_scale = {self.timestep_scale:g}. Give "
+                f"integer_time counts from 0 to timestep_scale - 1, but timestep_scale = {self.timestep_scale:g}. Give "
                 "a whole number of at least 2, such as 1000"
             )
         return self
@@ -57,7 +57,7 @@ class FlowMatching(Denoising):
     def loss(self, model: nn.Module, batch: Batch, aux: dict[str, nn.Module]) -> Terms:
         import torch.nn.functional as F
 
-        seen = given(model, batch, label_drop=self.label_drop, aux=aux)
+        seen = inputs_of(model, batch, label_drop=self.label_drop, aux=aux)
         images = seen.images
         noise = normal(batch["draws"], images.shape[1:], NOISE)
         times = self.times(batch["draws"])

@@ -27,7 +27,7 @@ def guidance_of(model: Any, objective: Any, asked: float | None, *, usual: float
         if asked in (None, 1):
             return 1.0
         raise RecipeError(
-            f"{where} = {asked:g}: guidance is the weight of a label or a text, and the model takes neither. Leave it "
+            f"{where} = {asked:g}: guidance is the weight of a label or a text, but the model takes neither. Leave it "
             "out, or train with labels (model.classes) or texts (data.encode.text)."
         )
     if getattr(model, "is_fresh", False) and getattr(objective, "label_drop", None) == 0:
@@ -39,7 +39,7 @@ def guidance_of(model: Any, objective: Any, asked: float | None, *, usual: float
         )
     if asked is not None:
         return asked
-    # A guidance-distilled model is guided already: its pipeline adds none by default.
+    # A guidance-distilled model is guided already: its pipeline adds no guidance by default.
     return 1.0 if getattr(model, "is_told_guidance", False) else usual
 
 

@@ -39,7 +39,7 @@ MOST_ROWS = 10
 """Classes that are shown if none are named."""
 _TEXTS_AT_ONCE = 8
 _NO_TOKENIZER = cast(RunInputs, SimpleNamespace(processor=None))
-"""Frozen models use nothing of the run's inputs but the tokenizer."""
+"""Of the run's inputs, frozen models use only the tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Loaded:
 
 
 def load(chosen: Chosen, options: SampleOptions, console: Console) -> Loaded:
-    """Everything that can be done before the ranks meet."""
+    """Everything that can be done before the ranks are connected."""
     recipe = chosen.reading.recipe
     if not hasattr(recipe.objective, "slope"):
         raise SetupError(
@@ -151,7 +151,7 @@ def _exported(chosen: Chosen, options: SampleOptions) -> tuple[nn.Module, Family
     family = chosen.reading.recipe.model
     if options.weights is not None or getattr(family, "lora", None):
         problem = f"--weights {options.weights} needs a checkpoint" if options.weights else "adapters need a checkpoint"
-        raise CheckpointError(f"RUN = {chosen.run}: {problem}, and the run has none. It has an exported model only.")
+        raise CheckpointError(f"RUN = {chosen.run}: {problem}, but the run has only an exported model.")
     changed: dict[str, Any] = {"path": str(chosen.weights), "architecture": None, "size": None, "overrides": {}}
     family = family.model_copy(update=changed)
     module = family.build(processor=None)
@@ -178,14 +178,14 @@ def _check(module: Any, encoder: Any, options: SampleOptions, chosen: Chosen) ->
 def _check_texts(encoder: Any, options: SampleOptions, chosen: Chosen) -> None:
     if getattr(encoder, "stack", None) is None:
         raise SetupError(
-            f"RUN = {chosen.run}: its model is text-conditioned, and the recipe names no text encoder "
+            f"RUN = {chosen.run}: its model is text-conditioned, but the recipe names no text encoder "
             "(data.encode.text). Use the exported model with a pipeline of diffusers."
         )
     if options.classes is not None:
         raise SetupError(f"--classes: RUN = {chosen.run} has a text-conditioned model. Use --texts.")
     if not options.texts:
         raise SetupError(
-            f"RUN = {chosen.run}: its model is text-conditioned, and no text is given. Give at least one: --texts "
+            f"RUN = {chosen.run}: its model is text-conditioned: give at least one text, --texts "
             "'a small house' --texts 'a tree', or a file with one text per line: --texts FILE.txt."
         )
 

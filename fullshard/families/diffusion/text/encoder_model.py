@@ -68,9 +68,9 @@ def is_clip_folder(folder: Path) -> bool:
 
 
 def bind(module: Any, *, tokens: int, fill: int, padded: bool, early: bool, join: Join) -> Any:
-    """Gives the module its method `encode_texts`. Every text has so many `tokens`, and `fill` is the one that it is
-    filled up with; `padded` says whether that counts as text; `early`, whether states come from the last layer but one;
-    `join`, how several encoders go together."""
+    """Gives the module its method `encode_texts`. `tokens`: the length of every text; `fill`: the padding token;
+    `padded`: whether padding counts as text; `early`: whether states come from the second-to-last layer; `join`: how
+    several encoders are combined."""
     module.text_tokens, module.text_fill, module.text_padded = tokens, fill, padded
     module.text_early, module.text_join = early, join
     module.encode_texts = types.MethodType(encode_texts, module)
@@ -129,8 +129,8 @@ def encoded(encoders: Sequence[Any], tokens: torch.Tensor) -> Encoded:
 
 def joined(found: Sequence[Encoded], join: Join) -> Encoded:
     """flux: states of the last, pooled of the first that gives one. sdxl: states side by side, pooled of the last.
-    sd3: states side by side and filled up with zeros to the width of the last encoder's, whose tokens come behind;
-    pooled side by side."""
+    sd3: states side by side, zero-padded to the width of the last encoder's, whose tokens follow; pooled side by
+    side."""
     pooled = [each["pooled"] for each in found if "pooled" in each]
     if join == "flux":
         return _with(found[-1], pooled[:1])

@@ -65,12 +65,11 @@ class Texts(Section):
     max_tokens: int = Field(77, ge=1)
     """Longer texts are truncated."""
     padded: bool | None = None
-    """Whether every text is filled up to max_tokens and the filling counts as text, as Stable Diffusion, SD3 and Flux
-    have it; false: the model gets a mask of where the text ends, as PixArt does. null: true for CLIP and for each of
-    several encoders, false for another one alone."""
+    """Whether every text is padded to max_tokens and padding counts as text, as in Stable Diffusion, SD3 and Flux;
+    false: the model gets a mask of the text, as in PixArt. null: true for CLIP and for each of several encoders, false
+    for any other single encoder."""
     lowercase: bool | None = None
-    """Whether texts are read in lower case and without blanks around them; null: as PixArt's pipeline does, where
-    padded is false."""
+    """Whether texts are lowercased and stripped; null: as in PixArt's pipeline, if padded is false."""
     live: bool = False
     """false: texts are encoded once, and their states kept in data.cache. true: only tokens are kept, and the encoder,
     sharded like any model, runs in every step."""
@@ -96,7 +95,7 @@ class Texts(Section):
             if any((folder / name).is_file() for name in TOKENIZER_FILES):
                 return folder
         raise RecipeError(
-            f"{WHERE}: there is no tokenizer in {own}, and none in {beside}. Save the tokenizer beside the encoder."
+            f"{WHERE}: neither {own} nor {beside} has a tokenizer. Save the tokenizer beside the encoder."
         )
 
     @property
@@ -130,14 +129,14 @@ class Texts(Section):
         longest = getattr(module.config, "max_position_embeddings", None)
         if longest is not None and self.max_tokens > longest:
             raise RecipeError(
-                f"data.encode.text.max_tokens = {self.max_tokens}, and {type(module).__name__} has positions for "
+                f"data.encode.text.max_tokens = {self.max_tokens}, but {type(module).__name__} has positions for "
                 f"{longest} tokens. Lower it to at most {longest}."
             )
         tokenizer = self.tokenizer()
         rows = getattr(module.get_input_embeddings(), "num_embeddings", None)
         if rows is not None and len(tokenizer) > rows:
             raise RecipeError(
-                f"{WHERE}: the tokenizer in {self.tokenizer_folder()} has {len(tokenizer):,} tokens, and the embedding "
+                f"{WHERE}: the tokenizer in {self.tokenizer_folder()} has {len(tokenizer):,} tokens, but the embedding "
                 f"of {type(module).__name__} has {rows:,} rows: it belongs to another encoder. Save the encoder's own "
                 "tokenizer beside it."
             )
@@ -169,7 +168,9 @@ class TextStack:
         first, *_ = self.texts
         early = [text for number, text in enumerate(self.texts) if self._is_early(number)]
         if any(text.live != first.live for text in self.texts):
-            raise ValueError("data.encode.text: live is true for some encoders and false for others. Give all one")
+            raise ValueError(
+                "data.encode.text: live is true for some encoders and false for others. Give all the same value"
+            )
         if self.join == "sd3" and len(self.texts) < 2:
             raise ValueError("data.encode.join = sd3 needs two encoders or more in data.encode.text, T5 as the last")
         if any(text.padded is False or text.max_tokens != early[0].max_tokens for text in early):

@@ -30,7 +30,7 @@ def read_settings(folder: Path, *, where: str) -> dict[str, Any]:
     if stored.get("_class_name") != CLASS:
         raise RecipeError(
             f"{where}: {folder / CONFIG} has the class {stored.get('_class_name')}, and only {CLASS} is supported. "
-            "Name the folder of such a VAE, or of a pipeline that has one."
+            "Name the folder of one, or of a pipeline that has one."
         )
     return {key: value for key, value in stored.items() if not key.startswith("_")}
 
@@ -71,7 +71,7 @@ def decode_latents(module: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shift and scale of latents, per channel if the VAE has them so."""
+    """Shift and scale of latents, per channel if the VAE stores them that way."""
     scale = torch.tensor(float(config.scaling_factor), device=device)
     mean, deviation = config.get("latents_mean"), config.get("latents_std")
     if mean is not None and deviation is not None:
@@ -91,10 +91,11 @@ def latent_shape(settings: Mapping[str, Any], shape: Sequence[int]) -> tuple[int
     channels, height, width = shape
     by, wanted = factor(settings), settings["in_channels"]
     if channels != wanted:
-        raise ValueError(f"has {channels} channels, and the VAE takes {wanted}. Set data.encode.channels = {wanted}")
+        raise ValueError(f"has {channels} channels, but the VAE takes {wanted}. Set data.encode.channels = {wanted}")
     if height % by or width % by or not height or not width:
         raise ValueError(
-            f"is {height} x {width} pixels, and the VAE needs multiples of {by}. Set data.encode.size to such a number"
+            f"is {height} x {width} pixels, but the VAE needs multiples of {by}. Set data.encode.size to a multiple "
+            f"of {by}"
         )
     return int(settings["latent_channels"]), height // by, width // by
 

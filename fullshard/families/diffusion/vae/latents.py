@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WHERE = "data.encode.vae.path"
 _PIXELS = {"cpu": 2**18, "cuda": 2**22}
-"""So many pixels go through the VAE together: on a GPU 16 images of 512 x 512, about 16 GiB for a usual VAE."""
+"""Pixels that go through the VAE at once: on a GPU 16 images of 512 x 512, about 16 GiB for a usual VAE."""
 
 
 class Latents(Section):
@@ -41,7 +41,7 @@ class Latents(Section):
         return part_folder(self.path, "vae", revision=self.revision, where=WHERE)
 
     def files(self) -> list[Path]:
-        """What the latents follow from, beside the images."""
+        """The files that decide the latents, besides the images."""
         from fullshard.families.diffusion.pipeline_parts import content
 
         return content(self.folder())
@@ -52,13 +52,13 @@ class Latents(Section):
         return read_settings(self.folder(), where=WHERE)
 
     def factor(self) -> int:
-        """So many pixels a side become one of a latent."""
+        """Pixels per side that become one latent pixel."""
         from fullshard.families.diffusion.vae.autoencoder_kl import factor
 
         return factor(self.settings())
 
     def shape_of(self, size: int) -> tuple[int, int, int]:
-        """Of the latent of a square image."""
+        """The latent shape of a square image."""
         from fullshard.families.diffusion.vae.autoencoder_kl import latent_shape
 
         settings = self.settings()
@@ -68,7 +68,7 @@ class Latents(Section):
             raise RecipeError(f"data.encode.size = {size}: an image {error}.") from None
 
     def open(self, device: torch.device | None = None) -> Any:
-        """The VAE itself, on a device of its own choice."""
+        """The VAE itself, on this process's device."""
         from fullshard.families.diffusion import pipeline_parts
         from fullshard.families.diffusion.vae import autoencoder_kl
 

@@ -35,7 +35,7 @@ class Texts:
     real: torch.Tensor
     """(samples)"""
     images: np.ndarray | None = None
-    """(texts): images per text; None if the model takes none."""
+    """(texts): images per text; None if the model takes no images."""
     pixels: Sequence[torch.Tensor] = ()
     """Patches of each image, on the host until their chunk runs."""
     grids: np.ndarray | None = None
@@ -147,14 +147,14 @@ def inputs(texts: Texts, chunk: Chunk, *, packed: bool, pad: int, images: Images
         tokens = torch.cat([tokens, tokens.new_tensor([images.token])])
     layout = lay_out(lengths, packed=packed and not chunk.sees)
     token = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
-    index = there(np.where(layout.source == PADDING, PADDING, token[layout.source]), texts.device)
+    index = on_device(np.where(layout.source == PADDING, PADDING, token[layout.source]), texts.device)
     real = index != PADDING
     found = {
         "input_ids": torch.where(real, tokens[index.clamp(min=0)], pad),
-        "positions": there(layout.positions, texts.device),
+        "positions": on_device(layout.positions, texts.device),
         "real": real,
-        "places": there(layout.places, texts.device),
-        "lengths": there(lengths, texts.device),
+        "places": on_device(layout.places, texts.device),
+        "lengths": on_device(lengths, texts.device),
         "bounds": upload(document_bounds(torch.from_numpy(layout.positions)), texts.device),
         "packed": packed and not chunk.sees,
     }
@@ -170,7 +170,7 @@ def _image_inputs(texts: Texts, chunk: Chunk, images: Images) -> dict[str, torch
     grids = np.array([[1, images.merge, images.merge]])
     if chosen:
         pixels, grids = torch.cat([texts.pixels[image] for image in chosen]), texts.grids[chosen]
-    return {"pixels": upload(pixels, texts.device), "grids": there(grids, texts.device)}
+    return {"pixels": upload(pixels, texts.device), "grids": on_device(grids, texts.device)}
 
 
 def crowded(texts: Texts, *, most: int, images: Images | None = None) -> Texts:
@@ -180,19 +180,19 @@ def crowded(texts: Texts, *, most: int, images: Images | None = None) -> Texts:
     longest = int(lengths.argmax())
     lengths = np.append(np.maximum(lengths // 2, 1), lengths[longest])
     first = np.append(starts, starts[longest]) - (np.cumsum(lengths) - lengths)
-    index = there(np.repeat(first, lengths) + np.arange(int(lengths.sum())), texts.device)
+    index = on_device(np.repeat(first, lengths) + np.arange(int(lengths.sum())), texts.device)
     tokens = texts.tokens[index]
     if images is not None:
         tokens = torch.where(tokens == images.token, texts.tokens[0], tokens)
     return replace(texts, tokens=tokens, lengths=lengths, images=None, pixels=(), grids=None)
 
 
-def there(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def on_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array on the device."""
     return upload(torch.from_numpy(np.ascontiguousarray(array)), device)
 
 
-def spread(vectors: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
+def by_text(vectors: torch.Tensor, lengths: torch.Tensor, longest: int) -> torch.Tensor:
     """(texts, longest, width) from the vectors of all tokens; zero beyond the end of a text."""
     text = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths, output_size=len(vectors))
     within = torch.arange(len(vectors), device=lengths.device) - (lengths.cumsum(0) - lengths)[text]

@@ -1,4 +1,4 @@
-"""What all ranks do alike in one step: as many chunks, and room for as many negatives and tokens.
+"""What all ranks share in one step: the number of chunks, and the padded number of negatives and tokens.
 
 Must not know losses or models.
 """
@@ -14,7 +14,7 @@ import torch
 from fullshard.contracts.objective import Batch
 from fullshard.dist import reduce
 from fullshard.dist.upload import upload
-from fullshard.families.embedding.batching.chunks import Chunk, Texts, cut, fill_up, have_images, see, there
+from fullshard.families.embedding.batching.chunks import Chunk, Texts, cut, fill_up, have_images, on_device, see
 from fullshard.families.embedding.batching.row_layout import lay_out
 
 
@@ -45,7 +45,7 @@ class StepPlan:
     def inverse(self) -> torch.Tensor:
         """The index of each text's embedding among those of the concatenated chunks."""
         order = np.concatenate([chunk.texts for chunk in self.chunks if not chunk.filler])
-        return there(np.argsort(order), self.texts.device)
+        return on_device(np.argsort(order), self.texts.device)
 
     def padding(self, *, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions without a token, and all positions that were computed."""

@@ -19,7 +19,7 @@ from fullshard.errors import CheckpointError
 from fullshard.families.embedding.embedder.sentence_folder import AFTER_POOLING, Layer, is_after_pooling
 from fullshard.hf.weights.safetensors_folder import Stored, open_files
 from fullshard.hf.weights.state_file import open_pickle
-from fullshard.hf.weights.stored_weights import NamedWeights, Together
+from fullshard.hf.weights.stored_weights import FirstOf, NamedWeights
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _OWN = {"linear.weight": "weight", "linear.bias": "bias", "residual.weight": "residual"}
@@ -85,7 +85,7 @@ def backbone_of(module: nn.Module) -> nn.Module:
 
 def dense_weights(layers: Sequence[Layer]) -> Weights:
     """The stored tensors of the layers, by parameter name."""
-    return Together(*(_layer_weights(place, layer) for place, layer in enumerate(layers)))
+    return FirstOf(*(_layer_weights(place, layer) for place, layer in enumerate(layers)))
 
 
 def _layer_weights(place: int, layer: Layer) -> NamedWeights:

@@ -20,7 +20,7 @@ from fullshard.data.records import MAPPING
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.embedding.pair_columns import ALIASES, IMAGES, KINDS, Columns, Pair
 from fullshard.formatting.plural import counted
-from fullshard.images.multimodal_tokens import Input, tokenise_written
+from fullshard.images.multimodal_tokens import Input, tokenise_inputs
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, features_of, look_at, read_again, stored_in
 from fullshard.text.tokens import tokenizer_of
 
@@ -74,10 +74,12 @@ class Pairs(Encoder):
         for name, column in mapping.items():
             if name not in known:
                 raise ValueError(
-                    f"{name!r} is nothing a pair has{did_you_mean(name, known)}. Known: {', '.join(known)}"
+                    f"{name!r} is not a part of a pair{did_you_mean(name, known)}. Known: {', '.join(known)}"
                 )
             if name in IMAGES and (text := next((n for n in ALIASES if mapping.get(n) == column), None)):
-                raise ValueError(f"{column!r} is taken for {text!r} and for {name!r}, but holds texts or images")
+                raise ValueError(
+                    f"{column!r} is mapped to both {text!r} and {name!r}, but holds texts or images, not both"
+                )
         return mapping
 
     @staticmethod
@@ -97,7 +99,7 @@ class Pairs(Encoder):
     def pair(self, record: Record) -> Pair:
         """A record that must hold texts alone."""
         found = self.read(record)
-        _refuse_images(found, "only texts are read here. Leave such records out")
+        _refuse_images(found, "only texts are read here. Leave those records out")
         return found
 
     def document(self, record: Record) -> str:
@@ -149,7 +151,7 @@ class OpenPairs(OpenEncoder):
         if _takes_images(self.processor):
             return self._encode_with_images(pairs)
         for pair in pairs:
-            _refuse_images(pair, "this model takes none. Use a vision-language model")
+            _refuse_images(pair, "this model takes no images. Use a vision-language model")
         query, document = self._prompts
         texts = [(document if at else query) + text for pair in pairs for at, text in enumerate(pair.texts)]
         tokenised = iter(_tokenise(texts, tokenizer, length=self.length))
@@ -166,7 +168,7 @@ class OpenPairs(OpenEncoder):
             if row is not None
             for at, (entry, picture) in enumerate(zip(pair.entries, row, strict=True))
         ]
-        tokenised = iter(tokenise_written(inputs, self.processor, length=self.length))
+        tokenised = iter(tokenise_inputs(inputs, self.processor, length=self.length))
         return [
             Encoded(dropped=[UNREADABLE])
             if row is None
@@ -185,7 +187,7 @@ class OpenPairs(OpenEncoder):
         """Samples of one text each, a `query` or a `document`, cut and with prompts as in training."""
         prompt = self._prompts[side != "query"]
         if _takes_images(self.processor):
-            tokenised = tokenise_written([Input(text, 0, prompt) for text in texts], self.processor, length=self.length)
+            tokenised = tokenise_inputs([Input(text, 0, prompt) for text in texts], self.processor, length=self.length)
             return [_features([ids], 0.0) | features_of([None]) for ids in tokenised]
         tokenizer = tokenizer_of(self.processor, needed_by="pairs")
         tokenised = _tokenise([prompt + text for text in texts], tokenizer, length=self.length)
@@ -311,7 +313,7 @@ def _check_mode(pair: Pair, mode: str) -> None:
         sides = ", ".join(f"{side} {KINDS[e.kind]}" for side, e in zip(names[:2], pair.entries[:2], strict=True))
         raise DataError(
             f"the record is {pair.mode} ({sides}) and its {name} is {KINDS[entry.kind]}, but data.encode.mode = "
-            f"{mode} wants {KINDS[wanted]} there. {fix}"
+            f"{mode} requires {KINDS[wanted]} there. {fix}"
         )
 
 
@@ -331,7 +333,7 @@ def _tokenise(texts: list[str], tokenizer: Any, *, length: int) -> list[tuple[li
     cut = {at for at, ids in zip(full, whole, strict=True) if len(ids) > length}
     for text, ids in zip(texts, tokenised, strict=True):
         if not ids:
-            raise DataError(f"the tokenizer makes no token of the text {text[:40]!r}. Remove the record.")
+            raise DataError(f"the tokenizer gives no token for the text {text[:40]!r}. Remove the record.")
     return [(ids, at in cut) for at, ids in enumerate(tokenised)]
 
 

@@ -71,13 +71,13 @@ class Retrieval(Evaluation):
         dims = self.dims or [dim for dim, _ in (matryoshka.of(width) if matryoshka else [])]
         if wrong := [dim for dim in dims if not 1 <= dim <= width]:
             raise RecipeError(
-                f"evaluate: retrieval.dims has {wrong[0]}, and the model's embeddings have {width} dimensions. Each "
+                f"evaluate: retrieval.dims has {wrong[0]}, but the model's embeddings have {width} dimensions. Each "
                 f"must be from 1 to {width}."
             )
         return sorted({*dims, width}, reverse=True)
 
     @no_grad
-    def _score(self, held: Searched, dim: int, inputs: EvaluationInputs) -> list[float]:
+    def _score(self, held: SearchTexts, dim: int, inputs: EvaluationInputs) -> list[float]:
         """Averages over all queries; each rank scores some of them."""
         import torch
         import torch.nn.functional as F
@@ -120,13 +120,13 @@ def require_embeddings(evaluation: Evaluation, objective: Objective) -> None:
     loss: Any = getattr(objective, "similarity", None)
     if getattr(loss, "tokens", False):
         raise RecipeError(
-            f"evaluate: {evaluation.kind()} compares one vector per text, and objective.loss = {loss.kind()} "
+            f"evaluate: {evaluation.kind()} compares one vector per text, but objective.loss = {loss.kind()} "
             "trains one per token. Leave it out, and evaluate the loss: evaluate.parts: [loss]."
         )
 
 
 @dataclass(frozen=True)
-class Searched:
+class SearchTexts:
     """Queries and documents without duplicates, the same on every rank."""
 
     queries: torch.Tensor
@@ -135,7 +135,7 @@ class Searched:
     """The relevant documents of each query."""
 
 
-def collect(inputs: EvaluationInputs) -> Searched:
+def collect(inputs: EvaluationInputs) -> SearchTexts:
     """Embeds this rank's share of the validation data and gathers all shares."""
     import torch
 
@@ -152,7 +152,7 @@ def collect(inputs: EvaluationInputs) -> Searched:
         wanted.setdefault(int(keys[index]), []).append(own[int(owners[index])])
         where.setdefault(int(keys[index]), int(index))
     order = sorted(wanted)
-    return Searched(vectors[[where[key] for key in order]], documents, [np.unique(wanted[key]) for key in order])
+    return SearchTexts(vectors[[where[key] for key in order]], documents, [np.unique(wanted[key]) for key in order])
 
 
 @dataclass(frozen=True)

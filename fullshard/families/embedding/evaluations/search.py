@@ -1,6 +1,6 @@
-"""How well queries find their documents in a corpus of its own: recall, MRR and graded nDCG, exactly.
+"""How well queries find their documents in a separate corpus: exact recall, MRR and graded nDCG.
 
-Ranks share the corpus: each embeds its part, once an evaluation, and keeps it; every query is compared with all parts.
+Ranks share the corpus: each embeds its part, once per evaluation, and keeps it; every query is compared with all parts.
 Must not know the loss or how the model was trained.
 """
 
@@ -21,7 +21,7 @@ from fullshard.errors import RecipeError
 from fullshard.families.embedding.encoders.pairs import Pairs
 from fullshard.families.embedding.evaluations.retrieval import BLOCK, Retrieval, require_embeddings
 from fullshard.families.embedding.evaluations.retrieval_metrics import quality_sums
-from fullshard.families.embedding.relevance_files import Judged, read_judged
+from fullshard.families.embedding.relevance_files import Judgements, read_judgements
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Search(Evaluation):
-    """Searches a corpus with queries of which it is known what they should find."""
+    """Searches a corpus with queries whose relevant documents are known."""
 
     corpus: Source
     """Documents with an id (_id), a text and perhaps a title: BEIR's corpus.jsonl, or any file of records."""
@@ -39,23 +39,23 @@ class Search(Evaluation):
     """Queries with an id and a text: BEIR's queries.jsonl, or any file of records."""
     qrels: str
     """Which documents answer which query, and how well: BEIR's qrels/test.tsv (query-id, corpus-id, score), TREC's four
-    columns, or a .csv, .jsonl or .parquet with such columns. A score of 0 or less means: not relevant."""
+    columns, or a .csv, .jsonl or .parquet with these columns. A score of 0 or less means: not relevant."""
     name: str = Field("search", min_length=1, pattern=r"^[\w.-]+$")
-    """What its numbers begin with: search/recall@10."""
+    """The prefix of its metrics: search/recall@10."""
     at: list[int] = Field([1, 10, 100], min_length=1)
-    """How far down the list is looked, for recall."""
+    """Depths k of recall@k."""
     ndcg_at: int = Field(10, ge=1)
-    """How far down MRR and nDCG look."""
+    """The depth of MRR and nDCG."""
     dims: list[int] | None = None
-    """How many numbers of each embedding are taken; null: all, and those of objective.matryoshka."""
+    """Prefixes of the embeddings to evaluate; null: the full width, and the dims of objective.matryoshka."""
     batch_size: int = Field(32, ge=1)
     """Texts that each rank embeds at once."""
 
-    _judged: Judged | None = PrivateAttr(None)
+    _judged: Judgements | None = PrivateAttr(None)
 
     def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
         width = getattr(model, "embedding_width", None)
-        if width is None:  # what `check` refuses
+        if width is None:  # `check` raises
             return None
         return {name: "max" for dim in self._dims(objective, width) for name in self._names(dim, width)}
 
@@ -68,8 +68,8 @@ class Search(Evaluation):
     def check_encoder(self, objective: Objective, model: nn.Module, encoder: Any) -> None:
         if not isinstance(encoder, Pairs):
             raise RecipeError(
-                f"evaluate: search embeds texts that stand alone, and data.encode = {encoder.kind()} makes no samples "
-                "of such. Use data.encode: pairs."
+                f"evaluate: search embeds single texts, which data.encode = {encoder.kind()} cannot encode. "
+                "Use data.encode: pairs."
             )
 
     def run(self, inputs: EvaluationInputs) -> Findings:
@@ -79,7 +79,7 @@ class Search(Evaluation):
         from fullshard.dist.gather import gather_uneven
 
         judged = self._read()
-        turns = sum(self._turns(len(texts)) for texts in (judged.queries, judged.documents))
+        turns = sum(self._num_batches(len(texts)) for texts in (judged.queries, judged.documents))
         with inputs.bar(turns) as bar:
             # Queries are few, and every rank needs all of them.
             queries = self._embed(judged.queries, "query", inputs, bar)
@@ -94,9 +94,9 @@ class Search(Evaluation):
             numbers |= dict(zip(self._names(dim, queries.shape[-1]), found, strict=True))
         return Findings(numbers)
 
-    def _read(self) -> Judged:
+    def _read(self) -> Judgements:
         if self._judged is None:
-            self._judged = read_judged(self.corpus, self.queries, self.qrels)
+            self._judged = read_judgements(self.corpus, self.queries, self.qrels)
             for note in self._judged.notes:
                 logger.warning("evaluate: %s: %s", self.name, note)
         return self._judged
@@ -109,7 +109,7 @@ class Search(Evaluation):
     def _dims(self, objective: Any, width: int) -> list[int]:
         return Retrieval(dims=self.dims)._dims(objective, width)
 
-    def _turns(self, texts: int) -> int:
+    def _num_batches(self, texts: int) -> int:
         from fullshard.dist import reduce
 
         ranks, _ = reduce.place()
@@ -117,7 +117,7 @@ class Search(Evaluation):
 
     @no_grad
     def _embed(self, texts: Sequence[str], side: str, inputs: EvaluationInputs, bar: Any) -> torch.Tensor:
-        """(texts of this rank, width): every rank takes each so manieth text, and all embed as often."""
+        """(texts of this rank, width): ranks take texts in turn, and all run the same number of batches."""
         import torch
 
         from fullshard.dist import reduce
@@ -126,9 +126,9 @@ class Search(Evaluation):
         ranks, rank = reduce.place()
         objective: Any = inputs.objective
         mine, found = texts[rank::ranks], []
-        for turn in range(self._turns(len(texts))):
+        for turn in range(self._num_batches(len(texts))):
             some = mine[turn * self.batch_size :][: self.batch_size]
-            # A rank without texts left embeds one again, which is thrown away.
+            # A rank without texts left embeds one again, and its result is ignored.
             samples = inputs.encoder.single_texts(some or texts[:1], side)
             batch = inputs.collator.collate(samples, length=None)
             batch["sample_ids"] = torch.arange(len(samples))
@@ -139,7 +139,7 @@ class Search(Evaluation):
 
     @no_grad
     def _score(
-        self, judged: Judged, queries: torch.Tensor, documents: torch.Tensor, inputs: EvaluationInputs
+        self, judged: Judgements, queries: torch.Tensor, documents: torch.Tensor, inputs: EvaluationInputs
     ) -> list[float]:
         """The averages over all queries; some queries at a time, each compared with the documents of every rank."""
         import torch
@@ -168,8 +168,8 @@ class Search(Evaluation):
     def _places(
         self, scores: torch.Tensor, query: torch.Tensor, wanted: torch.Tensor, step: int, inputs: EvaluationInputs
     ) -> torch.Tensor:
-        """At which place each wanted document stands in the list of its query, over the documents of all ranks. Equal
-        scores stand in the order of the corpus."""
+        """The place of each relevant document in the list of its query, over the documents of all ranks. Equal scores
+        are in the order of the corpus."""
         import torch
 
         from fullshard.dist import reduce

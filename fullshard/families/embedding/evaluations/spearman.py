@@ -36,8 +36,8 @@ class Spearman(Evaluation):
         if missing.size:
             place = held_out.records.where(int(held_out.store.records[missing[0]]))
             raise DataError(
-                f"{place}: evaluate: spearman needs a label in every validation record, and {missing.size:,} of "
-                f"{len(labels):,} have none. Name its column in data.encode.column_mapping, or leave spearman out."
+                f"{place}: evaluate: spearman needs a label in every validation record, but {missing.size:,} of "
+                f"{len(labels):,} have no label. Name its column in data.encode.column_mapping, or leave spearman out."
             )
 
     def run(self, inputs: EvaluationInputs) -> Findings:

@@ -2,7 +2,8 @@
 images.
 
 `TransformersModel` has everything about the backbone's weights, adapters and edits. Dense layers after pooling are
-trained with the backbone; with adapters they are frozen, as it is. Must not know objectives, ranks or sharding.
+trained with the backbone; with adapters they are frozen, like the backbone. Must not know objectives, ranks or
+sharding.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class SentenceTransformer(TransformersModel):
         return processor
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
-        """With images where the model takes them and the folder says how."""
+        """With an image processor if the model takes images and the folder has one."""
         from fullshard.families.embedding.embedder.embed import images_of
         from fullshard.images.processor import has_vision, load_vision
 
@@ -111,12 +112,12 @@ class SentenceTransformer(TransformersModel):
     def weights(self, module: nn.Module) -> Weights | None:
         """With the Dense layers' own files, unless `model.from` has them."""
         from fullshard.families.embedding.embedder.dense import dense_weights, layers_of, parameter_names
-        from fullshard.hf.weights.stored_weights import Together
+        from fullshard.hf.weights.stored_weights import FirstOf
 
         found, layers = super().weights(module), layers_of(module)
         if found is None or parameter_names(layers) <= found.names():
             return found
-        return Together(found, dense_weights(layers))
+        return FirstOf(found, dense_weights(layers))
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         """fp32 for Dense layers: the backbone's stored dtype does not apply to them."""

@@ -98,14 +98,14 @@ class Contrastive(Objective):
         model: Any = module
         if not hasattr(model, "embed"):
             raise RecipeError(
-                f"objective.kind = contrastive needs an embedding model, and {type(module).__name__} is not one. "
+                f"objective.kind = contrastive needs an embedding model, but {type(module).__name__} is not one. "
                 "Use model.kind: sentence_transformer."
             )
         width = model.embedding_width
         for dim, _ in self.matryoshka.of(width) if self.matryoshka else ():
             if dim > width:
                 raise RecipeError(
-                    f"objective.matryoshka.dims has {dim}, and the model's embeddings have {width} dimensions. Each "
+                    f"objective.matryoshka.dims has {dim}, but the model's embeddings have {width} dimensions. Each "
                     f"must be at most {width}."
                 )
         if learned := self.similarity.learned():
@@ -120,8 +120,8 @@ class Contrastive(Objective):
         if self.similarity.requires_negatives() and (without := stored.chosen[texts < 3]).size:
             raise DataError(
                 f"{_place(stored, without)}: objective.loss = {self.similarity.kind()} needs a negative in every "
-                f"record, and {without.size:,} of {len(texts):,} have none. Add negatives (fullshard mine finds some), "
-                "or use objective.loss: infonce."
+                f"record, but {without.size:,} of {len(texts):,} have no negative. Add negatives (fullshard mine "
+                "finds some), or use objective.loss: infonce."
             )
         labels = stored.store.flat("label")[stored.chosen]
         if getattr(self.similarity, "mask_labels", False) and len(labels) > 1 and (labels == labels[0]).all():
@@ -133,7 +133,7 @@ class Contrastive(Objective):
         if self.similarity.needs_labels and missing.size:
             raise DataError(
                 f"{_place(stored, missing)}: objective.loss = {self.similarity.kind()} needs a label in every record, "
-                f"and {missing.size:,} of {len(texts):,} have none. Name its column in data.encode.column_mapping."
+                f"but {missing.size:,} of {len(texts):,} have no label. Name its column in data.encode.column_mapping."
             )
         if samples_per_step < 2 and self.similarity.in_batch and int(texts.max()) < 3:
             raise RecipeError(
@@ -214,13 +214,13 @@ class Contrastive(Objective):
     def _embed(
         self, model: Any, texts: Texts, chunk: Chunk, *, longest: int = 0, packed: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        from fullshard.families.embedding.batching.chunks import inputs, spread
+        from fullshard.families.embedding.batching.chunks import by_text, inputs
 
         tokens = self.similarity.tokens
         packed = _packs(model) if packed is None else packed
         given = inputs(texts, chunk, packed=packed, pad=_pad(model), images=_images(model))
         vectors, scalars = model.embed(**given, tokens=tokens)
-        vectors = spread(vectors, given["lengths"], longest) if tokens and longest else vectors
+        vectors = by_text(vectors, given["lengths"], longest) if tokens and longest else vectors
         # After the texts comes a blank image, which keeps this rank in step with ranks that have one.
         return vectors if tokens and not longest else vectors[: len(chunk.texts)], scalars
 
@@ -255,7 +255,7 @@ class Contrastive(Objective):
         import torch
 
         from fullshard.dist.gradients import one_by_one
-        from fullshard.families.embedding.batching.chunks import there
+        from fullshard.families.embedding.batching.chunks import on_device
 
         assert gradient is not None
         device = plan.texts.device
@@ -267,7 +267,7 @@ class Contrastive(Objective):
             else:
                 state.restore(device)
                 vectors, scalars = self._embed(model, plan.texts, chunk, longest=plan.longest)
-            share = gradient[there(chunk.texts, device)]
+            share = gradient[on_device(chunk.texts, device)]
             surrogate = (vectors * (torch.zeros_like(share) if chunk.filler else share)).sum()
             if scalars is not None and of_scalars is not None:
                 surrogate = surrogate + (scalars * (of_scalars if chunk is plan.chunks[0] else 0.0)).sum()
@@ -295,14 +295,14 @@ class Contrastive(Objective):
         import torch
 
         from fullshard.dist import reduce
-        from fullshard.families.embedding.batching.chunks import there
+        from fullshard.families.embedding.batching.chunks import on_device
 
         texts, device = plan.texts, plan.texts.device
         firsts, number = texts.firsts[:, None], np.arange(2, 2 + plan.negatives)[None]
-        has = there(number < texts.per_sample[:, None], device)
-        negative = there(np.where(number < texts.per_sample[:, None], firsts + number, 0), device)
-        query, positive = there(texts.firsts, device), there(texts.firsts + 1, device)
-        lengths = there(texts.lengths, device)
+        has = on_device(number < texts.per_sample[:, None], device)
+        negative = on_device(np.where(number < texts.per_sample[:, None], firsts + number, 0), device)
+        query, positive = on_device(texts.firsts, device), on_device(texts.firsts + 1, device)
+        lengths = on_device(texts.lengths, device)
         within = torch.arange(plan.longest, device=device)
 
         def real(index: torch.Tensor) -> torch.Tensor | None:

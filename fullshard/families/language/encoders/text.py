@@ -28,7 +28,7 @@ class Text(Encoder):
     divisible: ClassVar[bool] = True
 
     column: str | None = None
-    """The column to read; null: text, or input_ids where a record is tokenised already."""
+    """The column to read; null: text, or input_ids if a record is already tokenised."""
 
     @staticmethod
     def accepts(record: Record) -> bool:
@@ -82,7 +82,7 @@ class OpenText(OpenEncoder):
         # Token ids need no tokenizer; if there is one, it says which ids exist.
         vocabulary = 2**31 if self.processor is None else len(tokenizer_of(self.processor, needed_by="text"))
         documents = [
-            _given(record, vocabulary) if column == _IDS else next(tokenised)
+            _token_ids(record, vocabulary) if column == _IDS else next(tokenised)
             for record, column in zip(records, columns, strict=True)
         ]
         return [token_samples(_pieces(*document, self.length), length=self.length) for document in documents]
@@ -111,7 +111,7 @@ def _tokenise(texts: list[str], processor: Any) -> list[tuple[np.ndarray, np.nda
     return documents
 
 
-def _given(record: Record, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
+def _token_ids(record: Record, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
     """Token ids of a record, without the positions that its attention mask calls padding."""
     ids = _whole_numbers(record, _IDS)
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocabulary:

@@ -1,4 +1,4 @@
-"""Continuations of prompts by the model as it is now: what a person reads to see whether it has learned anything.
+"""Continues prompts with the current weights, so that a person can see what the model has learned.
 
 All ranks run every forward pass together. Must not know FSDP or how the model was trained.
 """

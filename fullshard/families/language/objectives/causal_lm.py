@@ -1,6 +1,6 @@
 """Next-token prediction for language models: pre-training and supervised fine-tuning.
 
-The loss is the one that every family of token models shares. Must not know data sources, optimizers or FSDP.
+All families of token models share this loss. Must not know data sources, optimizers or FSDP.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import nn
 from fullshard.config.part import decode
 from fullshard.contracts.objective import Objective
 from fullshard.errors import RecipeError
-from fullshard.families.diffusion.denoiser.batch_inputs import given, texts_of
+from fullshard.families.diffusion.denoiser.batch_inputs import inputs_of, texts_of
 from fullshard.families.diffusion.denoiser.checks import check_denoiser, require_denoiser
 from fullshard.families.diffusion.keyed_noise import LABEL_DROP, uniform
 from fullshard.families.diffusion.objectives.ddpm import DDPM
@@ -91,12 +91,12 @@ def test_without_an_empty_text_it_is_zeros_that_all_count() -> None:
 def test_texts_are_dropped_with_the_labels_and_by_default() -> None:
     model, data = Reader(), batch(5000)
     model.num_classes = model.null_label = 7
-    seen = given(model, data, label_drop=None)
+    seen = inputs_of(model, data, label_drop=None)
     assert seen.labels is not None
     assert seen.text is not None
     assert float((seen.labels == 7).float().mean()) == pytest.approx(0.1, abs=0.02)
     assert torch.equal(seen.labels == 7, (seen.text["states"] == data["empty_states"]).flatten(1).all(1))
-    kept = given(model, data, label_drop=0.0)
+    kept = inputs_of(model, data, label_drop=0.0)
     assert kept.text is not None
     assert torch.equal(kept.text["states"], data["text_states"])
 
@@ -105,7 +105,7 @@ def test_a_text_is_enough_to_drop() -> None:
     require_denoiser(Reader(), kind="ddpm", label_drop=0.2)
     model = Reader()
     model.pooled_width = None
-    seen = given(model, batch(text_pooled=None), label_drop=0.0)
+    seen = inputs_of(model, batch(text_pooled=None), label_drop=0.0)
     assert seen.text is not None
     assert sorted(seen.text) == ["mask", "states"]
 
@@ -120,19 +120,19 @@ def test_the_loss_of_a_sample_does_not_depend_on_others() -> None:
 @pytest.mark.parametrize(
     ("takes", "changes", "says"),
     [
-        ((None, None), {}, "data.encode.text gives texts, and Reader takes none"),
-        ((WIDTH, None), {"text_states": None}, "is conditioned on texts (states of width 6), and the data has none"),
-        ((WIDTH + 1, None), {}, "gives states of width 6, and Reader takes 7"),
+        ((None, None), {}, "data.encode.text gives texts, but Reader takes no texts"),
+        ((WIDTH, None), {"text_states": None}, "is conditioned on texts (states of width 6), but the data has none"),
+        ((WIDTH + 1, None), {}, "gives states of width 6, but Reader takes 7"),
         (
             (WIDTH, POOLED),
             {"text_pooled": None},
-            "takes a pooled vector of width 5, and data.encode.text gives none",
+            "takes a pooled vector of width 5, but data.encode.text gives none",
         ),
-        ((WIDTH, POOLED + 1), {}, "takes a pooled vector of width 6, and data.encode.text gives 5"),
+        ((WIDTH, POOLED + 1), {}, "takes a pooled vector of width 6, but data.encode.text gives 5"),
         (
             (WIDTH, POOLED),
             {"images": torch.zeros(6, 3, 8, 8)},
-            "of 3 x 8 x 8 (channels x height x width), and Reader takes 1 channel.",
+            "of 3 x 8 x 8 (channels x height x width), but Reader takes 1 channel.",
         ),
     ],
 )
@@ -198,11 +198,11 @@ def test_images_that_the_vae_does_not_take_are_found_before_the_first_step(vae: 
 
     assert checked(torch.zeros(2, 1, 8, 8)) == ["the model can tell neighbouring timesteps apart (float32)"]
     assert model.given[0].shape == (11, 2, 4, 4)
-    with pytest.raises(RecipeError, match=r"an image of data.train is 8 x 7 pixels, and the VAE needs multiples of 2"):
+    with pytest.raises(RecipeError, match=r"an image of data.train is 8 x 7 pixels, but the VAE needs multiples of 2"):
         checked(torch.zeros(2, 1, 8, 7))
-    with pytest.raises(RecipeError, match=r"has 3 channels, and the VAE takes 1. Set data.encode.channels = 1"):
+    with pytest.raises(RecipeError, match=r"has 3 channels, but the VAE takes 1. Set data.encode.channels = 1"):
         checked(torch.zeros(2, 3, 8, 8))
-    with pytest.raises(RecipeError, match=r"values from -1 to 1, and data.train has values up to 3. Leave"):
+    with pytest.raises(RecipeError, match=r"values from -1 to 1, but data.train has values up to 3. Leave"):
         checked(torch.full((2, 1, 8, 8), 3.0))
 
 

@@ -167,10 +167,10 @@ def test_guidance_is_usual_unless_a_model_is_told_its_own() -> None:
 def test_mistakes_are_told_in_words() -> None:
     module = real(family("sd3"))
     noisy, times, labels, text = inputs(module)
-    with pytest.raises(DataError, match=r"text_states: SD3Trans.* takes vectors of 24, and the batch has vectors of 7"):
+    with pytest.raises(DataError, match=r"text_states: SD3Trans.* takes vectors of 24, but the batch has vectors of 7"):
         module.denoise(noisy, times, None, {**text, "states": torch.zeros(3, 2, 7)})
     del text["pooled"]
-    with pytest.raises(DataError, match=r"text_pooled: SD3Trans.* takes vectors of 20, and the batch has none"):
+    with pytest.raises(DataError, match=r"text_pooled: SD3Trans.* takes vectors of 20, but the batch has none"):
         module.denoise(noisy, times, None, text)
     with pytest.raises(DataError, match="DiTTransformer2DModel takes no texts"):
         real(family("dit")).denoise(noisy, times, None, text)
@@ -178,7 +178,7 @@ def test_mistakes_are_told_in_words() -> None:
     for shape in ((3, CHANNELS, SIDE, 7), (3, 1, SIDE, SIDE)):
         with pytest.raises(DataError, match="takes 4 channels and even sides; found"):
             flux.denoise(torch.zeros(shape), times)
-    with pytest.raises(RecipeError, match=r"model\.classes = 3, and FluxTransformer2DModel takes texts and no labels"):
+    with pytest.raises(RecipeError, match=r"model\.classes = 3, but FluxTransformer2DModel takes texts, not labels"):
         family("flux", classes=3).build(processor=None)
     overrides = {**CASES["unet_text"]["overrides"], "addition_embed_type": "image"}
     with pytest.raises(

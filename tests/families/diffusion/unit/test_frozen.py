@@ -138,9 +138,9 @@ def test_the_cache_follows_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"image": np.zeros((2, 4, 4)).tolist()}, "is a latent, but data.encode.vae makes latents of images"),
-        ({"image": np.zeros((8, 9), dtype=int).tolist()}, "is 8 x 9 pixels, and the VAE needs multiples of 2"),
-        ({"image": np.zeros((8, 8, 3), dtype=int).tolist()}, "has 3 channels, and the VAE takes 1"),
+        ({"image": np.zeros((2, 4, 4)).tolist()}, "is a latent, but data.encode.vae encodes images"),
+        ({"image": np.zeros((8, 9), dtype=int).tolist()}, "is 8 x 9 pixels, but the VAE needs multiples of 2"),
+        ({"image": np.zeros((8, 8, 3), dtype=int).tolist()}, "has 3 channels, but the VAE takes 1"),
         ({"image": np.zeros((4, 4), dtype=int).tolist()}, "Set data.encode.size to make the images alike"),
     ],
 )
@@ -243,7 +243,7 @@ def test_columns_of_texts(folder: Path, tmp_path: Path) -> None:
 
 def test_settings_of_texts_that_cannot_be(folder: Path, tmp_path: Path) -> None:
     clip = str(folder / "pipeline" / "text_encoder_2")
-    with pytest.raises(RecipeError, match=r"max_tokens = 77, and CLIPTextModel has positions for 10 tokens"):
+    with pytest.raises(RecipeError, match=r"max_tokens = 77, but CLIPTextModel has positions for 10 tokens"):
         prepared(rows(), tmp_path, encoder(text=clip))
     with pytest.raises(RecipeError, match=r"data.encode.text = \[\] names no text encoder"):
         encoder(text=[])
@@ -253,5 +253,5 @@ def test_settings_of_texts_that_cannot_be(folder: Path, tmp_path: Path) -> None:
     t5_folder(alone)
     for file in tokenizer_folder(tmp_path / "other").iterdir():
         (alone / file.name).unlink()
-    with pytest.raises(RecipeError, match=r"there is no tokenizer in"):
+    with pytest.raises(RecipeError, match=r"neither .* has a tokenizer"):
         prepared(rows(), tmp_path, encoder(text=str(alone)))

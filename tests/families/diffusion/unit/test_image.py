@@ -269,7 +269,7 @@ def test_a_file_that_is_not_there_names_the_record(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path}/t.csv:4: the file {tmp_path}/2.npy of 'latent_vector_path' cannot be read: No such file or "
         f"directory. Relative paths are taken from {tmp_path}: see data.encode.root. Fix or replace it, or set "
-        "data.encode.unreadable = skip to leave such records out."
+        "data.encode.unreadable = skip to leave those records out."
     )
     assert not list((tmp_path / "cache").glob("*.tmp-*"))
     assert f"Relative paths are taken from {Path.cwd()}" in fault({"path": "2.npy"})
@@ -292,7 +292,7 @@ def test_damaged_files(tmp_path: Path, name: str, content: bytes | None, words: 
     said = fault({"path": str(path)})
     assert said.startswith(f"the file {path} of 'path' cannot be read: ")
     assert words in said
-    assert said.endswith("Fix or replace it, or set data.encode.unreadable = skip to leave such records out.")
+    assert said.endswith("Fix or replace it, or set data.encode.unreadable = skip to leave those records out.")
 
 
 def test_broken_files_of_a_folder_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -344,14 +344,14 @@ def test_latents_that_are_not_finite(tmp_path: Path) -> None:
         np.save(tmp_path / "0.npy", broken)
         assert fault({"path": str(tmp_path / "0.npy")}) == (
             f"the file {tmp_path}/0.npy of 'path' is a latent of 24 values, and {words} NaN or infinite in float32. "
-            "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+            "Fix or replace it, or set data.encode.unreadable = skip to leave those records out."
         )
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 4, 3, 4), (4,), (4, 0, 2), (1, 1, 4, 3, 4), ()])
 def test_latents_of_a_shape_that_is_none(shape: tuple[int, ...]) -> None:
     said = fault({"image": np.zeros(shape)})
-    assert said.startswith(f"the array of 'image' holds fractions in the shape {shape}, but a latent is (channels, ")
+    assert said.startswith(f"the array of 'image' holds floats in the shape {shape}, but a latent is (channels, ")
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_unlike_images(second: np.ndarray, words: str) -> None:
 
 def test_unlike_samples_of_two_runs_do_not_share_a_batch() -> None:
     samples = [encode({"image": COLOUR}), encode({"image": COLOUR[:8]})]
-    with pytest.raises(DataError, match=r"a sample of 3 x 8 x 20 .* with others of 3 x 12 x 20"):
+    with pytest.raises(DataError, match=r"a sample of 3 x 8 x 20 .* with samples of 3 x 12 x 20"):
         ImageCollator(Images()).collate(samples, length=None)
 
 
@@ -453,14 +453,14 @@ def test_a_record_without_an_image() -> None:
     assert "Accepted for it: picture." in mapped
     assert "'image' must be an image (a path, " in fault({"image": 3})
     said = fault({"image": COLOUR}, column_mapping={"label": "class"})
-    assert said.startswith("no 'class' in the record, which data.encode.column_mapping takes for 'label'. Keys found: ")
+    assert said.startswith("no 'class' in the record, which data.encode.column_mapping maps to 'label'. Keys found: ")
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"column_mapping": {"labels": "class"}}, "'labels' is nothing a record of images has (did you mean 'label'?)"),
-        ({"column_mapping": {"label": "a", "image": "a"}}, "'a' is taken for 'image' and for 'label'"),
+        ({"column_mapping": {"labels": "class"}}, "'labels' is not a part of an image record (did you mean 'label'?)"),
+        ({"column_mapping": {"label": "a", "image": "a"}}, "'a' is mapped to both 'image' and 'label'"),
         ({"scale": 0}, "data.encode.scale = 0"),
         (
             {"scale": "measured"},

@@ -240,9 +240,9 @@ def checked(evaluation: Any, model: Any) -> None:
     [
         ({"classifier": "CODE:one_for_all"}, Model(), "returned float32 of shape .* It must return an integer or"),
         ({"classifier": "CODE:three"}, Model(), r"failed on images of shape \[2, 1, 8, 8\], float32 from 0 to 1"),
-        ({"classifier": "CODE:three", "classes": [3]}, Model(), "asks for the class 3, and the model has 3 classes"),
+        ({"classifier": "CODE:three", "classes": [3]}, Model(), "asks for the class 3, but the model has 3 classes"),
         ({"classifier": "CODE:three"}, Model(channels=4), "the model has 4: these are latents"),
-        ({"classifier": "CODE:three"}, Model(text_width=4), "makes images for classes, and the model is condit"),
+        ({"classifier": "CODE:three"}, Model(text_width=4), "makes images for classes, but the model is condit"),
         ({"classifier": "CODE:three"}, nn.Linear(1, 1), "needs an objective that makes images"),
         ({"extractor": "CODE:one_for_all"}, Model(), r"returned a tensor of \[\] for 2 images of \[1, 8, 8\]"),
     ],

@@ -60,7 +60,7 @@ def test_what_a_class_cannot_do_is_told_by_its_reason() -> None:
     dit, unet, sd3 = (family(name).build(processor=None) for name in ("dit", "unet", "sd3"))
     assert "is configured for squares only" in refused(dit, (CHANNELS, 8, 4))
     assert "multiples of 2. Set data.encode.size to a multiple of 16." in refused(dit, (CHANNELS, 7, 7), scale=8)
-    assert "multiples of 2. Save such latents." in refused(unet, (CHANNELS, 7, 7), scale=None)
+    assert "multiples of 2. Save latents of such sizes." in refused(unet, (CHANNELS, 7, 7), scale=None)
     said = refused(sd3, (CHANNELS, 18, 18))
     assert "has positions for at most 8 patches of 2 a side (pos_embed_max_size = 8), which is 16 x 16" in said
     assert "from scratch set model.overrides.pos_embed_max_size to at least 9" in said
@@ -107,14 +107,14 @@ def test_latents_are_compared_wherever_they_are_made(tmp_path: Path) -> None:
             prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, **sections)
         assert "write model.overrides.sample_size: 4; to keep the model's size, set data.encode.size: 16" in str(caught)
         prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 4}}, **sections)
-    with pytest.raises(RecipeError, match=r"gives latents already \(data.encode.vae\). Leave one of the two out"):
+    with pytest.raises(RecipeError, match=r"already gives latents \(data.encode.vae\). Leave one of the two out"):
         prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 4}}, **before, **live)
     never = {"encode": {"kind": "image", "vae": vae, "size": 8}, "cache": str(tmp_path / "never")}
     with pytest.raises(RecipeError, match="latents by data.encode.vae of 2 x 4 x 4 .* set data.encode.size: 16"):
         prepared(tmp_path, model={"overrides": {"in_channels": 2, "sample_size": 8}}, data=never)
     assert not (tmp_path / "never").exists(), "before anything is encoded"
     with pytest.raises(
-        RecipeError, match="data.encode.size = 7: an image is 7 x 7 pixels, and the VAE needs multiples of 2"
+        RecipeError, match="data.encode.size = 7: an image is 7 x 7 pixels, but the VAE needs multiples of 2"
     ):
         prepared(tmp_path, data={**never, "encode": {**never["encode"], "size": 7}})  # type: ignore[dict-item]
     np.save(tmp_path / "latent.npy", np.zeros((2, 4, 4), dtype=np.float32))
@@ -127,7 +127,7 @@ def test_latents_are_compared_wherever_they_are_made(tmp_path: Path) -> None:
 def test_a_model_that_is_conditioned_on_texts_needs_some(tmp_path: Path) -> None:
     sizes = {"in_channels": 1, "sample_size": 8}
     with pytest.raises(
-        RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of width 32\), and the"
+        RecipeError, match=r"PixArtTransformer2DModel is conditioned on texts \(states of width 32\), but the"
     ):
         prepared(tmp_path, model={"architecture": "pixart", "classes": None, "overrides": sizes})
 

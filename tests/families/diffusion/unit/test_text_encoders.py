@@ -201,12 +201,12 @@ def test_a_model_that_is_not_told_where_a_text_ends_gets_padded_texts(folder: Pa
         return str(caught.value)
 
     alone = refused(t5, "unet_text")
-    assert "data.encode.text: padded = false, the usual for one encoder but CLIP, leaves the filling of short" in alone
-    assert "UNet2DConditionModel is not told where a text ends, as in its pipeline." in alone
+    assert "data.encode.text: padded = false, the usual for one encoder but CLIP, masks the padding of short" in alone
+    assert "UNet2DConditionModel takes no mask, as in its pipeline." in alone
     assert alone.endswith("Set data.encode.text.padded = true.")
     plain = {"path": str(folder / "plain"), "max_tokens": 8}
     assert "Set data.encode.text[1].padded = true." in refused([plain, {**t5, "padded": False}], "flux")
-    assert "gives texts, and DiTTransformer2DModel takes none" in refused(plain, "dit")
+    assert "gives texts, but DiTTransformer2DModel takes no texts" in refused(plain, "dit")
     for text, name in (
         ([plain, t5], "flux"),
         (plain, "unet_text"),
@@ -274,7 +274,7 @@ def test_a_tokenizer_of_another_encoder(tmp_path: Path) -> None:
     other.add_tokens(["one", "more"])
     other.save_pretrained(tmp_path / "clip")
     family = TextEncoder(encoder=Texts(path=str(tmp_path / "clip"), max_tokens=6))
-    words = rf"has {len(other)} tokens, and the embedding of CLIPTextModel has 17 rows"
+    words = rf"has {len(other)} tokens, but the embedding of CLIPTextModel has 17 rows"
     with pytest.raises(RecipeError, match=words):
         family.build(processor=None)
 

@@ -297,7 +297,7 @@ def test_what_a_record_holds_is_told_by_its_columns(record: dict[str, Any], mode
     if "m" not in mode[2:]:
         assert Pairs(mode=mode).read(record).mode == mode  # type: ignore[arg-type]
         other = "i2t" if mode != "i2t" else "t2t"
-        with pytest.raises(DataError, match=rf"^the record is {mode} \(query .*mode = {other} wants "):
+        with pytest.raises(DataError, match=rf"^the record is {mode} \(query .*mode = {other} requires "):
             Pairs(mode=other).read(record)  # type: ignore[arg-type]
 
 
@@ -326,7 +326,7 @@ def test_a_mode_holds_every_part_of_a_record_to_it() -> None:
     message = refusal({"caption": "red cat", "positive": "cat_red.jpg"})
     assert message.startswith("the record is t2t (query text, positive text) and its positive is text, but data.enc")
     assert message.endswith(
-        "mode = t2i wants image there. Where 'positive' holds images, set data.encode.column_mapping = "
+        "mode = t2i requires image there. Where 'positive' holds images, set data.encode.column_mapping = "
         "{positive_image: positive}."
     )
     pair = {"query": "red cat", "positive_image": "cat_red.jpg"}
@@ -350,9 +350,7 @@ def test_a_mapping_says_that_a_column_holds_images(vision: Vision, shots: Path) 
     assert kinds(
         {"image": "a.png", "caption": "b"}, column_mapping={"query_image": "image", "positive": "caption"}
     ) == ("mode: i2t")
-    with pytest.raises(
-        DataError, match=r"^no 'shot' in the record, which .* takes for 'query_image'\. .* a null there"
-    ):
+    with pytest.raises(DataError, match=r"^no 'shot' in the record, which .* maps to 'query_image'\. .* a null there"):
         Pairs(column_mapping={"query_image": "shot"}).texts({"query": "a", "positive": "b"})
 
 
@@ -415,7 +413,7 @@ def test_an_image_that_cannot_be_read_is_named_with_the_reason(vision: Vision, s
     def reason(value: Any, **settings: Any) -> str:
         return fault({"query": "a", "positive_image": value}, vision, **settings)
 
-    fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+    fix = "Fix or replace it, or set data.encode.unreadable = skip to leave those records out."
     for name, why in (
         ("cut.png", "image file is truncated"),
         ("cut.jpg", "image file is truncated"),
@@ -551,8 +549,10 @@ def test_a_text_that_speaks_of_the_image_token_is_refused(vision: Vision, shots:
         {"query": "see <|image_pad|>", "query_image": str(shots / "wide.png"), "positive": "b"},
     ):
         message = fault(record, vision)
-        assert message.startswith("the text 'see <|image_pad|>' has <|image_pad|> in it, which stands for an image")
-    with pytest.raises(RecipeError, match=r"^data\.encode\.prompts: 'see <\|image_pad\|>' has"):
+        assert message.startswith(
+            "the text 'see <|image_pad|>' contains <|image_pad|>, which this model reads as an image"
+        )
+    with pytest.raises(RecipeError, match=r"^data\.encode\.prompts: 'see <\|image_pad\|>' contains"):
         one({"query": "a", "positive": "b"}, vision, prompts=Prompts(document="see <|image_pad|>"))
 
 

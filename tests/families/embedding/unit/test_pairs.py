@@ -189,7 +189,7 @@ def test_a_text_without_tokens_and_a_model_without_a_tokenizer(tokenizer: Any) -
     from tokenizers import normalizers
 
     deaf.backend_tokenizer.normalizer = normalizers.Replace("dog", "")
-    with pytest.raises(DataError, match=r"^the tokenizer makes no token of the text 'dog'"):
+    with pytest.raises(DataError, match=r"^the tokenizer gives no token for the text 'dog'"):
         one({"query": "fox", "positive": "dog"}, deaf)
     with pytest.raises(RecipeError, match=r"^model\.tokenizer: the data is pairs, which needs a tokenizer"):
         one({"query": "fox", "positive": "dog"}, None)
@@ -253,10 +253,10 @@ def test_a_mapping_of_something_unknown_is_refused_with_the_recipe() -> None:
         return str(caught.value)
 
     unknown = refusal({"positives": "b"})
-    assert unknown.startswith("data.encode.column_mapping: 'positives' is nothing a pair has")
+    assert unknown.startswith("data.encode.column_mapping: 'positives' is not a part of a pair")
     assert "(did you mean 'positive'?). Known: query, positive, negatives, label, query_image, positive_" in unknown
     both = refusal({"positive": "x", "positive_image": "x"})
-    assert "'x' is taken for 'positive' and for 'positive_image', but holds texts or images" in both
+    assert "'x' is mapped to both 'positive' and 'positive_image', but holds texts or images" in both
 
 
 # --- records that cannot be used
@@ -329,7 +329,7 @@ def test_a_model_without_images_refuses_them_in_words(bert: Any) -> None:
             one(record, bert)
         return str(caught.value)
 
-    words = "asks for images; this model takes none. Use a vision-language model, or remove the column"
+    words = "asks for images; this model takes no images. Use a vision-language model, or remove the column"
     pair = {"query": "a", "positive": "b"}
     for name, value in (("query_image", "a.jpg"), ("positive_image", b"..."), ("negative_images", ["a.jpg", "b.jpg"])):
         assert refusal({**pair, name: value}).startswith(f"{name!r} in the record {words}")

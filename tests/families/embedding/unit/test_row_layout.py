@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fullshard.families.embedding.batching.chunks import Chunk, Texts, crowded, cut, fill_up, inputs, spread
+from fullshard.families.embedding.batching.chunks import Chunk, Texts, by_text, crowded, cut, fill_up, inputs
 from fullshard.families.embedding.batching.row_layout import PADDING, Layout, lay_out
 
 CASES = {
@@ -176,7 +176,7 @@ def test_among_crowded_texts_some_share_a_row(lengths: list[int]) -> None:
 
 def test_spread_gives_each_text_its_own_row() -> None:
     vectors = torch.arange(12.0).reshape(6, 2).requires_grad_()
-    found = spread(vectors, torch.tensor([1, 3, 2]), 4)
+    found = by_text(vectors, torch.tensor([1, 3, 2]), 4)
     expected = torch.zeros(3, 4, 2)
     expected[0, :1], expected[1, :3], expected[2, :2] = vectors[:1], vectors[1:4], vectors[4:]
     assert torch.equal(found, expected)

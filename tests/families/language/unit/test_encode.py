@@ -310,7 +310,7 @@ def test_a_blank_answer_is_never_learned(chatml: Any, tokenizer: Any, blank: str
 
 def test_the_layout_is_told(chatml: Any, tokenizer: Any) -> None:
     plain = "chat template: plain (User: ... / Assistant: ...), "
-    assert Chat().open(tokenizer, length=64).notes() == [plain + "the tokenizer has none"]
+    assert Chat().open(tokenizer, length=64).notes() == [plain + "because the tokenizer has no chat template"]
     assert Chat(template="plain").open(chatml, length=64).notes() == [plain + "as data.encode says"]
     assert Chat().open(chatml, length=64).notes() == ["chat template: the tokenizer's own"]
     assert Text().open(tokenizer, length=64).notes() == []

@@ -215,7 +215,7 @@ def test_a_template_that_moves_the_tools_gives_each_answer_as_it_was_given(with_
     ]
     assert learned(samples[0], tokenizer).endswith('"arguments": {"city": "Köln"}}]<eos> the lazy dog<eos>')
     assert learned(samples[1], tokenizer) == " fine, thanks<eos>"
-    assert "samples of their own" in str(samples[0]["noted"][0])
+    assert "a separate sample" in str(samples[0]["noted"][0])
 
 
 def test_reasoning_that_a_template_drops_later_is_learned_where_it_was_given(
@@ -420,7 +420,7 @@ def test_faults_of_tools(with_template: Callable[[str], Any]) -> None:
     assert "message 2: 'value' must be JSON like" in message(
         {"conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "f(x)"}]}
     )
-    assert "message 1: 'content' is null, and the message says nothing else" in message(
+    assert "message 1: 'content' is null, and the message has no other content" in message(
         {"messages": [{"role": "user", "content": None}]}
     )
     picture = [{"type": "image", "image": "a.png"}]
