@@ -16,7 +16,6 @@ from torch import nn
 
 from fullshard.config.part import did_you_mean
 from fullshard.errors import RecipeError
-from fullshard.formatting.plural import counted
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
         matching = fnmatch.filter(names, pattern)
         if not matching:
             raise RecipeError(
-                f"model.freeze[{index}] = {pattern!r} matches no name among {counted(len(names), 'parameter')}"
+                f"model.freeze[{index}] = {pattern!r} matches no parameter"
                 f"{did_you_mean(pattern.strip('*'), names)}. Names look like: {', '.join(names[:3])} ... {names[-1]}; "
                 "* matches anything."
             )

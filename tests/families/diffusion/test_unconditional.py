@@ -85,5 +85,5 @@ def test_a_label_that_was_never_dropped_cannot_be_compared_with(tmp_path: Path) 
 
 def test_a_guidance_that_no_model_is_told_is_refused() -> None:
     family = read(settings(Path("nowhere"), model={"guidance": 5.0})).recipe.model
-    with pytest.raises(RecipeError, match=r"model.guidance = 5 is for models .* and UNet2DModel takes none"):
+    with pytest.raises(RecipeError, match=r"model.guidance = 5 is for models .* but UNet2DModel does not"):
         family.build(processor=None)

@@ -156,7 +156,7 @@ def test_files_that_do_not_fit_together(folder: Path, tmp_path: Path) -> None:
             judged(folder, qrels=path)
     with pytest.raises(DataError, match=r"no relevant document for any of the 12 queries in queries.*'z0'.*'q0'"):
         judged(folder, qrels=qrels("z0\td1\t1"))
-    with pytest.raises(DataError, match="none of the 12 queries"):
+    with pytest.raises(DataError, match="no relevant document for any of the 12 queries"):
         judged(folder, qrels=qrels("q0\td1\t0"))
     with pytest.raises(DataError, match="no judgement"):
         judged(folder, qrels=qrels("query-id\tcorpus-id\tscore"))

@@ -375,7 +375,7 @@ def test_pixels_out_of_range_or_too_deep() -> None:
     assert said.startswith("the array of 'image' goes from -1 to 256, but pixels go from 0 to 255.")
     deep = Image.fromarray(np.full((4, 4), 40_000, dtype=np.uint16))
     for image, mode in ((deep, "I;16"), (deep.convert("I"), "I"), (Image.new("F", (4, 4)), "F")):
-        assert f"the image of 'image' is an image of mode {mode!r}, with more than 8 bits" in fault({"image": image})
+        assert f"the image of 'image' is an image of mode {mode!r}: more than 8 bits" in fault({"image": image})
     assert "of mode 'I;16'" in fault({"image": file_of(deep)})
 
 
@@ -434,7 +434,7 @@ def test_labels_that_are_no_numbers(label: Any) -> None:
 @pytest.mark.parametrize(("label", "classes"), [(10, 10), (-1, 10), ("10", 10), (-1, None), (2**63, None)])
 def test_labels_outside_the_classes(label: Any, classes: int | None) -> None:
     said = fault({"image": COLOUR, "label": label}, classes=classes)
-    allowed = "from 0 to 9, as data.encode.classes = 10 has it" if classes else "from 0 on"
+    allowed = "from 0 to 9, as data.encode.classes = 10 says" if classes else "from 0 on"
     assert said == f"'label' is {label}, but classes go {allowed}. Give the record another label, or remove it."
 
 

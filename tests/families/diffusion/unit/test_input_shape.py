@@ -42,14 +42,14 @@ def refused(module: Any, shape: tuple[int, ...], **how: Any) -> str:
 def test_only_the_configured_shape_is_taken(name: str) -> None:
     module = family(name).build(processor=None)
     require_shape(module, (CHANNELS, SIDE, SIDE), what="images", scale=1)
-    takes = f"and {module.class_name} takes 4 channels. From scratch, write model.overrides.in_channels: "
+    takes = f"but {module.class_name} takes 4 channels. From scratch, write model.overrides.in_channels: "
     assert f"{takes}{12 if 'flux' in name else 3}, or name the VAE" in refused(module, (3, SIDE, SIDE))
     if "flux" in name:  # any even sides: positions come with the image
         require_shape(module, (CHANNELS, 2 * SIDE, SIDE), what="images", scale=1)
         assert "needs sides that are multiples of 2" in refused(module, (CHANNELS, 7, SIDE))
         return
     said = refused(module, (CHANNELS, 4, 4))
-    assert said.startswith("data.train gives images of 4 x 4 x 4 (channels x height x width), and ")
+    assert said.startswith("data.train gives images of 4 x 4 x 4 (channels x height x width), but ")
     assert f"{module.class_name} is configured for 8 x 8. To train, sample and export at 4 x 4, write " in said
     assert "write model.overrides.sample_size: 4; to keep the model's size, set data.encode.size: 8." in said
     assert "set data.encode.size: 64." in refused(module, (CHANNELS, 4, 4), scale=8)

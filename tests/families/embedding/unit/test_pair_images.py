@@ -501,7 +501,7 @@ def test_images_that_go_away_or_change_stop_the_run_with_their_name(
         assert "the folder of data.cache" in str(caught.value)
         return str(caught.value)
 
-    assert after(None).startswith(f"the image {place} cannot be read any more: No such file or directory. It could")
+    assert after(None).startswith(f"the image {place} cannot be read any more: No such file or directory. It was")
     changed = after((shots / "small.png").read_bytes())
     assert changed.startswith(f"the image {place} has changed since it was encoded: it takes 1 tokens now, 3 then.")
     assert "image file is truncated" in after((shots / "cut.png").read_bytes())

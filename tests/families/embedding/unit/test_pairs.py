@@ -242,7 +242,7 @@ def test_a_column_mapping_goes_first() -> None:
     assert Pairs(column_mapping={"query": "t", "positive": "t"}).texts({"t": "x"}) == ["x", "x"]
     for name in ("positive", "negatives"):
         message = fault({"query": "a", "positive": "b"}, column_mapping={name: "neg"})
-        assert message.startswith(f"no 'neg' in the record, which data.encode.column_mapping takes for {name!r}. Keys")
+        assert message.startswith(f"no 'neg' in the record, which data.encode.column_mapping maps to {name!r}. Keys")
     assert Pairs(column_mapping={"negatives": "neg"}).texts({"query": "a", "positive": "b", "neg": None}) == ["a", "b"]
 
 

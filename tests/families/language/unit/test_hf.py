@@ -138,7 +138,7 @@ def test_freeze_patterns() -> None:
     assert frozen == {"model.embed_tokens.weight", "model.norm.weight"}
     with pytest.raises(
         RecipeError,
-        match=r"model.freeze\[0\] = 'model.embed_token.weight' matches none.*did you mean 'model.embed_tokens.weight'",
+        match=r"model.freeze\[0\] = 'model.embed_token.weight' matches no parameter .did you mean 'model.embed_tokens",
     ):
         Hf(architecture="llama", size="tiny", freeze=["model.embed_token.weight"]).build(processor=None)
 
