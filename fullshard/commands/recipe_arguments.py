@@ -9,9 +9,9 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.models import OptionInfo
@@ -139,7 +139,6 @@ class RecipeArguments:
         return ranks_of(topology, node_rank=self.node_rank, master=self.master)
 
 
-_DECLARED = ("recipe", "settings", "devices", "gpus", "nodes", "node_rank", "master", "preset", "output")
 NODES = ("nodes", "node_rank", "master")
 """The arguments of a run on several nodes."""
 
@@ -148,32 +147,26 @@ def takes_recipe(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., No
     """Declares the arguments of RecipeArguments, except those in `without`, and passes them to the command as one."""
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(RecipeArguments, include_extras=True)
-        fields = inspect.signature(RecipeArguments).parameters
-        names = [name for name in _DECLARED if name not in without]
-        shared = [fields[name].replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        parameters = [*shared, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
-        options = tuple(_option_names(parameters))
+        shared, (_, *own) = (
+            inspect.signature(f, eval_str=True).parameters.values() for f in (RecipeArguments, command)
+        )
+        names = [p.name for p in shared if hasattr(p.annotation, "__metadata__") and p.name not in without]
+        declared = [p.replace(kind=p.KEYWORD_ONLY) for p in (*shared, *own) if p.name in names or p in own]
+        infos = {p.name: p.annotation.__metadata__[0] for p in declared}
+        shown = {name: info for name, info in infos.items() if isinstance(info, OptionInfo) and not info.hidden}
+        # Inside Annotated, typer takes the first name of an option for its default.
+        options = [i.default if i.default is not ... else f"--{name.replace('_', '-')}" for name, i in shown.items()]
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             values = {name: given.pop(name) for name in names}
-            command(RecipeArguments(**values, command=command.__name__, options=options), **given)
+            command(RecipeArguments(**values, command=command.__name__, options=tuple(options)), **given)
 
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in declared}
         return run
 
     return declare
-
-
-def _option_names(parameters: Iterable[inspect.Parameter]) -> Iterable[str]:
-    for parameter in parameters:
-        for info in getattr(parameter.annotation, "__metadata__", ()):
-            if isinstance(info, OptionInfo) and not info.hidden:
-                # Inside Annotated, typer takes the first name for the default.
-                yield info.default if isinstance(info.default, str) else f"--{parameter.name.replace('_', '-')}"
 
 
 def _starter() -> tuple[str, ...]:

@@ -41,7 +41,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Outcome:
     """One comparison of two runs: a word for the table, and a sentence about the drift, if any."""
 
     word: str
@@ -76,39 +76,39 @@ def steps_of(records: Iterable[Mapping[str, Any]], *, first: int = 1, last: int 
     return steps
 
 
-def compare_samples(found: Steps, expected: Steps, *, tolerance: Tolerance) -> Comparison:
+def compare_samples(found: Steps, expected: Steps, *, within: Tolerance) -> Outcome:
     """Whether each step read the right samples; on other ranks, only their order within the step may differ."""
     for step, ids in sorted(expected.samples.items()):
         other = found.samples.get(step)
         if other is None:
-            return Comparison("missing", f"step {step} is missing", math.inf, step)
+            return Outcome("missing", f"step {step} is missing", math.inf, step)
         if sorted(other) != sorted(ids):
             wrong, right = sorted(set(other) - set(ids)), sorted(set(ids) - set(other))
             if not wrong and not right:
-                return Comparison(f"step {step}", f"step {step} reads some samples twice", math.inf, step)
+                return Outcome(f"step {step}", f"step {step} reads some samples twice", math.inf, step)
             text = f"step {step} reads the wrong samples: {_some(wrong)} instead of {_some(right)}"
-            return Comparison(f"step {step}", text, math.inf, step)
-        if tolerance.exact and other != ids:
-            return Comparison(f"step {step}", f"step {step} reads its samples in a different order", math.inf, step)
-    return Comparison("same")
+            return Outcome(f"step {step}", text, math.inf, step)
+        if within.exact and other != ids:
+            return Outcome(f"step {step}", f"step {step} reads its samples in a different order", math.inf, step)
+    return Outcome("same")
 
 
-def compare_numbers(found: Steps, expected: Steps, *, tolerance: Tolerance) -> Comparison:
+def compare_numbers(found: Steps, expected: Steps, *, within: Tolerance) -> Outcome:
     """Losses, gradient norms and rates of each step; names the first step outside the tolerance."""
     worst = 0.0
     for step, numbers in sorted(expected.numbers.items()):
         others = found.numbers.get(step)
         if others is None:
-            return Comparison("missing", f"step {step} is missing", math.inf, step)
+            return Outcome("missing", f"step {step} is missing", math.inf, step)
         for name, value in numbers.items():
             other = others.get(name)
             apart = _apart(other, value)
-            worst = max(worst, apart) if name == "loss" or tolerance.exact else worst
-            if apart > tolerance.allows(name, step):
-                allowed = "bitwise" if tolerance.exact else f"{tolerance.allows(name, step):.0e}"
+            worst = max(worst, apart) if name == "loss" or within.exact else worst
+            if apart > within.allows(name, step):
+                allowed = "bitwise" if within.exact else f"{within.allows(name, step):.0e}"
                 text = f"step {step} has {_NAMES[name]} {other!r} instead of {value!r}"
-                return Comparison(f"step {step}", f"{text} (off by {apart:.1e}, allowed: {allowed})", apart, step)
-    return Comparison("bitwise" if worst == 0.0 else f"{worst:.0e}", worst=worst)
+                return Outcome(f"step {step}", f"{text} (off by {apart:.1e}, allowed: {allowed})", apart, step)
+    return Outcome("bitwise" if worst == 0.0 else f"{worst:.0e}", worst=worst)
 
 
 _NAMES = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "loss_scale": "loss scale"}
@@ -139,39 +139,29 @@ class Tensors(Protocol):
 
 
 def compare_tensors(
-    found: Tensors, expected: Tensors, *, tolerance: Tolerance, step: int, before: Tensors | None = None
-) -> Comparison:
+    found: Tensors, expected: Tensors, *, within: Tolerance, step: int, before: Tensors | None = None
+) -> Outcome:
     """Every weight and optimizer tensor bit for bit; or, within a tolerance, weights and first moments with gradients
     above noise. `before` has the expected weights of some updates earlier."""
-    names = sorted(
-        name for name in expected.names() if tolerance.exact or name.startswith("model/") or _is_moment(name)
-    )
+    names = sorted(name for name in expected.names() if within.exact or name.startswith("model/") or _is_moment(name))
     missing = sorted(expected.names() - found.names())
     surplus = sorted(found.names() - expected.names())
     if missing or surplus:
         what = f"lacks {len(missing)} of {len(expected.names())}" if missing else f"has {len(surplus)} too many"
         name = (missing or surplus)[0]
         text = f"the checkpoint of step {step} {what} tensors, first {name}"
-        return Comparison("names", text, math.inf, step, name)
-    floor = 0.0 if tolerance.exact else _floor(expected)
-    apart = {
-        name: _tensor_apart(found, expected, name, tolerance=tolerance, floor=floor, before=before) for name in names
-    }
-    allowed = {
-        name: 0.0 if tolerance.exact else tolerance.moments if _is_moment(name) else tolerance.updates for name in names
-    }
+        return Outcome("names", text, math.inf, step, name)
+    floor = 0.0 if within.exact else _floor(expected)
+    apart = {name: _tensor_apart(found, expected, name, within=within, floor=floor, before=before) for name in names}
+    allowed = {name: 0.0 if within.exact else within.moments if _is_moment(name) else within.updates for name in names}
     beyond = [name for name in names if apart[name] > allowed[name]]
     worst = max(beyond or apart, key=lambda name: apart[name], default="")
     largest = apart.get(worst, 0.0)
     if not beyond:
-        return Comparison(f"{largest:.0e}" if largest else "bitwise", worst=largest)
+        return Outcome(f"{largest:.0e}" if largest else "bitwise", worst=largest)
     text = f"after step {step}, {len(beyond)} of {len(names)} tensors differ, most {worst}"
-    within = (
-        "bitwise" if tolerance.exact else f"{allowed[worst]:.0e}{'' if _is_moment(worst) else ' of the last updates'}"
-    )
-    return Comparison(
-        f"{len(beyond)} differ", f"{text} (off by {largest:.1e}, allowed: {within})", largest, step, worst
-    )
+    limit = "bitwise" if within.exact else f"{allowed[worst]:.0e}{'' if _is_moment(worst) else ' of the last updates'}"
+    return Outcome(f"{len(beyond)} differ", f"{text} (off by {largest:.1e}, allowed: {limit})", largest, step, worst)
 
 
 NOISE = 1e-5
@@ -203,7 +193,7 @@ def _tensor_apart(
     expected: Tensors,
     name: str,
     *,
-    tolerance: Tolerance,
+    within: Tolerance,
     floor: float = 0.0,
     before: Tensors | None = None,
 ) -> float:
@@ -217,7 +207,7 @@ def _tensor_apart(
     if torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)):
         return 0.0
     earlier = None
-    if before is not None and not tolerance.exact and not _is_moment(name) and name in before.names():
+    if before is not None and not within.exact and not _is_moment(name) and name in before.names():
         earlier = _read(before, name).reshape(-1)
     second = _second(expected, name) if floor else None
     if second is not None:
@@ -226,12 +216,12 @@ def _tensor_apart(
         earlier = None if earlier is None else earlier[learned]
     difference = _distance(ours, theirs)
     if difference == 0.0:
-        return 5e-324 if tolerance.exact else 0.0  # zeros of opposite sign
+        return 5e-324 if within.exact else 0.0  # zeros of opposite sign
     size = _distance(theirs, torch.zeros(()))
     if earlier is not None:
         # Updates below the last digit of a weight are rounding errors themselves.
         rounding = LAST_DIGITS * torch.finfo(theirs.dtype).eps * size if theirs.is_floating_point() else 0.0
-        size = max(_distance(theirs, earlier), rounding / tolerance.updates)
+        size = max(_distance(theirs, earlier), rounding / within.updates)
     apart = difference / size if size else math.inf
     return math.inf if math.isnan(apart) else apart
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.prove.cases import KILLS, SAVE_EVERY, STEPS, Case, Plan
-from fullshard.prove.compare import Comparison, Tolerance, compare_numbers, compare_samples, compare_tensors
+from fullshard.prove.compare import Outcome, Tolerance, compare_numbers, compare_samples, compare_tensors
 from fullshard.prove.runs import RunFailed, Runs, taken
 
 EXACT = Tolerance(exact=True)
@@ -26,10 +26,10 @@ class Verdict:
 
     name: str
     title: str
-    tolerance: Tolerance | None = None
-    samples: Comparison | None = None
-    numbers: Comparison | None = None
-    tensors: Comparison | None = None
+    within: Tolerance | None = None
+    samples: Outcome | None = None
+    numbers: Outcome | None = None
+    tensors: Outcome | None = None
     remark: str | None = None
     """What the differences mean, if known."""
     failure: str | None = None
@@ -51,7 +51,7 @@ class Verdict:
             return "not run"
         if self.drifts:
             return "DRIFT"
-        return "exact" if self.tolerance is not None and self.tolerance.exact else "equal"
+        return "exact" if self.within is not None and self.within.exact else "equal"
 
 
 def prove(plan: Plan, runs: Runs) -> list[Verdict]:
@@ -96,19 +96,16 @@ def _resumed(straight: Case, case: Case, runs: Runs) -> list[Verdict]:
 
 
 def _judge(
-    case: Case, title: str, against: Case, tolerance: Tolerance, *, step: int, resumed_from: int | None = None
+    case: Case, title: str, against: Case, within: Tolerance, *, step: int, resumed_from: int | None = None
 ) -> Verdict:
     """Compares the logged steps and the checkpoint of `step` with those of another run."""
     found = taken(case)
     first = 1 if case.resume == "auto" else SAVE_EVERY + 1
     expected = taken(against, first=first, last=max(found.numbers, default=STEPS))
-    samples, numbers = (
-        compare_samples(found, expected, tolerance=tolerance),
-        compare_numbers(found, expected, tolerance=tolerance),
-    )
+    samples, numbers = compare_samples(found, expected, within=within), compare_numbers(found, expected, within=within)
     ours, theirs = (open_tensors(run.folder / files.name_of(step)) for run in (case, against))
-    before = None if tolerance.exact else open_tensors(against.folder / files.name_of(SAVE_EVERY))
-    tensors = compare_tensors(ours, theirs, tolerance=tolerance, step=step, before=before)
+    before = None if within.exact else open_tensors(against.folder / files.name_of(SAVE_EVERY))
+    tensors = compare_tensors(ours, theirs, within=within, step=step, before=before)
     begun = min((look.step for look in (samples, numbers) if look.step is not None), default=math.inf)
     remark = None
     if resumed_from is not None and begun <= resumed_from:
@@ -116,5 +113,5 @@ def _judge(
             f"step {begun} came before the first kill: already two runs of this recipe differ. Something in it is "
             "not deterministic: a custom part that reads the clock, or random numbers without a seed"
         )
-    name = "resume" if tolerance.exact else case.name
-    return Verdict(name, title, tolerance, samples, numbers, tensors, remark)
+    name = "resume" if within.exact else case.name
+    return Verdict(name, title, within, samples, numbers, tensors, remark)

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from fullshard.check.report import Screen
 from fullshard.formatting.plural import counted
-from fullshard.prove.compare import Comparison
+from fullshard.prove.compare import Outcome
 from fullshard.prove.proof import NEAR, Verdict
 
 _COLOURS = {"exact": "green", "equal": "green", "DRIFT": "bold red", "not run": "bold red", "left out": "yellow"}
@@ -101,7 +101,7 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     return table
 
 
-def _cell(look: Comparison | None) -> Text:
+def _cell(look: Outcome | None) -> Text:
     return Text("-", style="dim") if look is None else Text(look.word, style="red" if look.drift else "")
 
 
@@ -118,6 +118,6 @@ def _as_dict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _look(look: Comparison) -> dict[str, Any]:
+def _look(look: Outcome) -> dict[str, Any]:
     apart = look.worst if math.isfinite(look.worst) else None
     return {"equal": look.drift is None, "apart": apart, "step": look.step, "tensor": look.tensor, "drift": look.drift}
