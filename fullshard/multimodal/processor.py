@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -40,9 +41,9 @@ class ImageTextProcessor:
         if isinstance(self.whole.chat_template, str):
             # The tokenizer's own may know no images.
             self.tokenizer.chat_template = self.whole.chat_template
-        self._texts: dict[tuple[tuple[int, int], ...], tuple[list[str], Any]] = {}
+        self._texts: dict[tuple[tuple[int, int], ...], _ImageTexts] = {}
         self._rope: Any = None
-        self.takes_types, self.pad_type = False, 0
+        self.takes_types = False
 
     @property
     def tokenizer(self) -> Any:
@@ -73,25 +74,41 @@ class ImageTextProcessor:
             "placed among the tokens. This model is not supported."
         )
 
-    def image_texts(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
-        """What stands for each image of a sample in the text that is tokenized; sizes are (width, height)."""
-        return self._laid_out(tuple(sizes))[0]
+    @functools.cached_property
+    def takes_suffix(self) -> bool:
+        """Whether it lays out a question as prefix and an answer as suffix, as PaliGemma's does, without a chat
+        template."""
+        return "suffix" in get_type_hints(self.whole.valid_processor_kwargs)["text_kwargs"].__annotations__
 
-    def _laid_out(self, sizes: tuple[tuple[int, int], ...]) -> tuple[list[str], Any]:
-        """The text of each image, and the grids of patches where the processor makes some. They follow from the sizes,
-        so blank images give the same."""
+    @property
+    def pad_type(self) -> int:
+        """The token type of padding. Type 0 of a prefix would be visible to all of it."""
+        return int(self.takes_suffix)
+
+    def image_texts(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
+        """The text of each image of a sample before it is tokenized; sizes are (width, height)."""
+        return self._laid_out(tuple(sizes)).texts
+
+    def prefix(self, question: str, sizes: Sequence[tuple[int, int]]) -> str:
+        """Images and question as a processor that takes a suffix writes them."""
+        found = self._laid_out(tuple(sizes))
+        return "".join(found.texts) + question + found.after
+
+    def _laid_out(self, sizes: tuple[tuple[int, int], ...]) -> _ImageTexts:
+        """Texts and grids follow from the sizes, so blank images give the same."""
         if sizes not in self._texts:
-            text, grid = self._expanded(_BETWEEN.join([self.placeholder] * len(sizes)), sizes)
+            marks = [self.placeholder] * len(sizes) + [""] * self.takes_suffix
+            text, grid = self._expanded(_BETWEEN.join(marks), sizes)
             found = text.split(_BETWEEN)
-            if len(found) != len(sizes):
+            if len(found) != len(marks):
                 raise DataError(f"{type(self.whole).__name__} mixes up the texts of {len(sizes)} images in one sample.")
-            self._texts[sizes] = (found, grid)
+            self._texts[sizes] = _ImageTexts(found[: len(sizes)], "".join(found[len(sizes) :]), grid)
         return self._texts[sizes]
 
     def features(self, images: Sequence[Any]) -> dict[str, Any]:
         """The tensors of the images of one sample, as the model takes them."""
         text = _BETWEEN.join([self.placeholder] * len(images))
-        found = self.whole(text=[text], images=[list(images)], return_tensors="pt")
+        found = self._processed(text, images)
         return {name: value for name, value in found.items() if name not in _OF_TEXT}
 
     def positions(self, ids: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -101,7 +118,7 @@ class ImageTextProcessor:
         import torch
 
         row = torch.from_numpy(ids.astype(np.int64))[None]
-        grid = self._laid_out(tuple(sizes))[1] if sizes else None
+        grid = self._laid_out(tuple(sizes)).grid if sizes else None
         found, _ = self._rope(row, mm_token_type_ids=(row == self.image_token_id).int(), image_grid_thw=grid)
         return np.ascontiguousarray(found[:, 0].T.numpy().astype(np.int32))
 
@@ -142,10 +159,16 @@ class ImageTextProcessor:
         recorder = _Recorder(self.tokenizer)
         self.whole.tokenizer = recorder
         try:
-            found = self.whole(text=[text], images=[[Image.new("RGB", s) for s in sizes]], return_tensors="pt")
+            found = self._processed(text, [Image.new("RGB", size) for size in sizes])
         finally:
             self.whole.tokenizer = recorder.tokenizer
         return recorder.text, found.get("image_grid_thw")
+
+    def _processed(self, text: str, images: Sequence[Any]) -> Any:
+        with warnings.catch_warnings():
+            # PaliGemma's makes a NumPy array of a tensor.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return self.whole(text=[text], images=[list(images)], return_tensors="pt")
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -167,6 +190,17 @@ class ImageTextProcessor:
         else:
             settings = {"processor_class": type(self.whole).__name__, **_own_settings(self.whole)}
             (Path(folder) / "processor_config.json").write_text(json.dumps(settings, indent=2, default=str) + "\n")
+
+
+@dataclass(frozen=True)
+class _ImageTexts:
+    """What a processor writes for the images of a sample."""
+
+    texts: list[str]
+    after: str
+    """What it writes after a question; empty for a processor without prefix and suffix."""
+    grid: Any
+    """The patches of each image, for a processor that counts them."""
 
 
 class _Recorder:
@@ -244,11 +278,6 @@ def load_processor(folder: Path, tokenizer: Any, *, model_type: str, trust_remot
     class_name = PROCESSOR_MAPPING_NAMES.get(model_type) or named
     if class_name is None:
         raise RecipeError(f"{where}: Transformers knows no processor for models of type {model_type}.")
-    if model_type == "paligemma":
-        raise RecipeError(
-            f"{where}: PaliGemma reads its question both ways and its answer from left to right, in its own layout, "
-            "which is not supported. Use another vision-language model."
-        )
     whole = assemble(str(class_name), {"image_processor": images, "tokenizer": tokenizer}, settings)
     return ImageTextProcessor(whole, kept)
 

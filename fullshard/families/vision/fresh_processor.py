@@ -129,6 +129,12 @@ def _gemma(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str], str]
     return images, {"image_seq_length": config.mm_tokens_per_image}, names, "<start_of_image>"
 
 
+def _paligemma(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str], str]:
+    vision = config.vision_config
+    images = {"size": _square(vision.image_size), "image_seq_length": (vision.image_size // vision.patch_size) ** 2}
+    return images, {}, ["<image>"], "<image>"
+
+
 SETTINGS = {
     "gemma3": _gemma,
     "idefics3": _idefics,
@@ -136,6 +142,7 @@ SETTINGS = {
     "llava": _llava,
     "llava_next": _llava_next,
     "llava_onevision": _onevision,
+    "paligemma": _paligemma,
     "qwen2_5_vl": _qwen,
     "qwen2_vl": _qwen,
     "qwen3_vl": _qwen,

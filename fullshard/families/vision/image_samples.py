@@ -37,9 +37,15 @@ def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, 
         )
     positions = processor.positions(ids, [picture.size for picture in pictures])
     kept = {"input_ids": ids[:length], "labels": tokens["labels"][:length], "mrope": positions[:length]}
-    if "token_type_ids" in tokens or processor.takes_types:
-        types = tokens.get("token_type_ids", (ids == processor.image_token_id).astype(np.int8))
-        kept["token_type_ids"] = types[:length]
+    if "token_type_ids" in tokens:
+        kept["token_type_ids"] = tokens["token_type_ids"][:length]
+    elif processor.takes_suffix:
+        raise DataError(
+            f"{type(processor.whole).__name__} takes one question and one answer. Set data.encode.kind: image_chat, or "
+            "use another model."
+        )
+    elif processor.takes_types:
+        kept["token_type_ids"] = (ids == processor.image_token_id).astype(np.int8)[:length]
     return {
         **kept,
         "image_tokens": np.array([len(places)], dtype=np.int32),
@@ -128,7 +134,9 @@ class ImageCollator(Collator):
         text = self._processor.image_texts([picture.size])[0]
         ids = np.array(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
         labels = np.full(len(ids), IGNORE, dtype=np.int32)
-        return image_sample({"input_ids": ids, "labels": labels}, [picture], self._processor, length=self._length)
+        types = {"token_type_ids": np.zeros(len(ids), dtype=np.int8)} if self._processor.takes_suffix else {}
+        tokens = {"input_ids": ids, "labels": labels, **types}
+        return image_sample(tokens, [picture], self._processor, length=self._length)
 
     def _by_document(self, sample: Features) -> list[list[Any]]:
         """The decoded images of each document in a row that has some."""

@@ -63,6 +63,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         "downsample_ratio": 0.5,
         "vision_config": {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]},
     },
+    "paligemma": {"hidden_size": TEXT["hidden_size"], "projection_dim": TEXT["hidden_size"]},
     "gemma3": {"mm_tokens_per_image": 4, "text_config": {"sliding_window": 4096}},
 }
 """What an architecture needs beyond TEXT and VISION."""

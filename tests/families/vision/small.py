@@ -17,8 +17,8 @@ from fullshard.families.vision.sizes import tiny_vision
 from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, train_tokenizer
 
 MODELS = [
-    "qwen2_vl",
     "qwen2_5_vl",
+    "qwen2_vl",
     "qwen3_vl",
     "smolvlm",
     "idefics3",
@@ -26,8 +26,11 @@ MODELS = [
     "llava_next",
     "llava_onevision",
     "internvl",
+    "paligemma",
+    "paligemma2",
     "gemma3",
 ]
+"""Every third has another mechanism: positions in three dimensions, plain, tiles, token types."""
 COLOURS = ["red", "green", "blue", "black"]
 
 
@@ -39,8 +42,9 @@ def model_folder(path: Path, architecture: str) -> Path:
         TokenizerTraining(vocab_size=330),
         folder=words,
     )
-    config_class = CONFIG_MAPPING[architecture]
-    config = config_class(**tiny_vision(config_class()))
+    config_class = CONFIG_MAPPING[architecture.removesuffix("2")]
+    base = config_class(text_config={"model_type": "gemma2"}) if architecture == "paligemma2" else config_class()
+    config = config_class(**tiny_vision(base))
     processor = fresh_processor(config, PreTrainedTokenizerFast.from_pretrained(words))
     config.text_config.vocab_size = len(processor.tokenizer)
     for name in ("image_token_id", "image_token_index"):
@@ -168,6 +172,12 @@ def processed(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor]:
         part for message in record["messages"] if isinstance(message["content"], list) for part in message["content"]
     ]
     images = [Image.open(folder / "images" / part["image"]).convert("RGB") for part in parts if part["type"] == "image"]
+    if type(processor).__name__ == "PaliGemmaProcessor":
+        question = "<image>" * len(images) + "".join(part["text"] for part in parts if part["type"] == "text")
+        answer = record["messages"][1]["content"]
+        # Its tensors of torch come with a warning of NumPy's.
+        found = processor(text=[question], images=[images], suffix=[answer], return_tensors="np")
+        return {name: torch.from_numpy(value) for name, value in found.items()}
     texts = [
         processor.tokenizer.apply_chat_template(
             record["messages"][:until], tokenize=False, add_generation_prompt=until == 1

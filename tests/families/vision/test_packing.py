@@ -13,6 +13,7 @@ from tests.slow import one_in
 from tests.small import train
 
 IMAGES = [1, 2, 0, 1, 1, 0, 3, 1, 0, 2, 1, 1]
+PACKED = [name for name in MODELS if "paligemma" not in name]
 
 
 def held_out(ranks: RankPool, folder: Path, name: str, **data: Any) -> float:
@@ -26,7 +27,7 @@ def held_out(ranks: RankPool, folder: Path, name: str, **data: Any) -> float:
     return float(next(record["loss"] for record in reversed(records) if record["kind"] == "validation"))
 
 
-@pytest.mark.parametrize("architecture", one_in(3, MODELS))
+@pytest.mark.parametrize("architecture", one_in(5, PACKED))
 def test_documents_in_a_packed_row_have_the_losses_they_have_alone(
     ranks: RankPool, tmp_path: Path, architecture: str
 ) -> None:

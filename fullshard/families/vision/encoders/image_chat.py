@@ -16,11 +16,12 @@ from fullshard.errors import DataError
 from fullshard.families.vision import record_images as found_images
 from fullshard.families.vision.fresh_processor import TEMPLATE
 from fullshard.families.vision.image_samples import ImageCollator, image_passages, image_quantities, image_sample
+from fullshard.families.vision.prefix_layout import moved_images, prefix_sample
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
 from fullshard.multimodal.spans import replaced
 from fullshard.text.chat import FORMS, ChatEncoder, OpenChat
 from fullshard.text.conversation import LISTS, Message
-from fullshard.text.rendering import Layout, Template, render
+from fullshard.text.rendering import Layout, Rendered, Template, render
 
 TOO_LONG = DropReason(
     "with images that need more than data.sequence_length",
@@ -83,6 +84,19 @@ class OpenImageChat(OpenChat):
 
     settings: ImageChat
 
+    def __init__(self, settings: ImageChat, processor: Any, *, length: int) -> None:
+        super().__init__(settings, processor, length=length)
+        if processor.takes_suffix and settings.train_on == "all":
+            raise DataError(
+                f"data.encode.train_on = all: a model with {type(processor.whole).__name__} reads the question in both "
+                "directions, so it cannot learn to predict it. Set data.encode.train_on: answers."
+            )
+
+    def chat_template(self) -> str:
+        if self.processor.takes_suffix:
+            return f"none, the prefix and suffix of {type(self.processor.whole).__name__}"
+        return super().chat_template()
+
     def encode_many(self, records: Sequence[Record]) -> list[Encoded]:
         return [self._encode(record) for record in records]
 
@@ -98,7 +112,7 @@ class OpenImageChat(OpenChat):
         return [(words, size) for words, size in [*found, ("", len(sample["input_ids"]) - at)] if size]
 
     def annotate_processor(self) -> None:
-        if self._is_plain:
+        if self._is_plain and not self.processor.takes_suffix:
             self._tokenizer.chat_template = self._plain()
 
     def _plain(self) -> str:
@@ -116,11 +130,18 @@ class OpenImageChat(OpenChat):
         return self._sampled(messages, [p for p in pictures if isinstance(p, Picture)], record)
 
     def _sampled(self, messages: list[Message], pictures: list[Picture], record: Record) -> Encoded:
+        if self.processor.takes_suffix:
+            noted = ["an image after text; the model reads images first"] if moved_images(messages) else []
+            tokens = prefix_sample(messages, pictures, self.processor)
+            return self._fitted([tokens], [pictures], Rendered([], noted=noted))
         _, template = super()._to_render(record)
         template = Template(self._plain(), template.special_tokens, template.variables) if self._is_plain else template
         rendered = render(messages, template)
         layouts, shown = zip(*(self._with_images(layout, pictures) for layout in rendered.layouts), strict=True)
-        tokens = self._tokenise(list(layouts))
+        return self._fitted(self._tokenise(list(layouts)), shown, rendered)
+
+    def _fitted(self, tokens: Sequence[Features], shown: Sequence[list[Picture]], rendered: Rendered) -> Encoded:
+        """The samples, cut to the sequence length."""
         try:
             samples = [
                 image_sample(each, some, self.processor, length=self.length)

@@ -5,6 +5,7 @@ Must not know objectives, ranks or sharding.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -74,6 +75,7 @@ class Vlm(TransformersModel):
         if processor:
             self._freeze_unused(module, processor)
             module.patches_per_token = patches_per_token(module, processor)
+        module.reads_prefix = processor is not None and processor.takes_suffix
         return module  # type: ignore[no-any-return]
 
     def _freeze_unused(self, module: nn.Module, processor: Any) -> None:
@@ -92,8 +94,20 @@ class Vlm(TransformersModel):
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
         from fullshard.multimodal.tower_attention import use_bounds
 
-        chosen = super().choose_kernels(module, device=device, compute=compute, packed=packed)
         model: Any = module
+        if packed and getattr(model, "reads_prefix", False):
+            raise RecipeError(
+                f"data.pack: {type(module).__name__} reads each question in both directions, and in a packed row the "
+                "questions would see each other. Set data.pack: false."
+            )
+        if _takes_types(module):
+            if self.attention in ("varlen", "flash_attention_2"):
+                raise RecipeError(
+                    f"model.attention = {self.attention!r} has no mask, and {type(module).__name__} reads some tokens "
+                    "in both directions. Use attention: auto."
+                )
+            packed = False  # for the choice of a kernel: the one for packed rows has no mask
+        chosen = super().choose_kernels(module, device=device, compute=compute, packed=packed)
         if getattr(model, "takes_bounds", False):
             encoders = [name for kind, names in model.towers.items() if kind == "vision" for name in names]
             for name in encoders:
@@ -141,6 +155,11 @@ class Vlm(TransformersModel):
             for name in ("image_token_id", "image_token_index"):
                 if hasattr(config, name):
                     setattr(config, name, processor.image_token_id)
+
+
+def _takes_types(module: Any) -> bool:
+    """Whether the types of tokens decide which of them see each other in both directions."""
+    return "token_type_ids" in inspect.signature(module.base_model.forward).parameters
 
 
 def _make_config(architecture: str, size: str | None, overrides: dict[str, Any]) -> Any:

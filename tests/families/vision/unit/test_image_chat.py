@@ -13,17 +13,16 @@ import pytest
 from PIL import Image
 
 from fullshard.contracts.data import IGNORE
-from fullshard.errors import DataError, RecipeError
+from fullshard.errors import DataError
 from fullshard.families.vision.encoders.image_chat import ImageChat
 from fullshard.families.vision.models.vlm import Vlm
-from fullshard.multimodal.processor import load_processor
 from tests.families.vision.small import model_folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("vlm")
-    for name in ("smolvlm", "qwen2_vl"):
+    for name in ("smolvlm", "qwen2_vl", "paligemma"):
         model_folder(path / name, name)
     Image.new("RGB", (32, 32), "red").save(path / "red.png")
     Image.new("RGB", (64, 32), "blue").save(path / "blue.png")
@@ -159,7 +158,40 @@ def test_the_placeholder_in_a_text_is_no_image(folder: Path) -> None:
         opened(folder, "qwen2_vl").encode(record)
 
 
-def test_a_model_with_a_layout_of_its_own_is_refused(folder: Path) -> None:
-    place = folder / "qwen2_vl"
-    with pytest.raises(RecipeError, match="PaliGemma reads its question both ways"):
-        load_processor(place, None, model_type="paligemma", trust_remote_code=False, where="model.path")
+QUESTION = "################<|endoftext|>What colour?\n"
+"""An image, the first token of a prompt, and the question, as PaliGemma's processor writes them."""
+
+
+def test_a_question_is_a_prefix_and_its_answer_a_suffix(folder: Path) -> None:
+    """As PaliGemma's own processor lays them out."""
+    encoder = opened(folder, "paligemma")
+    [sample] = encoder.encode(asked([PART, TEXT])).samples
+    assert shown(encoder, sample) == QUESTION + "[red<|endoftext|>]"
+    expected = encoder.processor.whole(
+        text=["<image>What colour?"], images=[[Image.open(folder / "red.png")]], suffix=["red"], return_tensors="np"
+    )
+    assert sample["input_ids"].tolist() == expected["input_ids"][0].tolist()
+    assert sample["token_type_ids"].tolist() == expected["token_type_ids"][0].tolist()
+    assert sample["labels"].tolist() == [*expected["labels"][0, 1:].tolist(), IGNORE]
+    behind = encoder.encode(asked([TEXT, PART]))
+    assert shown(encoder, behind.samples[0]) == QUESTION + "[red<|endoftext|>]"
+    assert list(behind.noted) == ["an image after text; the model reads images first"]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        (asked("What colour?"), "PaliGemmaProcessor needs at least one"),
+        (asked([PART, TEXT], [PART]), "PaliGemmaProcessor reads images in the question"),
+        (asked([PART, TEXT], system="Be brief."), "the roles system, user and assistant"),
+        ({"messages": asked([PART, TEXT])["messages"] * 2}, "one user message and one assistant message each"),
+    ],
+)
+def test_what_has_no_prefix_and_suffix_is_refused(folder: Path, record: dict[str, Any], expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        opened(folder, "paligemma").encode(record)
+
+
+def test_a_prefix_cannot_be_learned(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"Set data\.encode\.train_on: answers"):
+        opened(folder, "paligemma", train_on="all")
