@@ -147,7 +147,9 @@ def _step(parts: Parts, state: State, windows: Iterator[Any]) -> None:
     progress.schedule_step += not result.skipped
     progress.samples += window.num_samples
     progress.tokens += window.num_tokens
-    parts.report.meters.step(samples=window.num_samples, tokens=window.num_tokens, quantities=window.quantities)
+    parts.report.meters.step(
+        samples=window.num_samples, tokens=window.num_tokens, quantities=window.quantities, **window.numbers
+    )
     if parts.log_sample_ids:
         ids = [i for part in reduce.gather_objects(window.sample_ids()) for i in part]
         parts.report.event("samples", progress.step, sample_ids=ids)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,12 @@ import numpy as np
 from fullshard.check.findings import Finding, ok, warning
 from fullshard.contracts.data import IGNORE
 from fullshard.data.loader import Batch, Loader
-from fullshard.data.order import FILLER, permutation
-from fullshard.data.pack import Samples
+from fullshard.data.order import FILLER
 from fullshard.data.prepare import Prepared, Stored, reasons, remarks
 from fullshard.data.records import origins
 from fullshard.data.store import Store
 from fullshard.formatting.plural import counted
+from fullshard.multimodal.balance import balanced
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 
@@ -138,6 +139,7 @@ def _validation(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
 def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     """The first and the longest batch."""
     data, plan = inputs.data, inputs.plan
+    balance = balanced(recipe.data.balance, data, per_device=plan.per_device, world=plan.world)
     loader = Loader(
         data.train,
         data.collator,
@@ -146,14 +148,16 @@ def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
         seed=recipe.seed,
         shuffle=recipe.data.shuffle,
         world=plan.world,
+        **balance,
     )
     first = loader.first_batch()
     yield ok("first batch", _shapes(first))
     longest = longest_batch(data, per_device=plan.per_device)
     top = int(data.train.lengths.max())
     yield ok("longest batch", f"{_shapes(longest)}; the longest {plan.noun} has {counted(top, 'token')}")
-    if data.train.fixed_length is None and plan.per_device > 1 and not data.encoder.settings.lays_out:
-        padding = _padding(recipe, data.train, per_device=plan.per_device)
+    first_steps = [balance["numbers"](loader.rows(step)[1]) for step in range(min(loader.steps_per_epoch, 100))]
+    if data.train.fixed_length is None and plan.per_device > 1 and "padding" in first_steps[0]:
+        padding = fmean(numbers["padding"] for numbers in first_steps)
         packable = not recipe.data.pack and data.encoder.settings.can_pack(data.train_from.store)
         hint = "; data.pack=true would fill the rows" if packable and padding > 0.1 else ""
         yield ok("padding", f"about {padding:.0%} of a batch{hint}")
@@ -166,14 +170,6 @@ def _shapes(batch: Batch) -> str:
     for name, shape in shown.items():
         groups.setdefault(shape, []).append(name)
     return "; ".join(f"{', '.join(names)} {shape}" for shape, names in groups.items())
-
-
-def _padding(recipe: Recipe, samples: Samples, *, per_device: int) -> float:
-    """The share of padding in the first epoch, if rows are padded to the longest of their micro-batch."""
-    order = permutation(len(samples), seed=recipe.seed, epoch=0, shuffle=recipe.data.shuffle)
-    lengths = samples.lengths[order][: len(samples) // per_device * per_device].reshape(-1, per_device)
-    full = int(lengths.max(axis=1).sum()) * per_device if len(lengths) else 0
-    return 1 - int(lengths.sum()) / full if full else 0.0
 
 
 class _Read:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -41,6 +42,8 @@ class Window:
     """Rows over all ranks, without fillers; a packed row counts once."""
     quantities: dict[str, float]
     """How much of each logged quantity these rows hold, over all ranks."""
+    numbers: dict[str, float]
+    """What is logged about its micro-batches, such as the share of padding."""
     batches: list[Batch]
 
     @property
@@ -51,6 +54,10 @@ class Window:
     def sample_ids(self) -> list[int]:
         """The rows of this rank, without fillers."""
         return [int(i) for batch in self.batches for i in batch["sample_ids"] if i >= 0]
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 class Loader:
@@ -70,18 +77,25 @@ class Loader:
         workers: int = 0,
         pin_memory: bool = False,
         quantities: Sequence[Quantity] = (),
+        spread: Callable[[np.ndarray], np.ndarray] = _unchanged,
+        even: Callable[[np.ndarray], np.ndarray] = _unchanged,
+        numbers: Callable[[np.ndarray], dict[str, float]] = lambda rows: {},
     ) -> None:
+        """`spread` may change the order of an epoch, `even` that of a step's rows, and `numbers` describes them."""
         if len(samples) == 0:
             raise DataError("No samples to load. Provide more data.")
         self.num_samples = len(samples)
         self._global_size = global_size or per_device * world
         self._per_device, self._rank, self._world = per_device, rank, world
-        self._seed, self._shuffle = seed, shuffle
+        # Two orders are kept: workers read ahead into the next epoch.
+        self._order = lru_cache(2)(lambda epoch: spread(permutation(len(samples), seed, epoch, shuffle=shuffle)))
         self._batches = _Batches(samples, collator, seed)
         self._workers, self._pin_memory, self._quantities = workers, pin_memory, quantities
-        self._media = _media(samples, collator.media_feature) if collator.media_feature else None
+        self._even, self._numbers = even, numbers
+        held: Any = samples
+        none = np.zeros(len(samples), dtype=bool)
+        self._media = held.entries(collator.media_feature) > 0 if collator.media_feature else none
         self._whole: DataLoader[Any] | None = None
-        self._orders: dict[int, np.ndarray] = {}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -98,9 +112,10 @@ class Loader:
         stream = _Stream(self._open(self.turns(start_step)))
         try:
             for step in count(start_step):
-                epoch, rows = self._rows(step)
+                epoch, rows = self.rows(step)
                 quantities = {each.name: each.amounts[rows].sum().item() for each in self._quantities}
-                yield Window(step, epoch, len(rows), quantities, [stream.take() for _ in self._slices(rows)])
+                batches = [stream.take() for _ in self._slices(rows)]
+                yield Window(step, epoch, len(rows), quantities, self._numbers(rows), batches)
         finally:
             stream.close()
 
@@ -134,29 +149,22 @@ class Loader:
 
     def batch_of(self, places: np.ndarray) -> Batch:
         """The micro-batch of these samples, made in this process."""
-        return _or_raise(self._batches[FIXED, places, self._media is not None])
+        return _or_raise(self._batches[FIXED, places, bool(self._media.any())])
 
     def turns(self, start_step: int) -> Iterator[Turn]:
         """This rank's micro-batches, endlessly."""
         for step in count(start_step):
-            epoch, rows = self._rows(step)
+            epoch, rows = self.rows(step)
             yield from ((epoch, *turn) for turn in self._slices(rows))
 
-    def _rows(self, step: int) -> tuple[int, np.ndarray]:
+    def rows(self, step: int) -> tuple[int, np.ndarray]:
         """The epoch of a step, and its rows over all ranks."""
         epoch, number = divmod(step, self.steps_per_epoch)
-        if epoch not in self._orders:
-            # Two orders are kept: workers read ahead into the next epoch.
-            kept = dict(sorted(self._orders.items())[-1:])
-            order = permutation(self.num_samples, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
-            self._orders = kept | {epoch: order}
-        return epoch, self._orders[epoch][number * self._global_size :][: self._global_size]
+        return epoch, self._even(self._order(epoch)[number * self._global_size :][: self._global_size])
 
     def _slices(self, window: np.ndarray) -> list[tuple[np.ndarray, bool]]:
         """This rank's micro-batches of a step, each with whether any rank has media in it."""
         mine = rank_slices(window, per_device=self._per_device, rank=self._rank, world=self._world)
-        if self._media is None:
-            return [(places, False) for places in mine]
         size = self._per_device * self._world
         found = [bool(self._media[window[at * size :][:size]].any()) for at in range(len(mine))]
         # Replicas add up their gradients in the last micro-batch, so it runs every tower that the step has run.
@@ -220,20 +228,9 @@ class _Batches(torch.utils.data.Dataset[Any]):
         return {**batch, "sample_ids": torch.from_numpy(ids), "draws": torch.from_numpy(keys)}
 
 
-def _media(samples: Samples | Sequence[Features], feature: str) -> np.ndarray:
-    """Which rows have media: entries of this feature."""
-    if hasattr(samples, "entries"):
-        return np.asarray(samples.entries(feature) > 0)
-    return np.array([len(sample[feature]) > 0 for sample in samples])
-
-
 def _or_raise(batch: Batch | FullshardError) -> Batch:
     if isinstance(batch, FullshardError):
         raise batch
-    return batch
-
-
-def _unchanged(batch: Any) -> Any:
     return batch
 
 

@@ -20,7 +20,7 @@ def generator(seed: int, *, stream: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
 
 
-def permutation(num_samples: int, *, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+def permutation(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> np.ndarray:
     """The sample indices of one epoch, in order."""
     if not shuffle:
         return np.arange(num_samples)

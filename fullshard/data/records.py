@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -51,13 +51,6 @@ def keys_found(record: Record) -> str:
     """The keys of a record for an error message, with nulls marked."""
     keys = [f"{key!r} (null)" if value is None else repr(key) for key, value in record.items()]
     return f"Keys found: {', '.join(keys) or 'none'}."
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a column holds nothing: null, an empty cell of a table, or an image with only nulls."""
-    if isinstance(value, Mapping):
-        return all(part is None for part in value.values())
-    return value is None or (isinstance(value, (str, list, tuple)) and not value)
 
 
 @contextmanager

@@ -77,6 +77,13 @@ def given(value: Any, column: str) -> Given | None:
     )
 
 
+def is_empty(value: Any) -> bool:
+    """Whether a column holds nothing: null, an empty cell of a table, or an image with only nulls."""
+    if isinstance(value, Mapping):
+        return all(part is None for part in value.values())
+    return value is None or (isinstance(value, (str, list, tuple)) and not value)
+
+
 def look_at(
     images: Sequence[Given], *, root: Path | None, num_tokens: Callable[[int, int], int]
 ) -> list[Picture | Unreadable]:

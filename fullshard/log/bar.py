@@ -78,7 +78,7 @@ def _drawn(share: float, width: int, ascii: bool) -> str:
 def step_line(
     record: Mapping[str, Any], run: Pace | None, speeds: Mapping[str, str], *, width: int | None = None
 ) -> str:
-    """One logged step in fixed columns: step, loss, lr, gradient norm, speeds, memory, MFU, data wait, time left.
+    """One logged step in fixed columns: step, loss, lr, norm, speeds, memory, MFU, data wait, padding, time left.
 
     `speeds` are the quantities that are shown per second, each with its short name. With a `width` the last columns are
     dropped as needed, and the time left, which the bar shows, is always dropped."""
@@ -91,6 +91,8 @@ def step_line(
     parts += [f"{text:>{columns}}" for text, columns in _speed(record, speeds)]
     wait = record.get("data_wait")
     parts.append(f"data wait {'-' if wait is None else format(wait, '.1%'):>5}")
+    if (padding := record.get("padding")) is not None:
+        parts.append(f"padding {padding:4.0%}")
     if run is not None and width is None:
         parts.append(f"run ends in {run.left_text()}")
     while width is not None and len(parts) > 2 and len("  ".join(parts)) > width:

@@ -45,6 +45,7 @@ class _Window:
     def __init__(self, began: float) -> None:
         self.began, self.steps, self.tokens = began, 0, 0
         self.quantities: defaultdict[str, float] = defaultdict(float)
+        self.numbers: defaultdict[str, float] = defaultdict(float)
         self.time: defaultdict[str, float] = defaultdict(float)
 
 
@@ -100,8 +101,8 @@ class Meters:
         self.totals[name] += seconds
         self._window.time[name] += seconds
 
-    def step(self, *, samples: int, tokens: int, quantities: Mapping[str, float]) -> None:
-        """A step is done; counts are over all ranks."""
+    def step(self, *, samples: int, tokens: int, quantities: Mapping[str, float], **numbers: float) -> None:
+        """A step is done; counts are over all ranks, and the mean of `numbers` is logged."""
         self.samples += samples
         self.tokens += tokens
         if self._warmup > 0:
@@ -110,8 +111,9 @@ class Meters:
             return
         self._window.steps += 1
         self._window.tokens += tokens
-        for name, amount in quantities.items():
-            self._window.quantities[name] += amount
+        for held, found in ((self._window.quantities, quantities), (self._window.numbers, numbers)):
+            for name, amount in found.items():
+                held[name] += amount
 
     def record(self, *, memory_bytes: Mapping[str, int] | None = None, **numbers: float) -> dict[str, Any]:
         """The record of the window since the last one, for metrics.jsonl; begins a new window.
@@ -134,6 +136,7 @@ class Meters:
         if window.steps == 0 or seconds <= 0:
             return {}
         rates = {f"{name}_per_second": round(amount / seconds, 2) for name, amount in window.quantities.items()}
+        rates |= {name: round(total / window.steps, 4) for name, total in window.numbers.items()}
         if self._flops_per_token and self._peak_flops:
             flops = window.tokens * self._flops_per_token
             flops += sum(window.quantities[name] * each for name, each in self._media_flops.items())

@@ -24,6 +24,7 @@ from fullshard.images.grids import Gallery
 from fullshard.log.console import Console
 from fullshard.log.report import Report
 from fullshard.loop import Validation
+from fullshard.multimodal.balance import balanced
 from fullshard.proofs.before_step_one import Probe, prove
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
@@ -59,6 +60,7 @@ def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) ->
         global_size=plan.global_size,
         shuffle=recipe.data.shuffle,
         quantities=data.quantities,
+        **balanced(recipe.data.balance, data, per_device=plan.per_device, world=plan.world),
     )
     if data.validation is None:
         return train, None

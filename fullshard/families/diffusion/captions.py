@@ -12,8 +12,9 @@ import numpy as np
 
 from fullshard.config.problems import found
 from fullshard.contracts.data import Features, Record
-from fullshard.data.records import MAPPING, is_empty, keys_found
+from fullshard.data.records import MAPPING, keys_found
 from fullshard.errors import DataError, RecipeError
+from fullshard.images.reading import is_empty
 
 if TYPE_CHECKING:
     from fullshard.families.diffusion.text.encoder_stack import TextStack

@@ -12,8 +12,9 @@ import numpy as np
 
 from fullshard.config.problems import found
 from fullshard.contracts.data import Record
-from fullshard.data.records import MAPPING, is_empty, keys_found
+from fullshard.data.records import MAPPING, keys_found
 from fullshard.errors import DataError
+from fullshard.images.reading import is_empty
 
 NO_LABEL = -1
 """The label of a sample without one."""

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from fullshard.config.problems import found
 from fullshard.contracts.data import Record
-from fullshard.data.records import MAPPING, is_empty, keys_found
+from fullshard.data.records import MAPPING, keys_found
 from fullshard.errors import DataError
-from fullshard.images.reading import Given, given
+from fullshard.images.reading import Given, given, is_empty
 
 ALIASES = {
     "query": ("anchor", "sentence1", "query_text", "caption", "text", "question", "instruction", "prompt"),

@@ -57,8 +57,9 @@ def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, 
 
 
 def image_quantities(store: Store) -> list[Quantity]:
-    """Images, and the tokens that stand for them, by which the cost of the towers is reckoned."""
+    """Samples, images, and the tokens of images, by which the cost of the towers is reckoned."""
     return [
+        Quantity("samples", "samples", np.ones(len(store))),
         Quantity("images", "img", store.sizes("image_sizes")),
         Quantity("image_tokens", "", store.flat("image_tokens")),
     ]

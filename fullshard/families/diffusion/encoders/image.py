@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fullshard.config.part import did_you_mean
 from fullshard.contracts.data import Encoder, Quantity, Record, Store
-from fullshard.data.records import MAPPING, is_empty, keys_found
+from fullshard.data.records import MAPPING, keys_found
 from fullshard.errors import DataError
 from fullshard.families.diffusion import captions
 from fullshard.families.diffusion.denoiser.input_shape import require_shape
@@ -23,7 +23,7 @@ from fullshard.families.diffusion.image_samples import OpenImages
 from fullshard.families.diffusion.text.encoder_stack import Join, NoText, Texts, TextStack
 from fullshard.families.diffusion.vae.latents import Latents
 from fullshard.images.arrays import Picture, read
-from fullshard.images.reading import given
+from fullshard.images.reading import given, is_empty
 
 _COLUMNS = ("latent_vector_path", "path", "image")
 """Columns of an image or latent; the first that holds something is read."""

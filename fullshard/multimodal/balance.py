@@ -1,0 +1,96 @@
+"""Which rows share a step and a micro-batch, so that little is padding and all ranks have about as much to do.
+
+Losses do not change: every row is read once per epoch, and a step divides by what all ranks count. Must not know what
+a row holds, models or torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fullshard.data.order import FILLER, rank_slices
+from fullshard.data.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Balance:
+    """The rows of a run, by number."""
+
+    tokens: np.ndarray | None
+    """Of each row; None if rows are not made of tokens."""
+    media: dict[str, np.ndarray]
+    """How much each row holds of images, seconds of audio, ..."""
+    has_media: np.ndarray | None
+    """Whether a row needs a tower; None for a model without towers."""
+    fixed_length: int | None
+    """The length that all rows are padded to; None: the longest of their micro-batch."""
+    per_device: int
+    world: int
+
+    def spread(self, order: np.ndarray) -> np.ndarray:
+        """The order of an epoch, with rows that have media spread evenly over it. Otherwise it stays as it is."""
+        if self.has_media is None:
+            return order
+        place = np.empty(len(order))
+        for group in (True, False):
+            members = np.flatnonzero(self.has_media[order] == group)
+            place[members] = (np.arange(len(members)) + 0.5) / max(len(members), 1)
+        return order[np.argsort(place, kind="stable")]
+
+    def even(self, rows: np.ndarray) -> np.ndarray:
+        """The rows of a step: those of similar length share a micro-batch, and its ranks get about as many media."""
+        weight = np.zeros(len(rows)) if self.tokens is None else self.tokens[rows]
+        # Longest first: a step that does not fit into memory fails at once.
+        found = rows[np.argsort(-weight, kind="stable")]
+        size = self.per_device * self.world
+        return np.concatenate([self._dealt(found[at : at + size]) for at in range(0, len(found), size)])
+
+    def _dealt(self, rows: np.ndarray) -> np.ndarray:
+        """One micro-batch of all ranks, dealt out by media like cards: forth and back."""
+        amounts = sum((each[rows] for each in self.media.values()), np.zeros(len(rows)))
+        found = rows[np.argsort(-amounts, kind="stable")]
+        turns = [found[at : at + self.world] for at in range(0, len(found), self.world)]
+        # An incomplete turn stays: its last places have no row.
+        return np.concatenate([t[::-1] if n % 2 and len(t) == self.world else t for n, t in enumerate(turns)])
+
+    def numbers(self, rows: np.ndarray) -> dict[str, float]:
+        """What is logged of a step's micro-batches, over all ranks: the share of padding, and the media of each."""
+        sizes = {"per_device": self.per_device, "world": self.world}
+        batches = [b for rank in range(self.world) for b in rank_slices(rows, rank=rank, **sizes)]
+        found = {f"{name}_per_micro_batch": float(each[rows].sum()) / len(batches) for name, each in self.media.items()}
+        if self.tokens is None:
+            return found
+        # A micro-batch without rows has the shape of the first one.
+        widths = [self.fixed_length or int(max(self.tokens[b[b != FILLER]], default=self.tokens[0])) for b in batches]
+        return {"padding": 1 - float(self.tokens[rows].sum()) / (sum(widths) * self.per_device), **found}
+
+
+def make_balance(data: Prepared, *, per_device: int, world: int) -> Balance:
+    """The balance of a run's training data."""
+    amounts = {each.name: each.amounts for each in data.quantities}
+    # An objective that lays out its texts pads them itself.
+    tokens = None if data.collator.settings.lays_out else amounts.get("tokens")
+    feature = data.collator.media_feature
+    shown = [each.name for each in data.quantities if each.short and each.name not in ("tokens", "samples")]
+    media = {name: amounts[name] for name in shown} if feature else {}
+    has_media = data.train.entries(feature) > 0 if feature else None
+    return Balance(tokens, media, has_media, data.train.fixed_length, per_device, world)
+
+
+def balanced(choice: str | None, data: Prepared, *, per_device: int, world: int) -> dict[str, Any]:
+    """The loader's settings for data.balance."""
+    balance = make_balance(data, per_device=per_device, world=world)
+    if choice is None:
+        choice = "batches" if balance.has_media is not None and balance.fixed_length is None else "none"
+    found: dict[str, Any] = {"numbers": balance.numbers}
+    if choice != "none":
+        found["even"] = balance.even
+    if choice == "steps":
+        found["spread"] = balance.spread
+    return found
+
+
+__all__ = ["Balance", "balanced", "make_balance"]
