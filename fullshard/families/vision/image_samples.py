@@ -135,8 +135,9 @@ class ImageCollator(Collator):
         text = self._processor.image_texts([picture.size])[0]
         ids = np.array(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
         labels = np.full(len(ids), IGNORE, dtype=np.int32)
-        types = {"token_type_ids": np.zeros(len(ids), dtype=np.int8)} if self._processor.takes_suffix else {}
-        tokens = {"input_ids": ids, "labels": labels, **types}
+        tokens: Features = {"input_ids": ids, "labels": labels}
+        if self._processor.takes_suffix:
+            tokens["token_type_ids"] = np.zeros(len(ids), dtype=np.int8)
         return image_sample(tokens, [picture], self._processor, length=self._length)
 
     def _by_document(self, sample: Features) -> list[list[Any]]:
