@@ -77,6 +77,22 @@ def check_names(settings: Mapping[str, Tower], towers: Mapping[str, list[str]], 
             )
 
 
+def check_blocks(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> None:
+    """Raises for a tower without blocks whose activations are to be recomputed."""
+    asked = {kind: tower.recompute for kind, tower in settings.items() if tower.recompute is not None}
+    if not asked:
+        return
+    from fullshard.dist.wrap import find_blocks
+
+    having = {tower_of(block, towers) for block in find_blocks(module).blocks}
+    for kind, recompute in asked.items():
+        if kind not in having:
+            raise RecipeError(
+                f"model.towers.{kind}.recompute = {recompute}: {kind} has no blocks, and only the activations of "
+                f"blocks can be recomputed. Leave it out. Blocks are in: {', '.join(t for t in towers if t in having)}."
+            )
+
+
 def freeze(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> None:
     """Freezes the parameters of towers that say so."""
     for name, parameter in module.named_parameters():
@@ -145,4 +161,4 @@ def _within(name: str, holders: list[str]) -> bool:
     return any(name == holder or name.startswith(f"{holder}.") for holder in holders)
 
 
-__all__ = ["Tower", "check_names", "find", "freeze", "groups", "tower_of", "without_adapters"]
+__all__ = ["Tower", "check_blocks", "check_names", "find", "freeze", "groups", "tower_of", "without_adapters"]

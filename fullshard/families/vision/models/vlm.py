@@ -71,6 +71,7 @@ class Vlm(TransformersModel):
 
         module: Any = super().build(processor=processor)
         towers.check_names(self.towers, module.towers, model=type(module).__name__)
+        towers.check_blocks(module, self.towers, module.towers)
         towers.freeze(module, self.towers, module.towers)
         if processor:
             self._freeze_unused(module, processor)
