@@ -9,20 +9,27 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+import time
 from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import unquote_to_bytes
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from fullshard.config.problems import sort_of
 from fullshard.contracts.data import Record
 from fullshard.errors import DataError
 from fullshard.formatting.plural import counted
-from fullshard.images.reading import Given, given
+from fullshard.images.reading import Given, Unreadable, given
 
 MARK = "<image>"
 """The place of an image in a text, as in LLaVA's data."""
 COLUMNS = ("images", "image")
+MOST_BYTES = 100 * 2**20
+"""The largest image that is downloaded."""
+WAIT_S, MOST_S = 20.0, 120.0
+"""How long a server may be silent, and how long a whole download may take."""
 _VALUES = ("image", "image_url", "url", "path", "bytes", "base64")
 """Keys of an image part that hold the image."""
 
@@ -140,10 +147,10 @@ def read_given(value: Any, number: int, *, allow_urls: bool) -> Given:
     if isinstance(value, str) and re.match(r"https?://", value):
         if not allow_urls:
             raise DataError(
-                f"{where} is a URL ({value[:80]}), and nothing is downloaded unless you say so. Download it and give a "
-                "path, or set data.encode.allow_urls: true."
+                f"{where} is a URL ({_short(value)}), and nothing is downloaded unless you allow it. Download it and "
+                "give a path, or set data.encode.allow_urls: true."
             )
-        return Given(_download(value, where), where)
+        return Given(_download(value, where), f"{where}, {_short(value)}")
     if isinstance(value, str) and value.startswith("file://"):
         value = value.removeprefix("file://")
     found = given(value, where)
@@ -161,11 +168,31 @@ def _data_uri(value: str, where: str) -> bytes:
 
 
 def _download(url: str, where: str) -> bytes:
+    """The content of a URL, within limits of time and size."""
+    fix = "Download it and give a path, or set data.encode.unreadable = skip to leave such records out."
+    deadline, found = time.monotonic() + MOST_S, bytearray()
     try:
-        with urlopen(url, timeout=60) as answer:  # noqa: S310  (http or https, and the user allowed it)
-            return bytes(answer.read())
-    except OSError as error:
-        raise DataError(f"{where} cannot be downloaded from {url[:80]}: {error}.") from error
+        # Some servers refuse Python's own name.
+        request = Request(url, headers={"User-Agent": "fullshard"})  # noqa: S310  (http or https)
+        with urlopen(request, timeout=WAIT_S) as answer:  # noqa: S310  (the user allowed it)
+            while piece := answer.read1(2**16):
+                found += piece
+                if len(found) > MOST_BYTES:
+                    raise OSError(f"it has more than {MOST_BYTES / 2**20:g} MiB")
+                if time.monotonic() > deadline:
+                    raise OSError(f"it takes more than {MOST_S:g} s")
+            if answer.length:
+                raise OSError(f"the connection ended {answer.length:,} bytes before the end")
+    except (OSError, HTTPException, ValueError) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it holds the connection
+        reason = str(error).rstrip(".") or type(error).__name__
+        raise Unreadable(f"{where} cannot be downloaded from {_short(url)}: {reason}. {fix}") from error
+    return bytes(found)
+
+
+def _short(url: str) -> str:
+    return url if len(url) <= 200 else f"{url[:197]}..."
 
 
 __all__ = ["MARK", "column_images", "image_columns", "part_images", "place_images", "read_given", "text_only"]

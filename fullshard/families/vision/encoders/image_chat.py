@@ -120,14 +120,21 @@ class OpenImageChat(OpenChat):
 
     def _encode(self, record: Record) -> Encoded:
         messages, images = self.settings.with_images(record)
+        try:
+            return self._sampled(messages, self._read(images), record)
+        except Unreadable:
+            if self.settings.unreadable == "error":
+                raise
+            return Encoded(dropped=[UNREADABLE])
+
+    def _read(self, images: Sequence[Any]) -> list[Picture]:
+        """Every image, read to its end."""
         urls = self.settings.allow_urls
         given = [found_images.read_given(value, n, allow_urls=urls) for n, value in enumerate(images, start=1)]
         pictures = look_at(given, root=self.settings.image_root, num_tokens=lambda width, height: 0)
-        if damaged := [picture for picture in pictures if isinstance(picture, Unreadable)]:
-            if self.settings.unreadable == "error":
-                raise damaged[0]
-            return Encoded(dropped=[UNREADABLE])
-        return self._sampled(messages, [p for p in pictures if isinstance(p, Picture)], record)
+        if damaged := next((picture for picture in pictures if isinstance(picture, Unreadable)), None):
+            raise damaged
+        return [picture for picture in pictures if isinstance(picture, Picture)]
 
     def _sampled(self, messages: list[Message], pictures: list[Picture], record: Record) -> Encoded:
         if self.processor.takes_suffix:
