@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -24,6 +25,8 @@ _KEPT = ("processor_config.json", "video_preprocessor_config.json", "preprocesso
 _PLACEHOLDERS = ("image_token", "boi_token", "image_placeholder")
 """Attributes of processors that name the text for an image in a chat template."""
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
+_OPTIONAL = ("torchvision", "torchaudio", "num2words", "librosa")
+"""Packages that parts of processors need."""
 _BETWEEN = "\x1f"
 """Keeps the texts of several images apart; no template writes it."""
 
@@ -251,8 +254,7 @@ def assemble(class_name: str, parts: dict[str, Any], settings: dict[str, Any]) -
     try:
         return Assembled(**given, **{name: value for name, value in settings.items() if name in known})
     except ImportError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise RecipeError(f"model: {class_name} needs a package that is not installed: {reason}") from error
+        raise RecipeError(f"model: {class_name} cannot be loaded{_why(error)}") from error
 
 
 def load_processor(folder: Path, tokenizer: Any, *, model_type: str, trust_remote_code: bool, where: str) -> Any:
@@ -269,8 +271,7 @@ def load_processor(folder: Path, tokenizer: Any, *, model_type: str, trust_remot
     try:
         images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # of any kind
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        raise RecipeError(f"{where}: the image processor in {folder} cannot be loaded ({reason}).") from error
+        raise RecipeError(f"{where}: the image processor in {folder} cannot be loaded{_why(error)}") from error
     settings = dict(kept.get("processor_config.json", {}))
     named = settings.get("processor_class") or kept.get("preprocessor_config.json", {}).get("processor_class")
     template = folder / "chat_template.jinja"
@@ -280,6 +281,15 @@ def load_processor(folder: Path, tokenizer: Any, *, model_type: str, trust_remot
         raise RecipeError(f"{where}: Transformers knows no processor for models of type {model_type}.")
     whole = assemble(str(class_name), {"image_processor": images, "tokenizer": tokenizer}, settings)
     return ImageTextProcessor(whole, kept)
+
+
+def _why(error: Exception) -> str:
+    """Why something cannot be loaded, with the install line of a package that is missing."""
+    missing = next((name for name in _OPTIONAL if name in str(error).lower()), None)
+    if missing and find_spec(missing) is None:
+        return f": {missing} is not installed. Install it with: pip install {missing}"
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return f" ({reason}). Give a folder whose processor Transformers loads, or use another model."
 
 
 def _old_template(folder: Path) -> str | None:

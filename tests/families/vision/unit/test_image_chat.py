@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 from PIL import Image
 
 from fullshard.contracts.data import IGNORE
-from fullshard.errors import DataError
+from fullshard.data.sources.files import Files
+from fullshard.errors import DataError, RecipeError
 from fullshard.families.vision.encoders.image_chat import ImageChat
 from fullshard.families.vision.models.vlm import Vlm
 from tests.families.vision.small import model_folder
@@ -195,3 +197,30 @@ def test_what_has_no_prefix_and_suffix_is_refused(folder: Path, record: dict[str
 def test_a_prefix_cannot_be_learned(folder: Path) -> None:
     with pytest.raises(DataError, match=r"Set data\.encode\.train_on: answers"):
         opened(folder, "paligemma", train_on="all")
+
+
+def test_a_processor_that_needs_torchvision_has_the_install_line(folder: Path, tmp_path: Path) -> None:
+    """Transformers has no image processor of Llama 4 without it."""
+    place = shutil.copytree(folder / "smolvlm", tmp_path / "model")
+    (place / "preprocessor_config.json").write_text('{"image_processor_type": "Llama4ImageProcessor"}')
+    with pytest.raises(RecipeError, match=r"Install it with: pip install torchvision$"):
+        Vlm(path=str(place)).load_processor(place, where="model.path")
+
+
+@pytest.mark.parametrize("form", ["folder", "parquet"])
+def test_images_as_the_datasets_library_stores_them(folder: Path, tmp_path: Path, form: str) -> None:
+    from datasets import Dataset, Features, Sequence, Value
+    from datasets import Image as Column
+
+    features = Features({"images": Sequence(Column()), "question": Value("string"), "answer": Value("string")})
+    blue = Image.new("RGB", (64, 32), "blue")
+    columns = {"images": [[str(folder / "red.png")], [blue]]}
+    stored = Dataset.from_dict({**columns, "question": ["What colour?"] * 2, "answer": ["red", "blue"]}, features)
+    place = tmp_path / ("data" if form == "folder" else "data.parquet")
+    stored.save_to_disk(place) if form == "folder" else stored.to_parquet(place)
+    records = Files(path=str(place)).open()
+    encoder = opened(folder)
+    [first], [second] = (encoder.encode(records[index]).samples for index in range(2))
+    assert shown(encoder, first) == ENDED.format(ONE)
+    [[image]] = encoder.collator(None)._images(second)
+    assert np.array_equal(np.asarray(image), np.asarray(blue))
