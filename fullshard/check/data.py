@@ -18,6 +18,7 @@ from fullshard.check.findings import Finding, ok, warning
 from fullshard.contracts.data import IGNORE
 from fullshard.data.loader import Batch, Loader
 from fullshard.data.order import FILLER
+from fullshard.data.pack import Samples
 from fullshard.data.prepare import Prepared, Stored, reasons, remarks
 from fullshard.data.records import origins
 from fullshard.data.store import Store
