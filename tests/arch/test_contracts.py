@@ -1,4 +1,4 @@
-"""The engine and the tools ask parts through their contracts: nothing outside families goes by a part's kind."""
+"""The engine and the tools ask parts through their contracts: nothing outside families depends on a part's kind."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def sniffing(tree: ast.AST) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", OUTSIDE, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_part_is_known_by_its_kind(path: Path) -> None:
+def test_no_code_outside_families_checks_a_parts_kind(path: Path) -> None:
     assert list(sniffing(ast.parse(path.read_text(encoding="utf-8")))) == []
 
 
-def test_what_counts_as_sniffing() -> None:
+def test_the_check_finds_the_known_forms_of_sniffing() -> None:
     assert list(sniffing(ast.parse('recipe.optimizer.kind() == "adamw_8bit"')))
     assert list(sniffing(ast.parse('getattr(self.recipe.model, "lora", None)')))
     assert not list(sniffing(ast.parse("print(recipe.optimizer.kind())")))

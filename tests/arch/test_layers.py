@@ -75,7 +75,7 @@ def test_packages_form_no_cycle() -> None:
     assert len(list(TopologicalSorter(graph).static_order())) == len(LAYERS)
 
 
-def test_families_are_known_to_nobody() -> None:
+def test_nothing_outside_families_imports_a_family() -> None:
     """Outside its folder no family is imported: not by the engine, not by tools, not by another family."""
     for path in FILES:
         ours = family(name_of(path))

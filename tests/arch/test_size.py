@@ -1,4 +1,4 @@
-"""How large the house may be: modules at the top, lines of the engine, of the tour, of files and of functions."""
+"""Size limits: modules at the top, lines of the engine, of the tour, of files and of functions."""
 
 from __future__ import annotations
 

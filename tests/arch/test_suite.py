@@ -1,4 +1,4 @@
-"""The suite leaves nothing out without a word."""
+"""Every test file is collected, and no test is skipped."""
 
 from __future__ import annotations
 

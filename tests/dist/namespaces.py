@@ -1,4 +1,4 @@
-"""Two nodes on one machine: two network namespaces with a cable between them, each with a hosts file of its own.
+"""Two nodes on one machine: two network namespaces with a cable between them, each with its own hosts file.
 
 The host's own name resolves to 127.0.1.1, as on many systems, and the name `zero` is the first node's: on itself the
 loopback, too. Only addresses inside the namespaces are used.

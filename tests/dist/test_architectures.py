@@ -117,7 +117,7 @@ def test_a_large_embedding_is_one_more_unit(ranks: RankPool, rows: tuple[Path, l
     assert [unit["class_name"] for unit in units] == [*["LlamaDecoderLayer"] * 2, "Embedding", "LlamaForCausalLM"]
 
 
-# Modules that are no decoders: sharded by the same file, without a recipe
+# Modules that are not decoders: sharded by the same file, without a recipe
 
 
 class Given(Family):

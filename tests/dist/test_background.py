@@ -1,4 +1,4 @@
-"""Saves in the background, on real ranks: the same checkpoints as those training waits for, and no lost failure."""
+"""Saves in the background, on real ranks: the same checkpoints as those training waits for, and no failure is lost."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_background_save_holds_the_step_it_was_asked_for(ranks: RankPool, fold
     assert [r["step"] for r in saved] == [1, 2, 3, 4, 5]
 
 
-def test_a_run_goes_on_from_a_background_save(ranks: RankPool, folder: Path) -> None:
+def test_a_run_resumes_from_a_background_save(ranks: RankPool, folder: Path) -> None:
     straight = curve(read(folder / "runs" / "waited-2" / FILE), "step", "loss", "grad_norm")
     chosen = settings(folder, "goes-on")
     from_it = str(folder / "runs" / "background-2" / "checkpoint-2")
@@ -112,7 +112,7 @@ def test_a_failure_in_the_background_is_raised_on_every_rank_at_the_next_step(ra
     assert last <= 10, "the save of step 6 failed, and the run went on as if it had not"
 
 
-def test_too_little_host_memory_is_refused_when_asked_for_and_told_when_not(ranks: RankPool, folder: Path) -> None:
+def test_too_little_host_memory_is_an_error_on_request_and_otherwise_a_warning(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "short")
     for kind, said in ranks.run(outcome, chosen, memory=1000, world=2):
         assert kind == "SetupError"
@@ -128,7 +128,7 @@ def log_of(chosen: dict[str, Any]) -> str:
     return (run_folder(chosen) / "log.txt").read_text()
 
 
-def test_memory_that_is_gone_when_a_save_comes_near_makes_training_wait(ranks: RankPool, folder: Path) -> None:
+def test_without_memory_when_a_save_is_near_training_waits(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "gone", checkpoint={"every_steps": 5})
     assert ranks.run(outcome, chosen, later=1000, world=2) == [("stopped", "done")] * 2
     assert steps(chosen) == [5]
@@ -160,7 +160,7 @@ def watched(chosen: dict[str, Any], refuse_on: int | None = None) -> tuple[tuple
         Region.open = opened  # type: ignore[method-assign]
 
 
-def test_nothing_is_taken_while_no_save_is_due(ranks: RankPool, folder: Path) -> None:
+def test_no_memory_is_taken_while_no_save_is_due(ranks: RankPool, folder: Path) -> None:
     none = settings(folder, "no-save", checkpoint={"every_steps": None, "at_end": False})
     assert ranks.run(watched, none, world=2) == [(("stopped", "done"), 0)] * 2
     # The same run with a save at its end takes it once, on every rank.
@@ -168,7 +168,7 @@ def test_nothing_is_taken_while_no_save_is_due(ranks: RankPool, folder: Path) ->
     assert ranks.run(watched, some, world=2) == [(("stopped", "done"), 1)] * 2
 
 
-def test_one_rank_without_memory_makes_all_of_them_wait_and_the_save_is_whole(ranks: RankPool, folder: Path) -> None:
+def test_if_one_rank_lacks_memory_all_wait_and_the_save_is_complete(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "refused", checkpoint={"every_steps": 2})
     assert ranks.run(watched, chosen, refuse_on=1, world=2) == [(("stopped", "done"), 1)] * 2
     assert steps(chosen) == [2, 4, 5]

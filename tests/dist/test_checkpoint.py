@@ -1,4 +1,4 @@
-"""Checkpoints on real ranks: what is written and when; and a run that stopped anywhere goes on as if it had not."""
+"""Checkpoints on real ranks: what is written and when; and a run that stopped anywhere continues as if it had not."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_2500_samples_in_three_epochs_are_saved_at_40_80_and_120(ranks: RankPool
     assert checkpoints(run_folder(chosen)) == ["checkpoint-40", "checkpoint-80", "checkpoint-120"]
 
 
-def test_every_so_many_steps_and_at_the_end(ranks: RankPool, folder: Path) -> None:
+def test_saves_by_steps_and_at_the_end(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "every", checkpoint={"every_steps": 2, "keep": None}, duration={"steps": 5})
     ranks.run(train, chosen, world=2)
     assert checkpoints(run_folder(chosen)) == ["checkpoint-2", "checkpoint-4", "checkpoint-5"]
@@ -158,13 +158,13 @@ def test_every_so_many_steps_and_at_the_end(ranks: RankPool, folder: Path) -> No
     assert manifest["tensors"]["model/model.embed_tokens.weight"] == {"shape": [97, 32], "dtype": "float32"}
 
 
-def test_every_second_epoch(ranks: RankPool, folder: Path) -> None:
+def test_saves_every_second_epoch(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "epochs", checkpoint={"every_epochs": 2, "keep": None}, batch={"global": 48})
     ranks.run(train, chosen, world=1)
     assert checkpoints(run_folder(chosen)) == ["checkpoint-4", "checkpoint-8", "checkpoint-9"]  # epochs of 2 steps
 
 
-def test_every_so_many_minutes_by_the_clock_of_rank_0(ranks: RankPool, folder: Path) -> None:
+def test_saves_by_minutes_of_rank_0(ranks: RankPool, folder: Path) -> None:
     """Time is always up here. Rank 0 says so in a step, all ranks read it in the next one and save there."""
     chosen = settings(folder, "minutes", checkpoint={"every_minutes": 1e-9, "keep": None}, duration={"steps": 5})
     ranks.run(train, chosen, world=2)
@@ -208,7 +208,7 @@ def two_ranks(ranks: RankPool, folder: Path) -> Path:
 # Saves that do not end well
 
 
-def test_an_unfinished_checkpoint_is_not_resumed_from_and_goes_with_the_next_save(
+def test_an_unfinished_checkpoint_is_not_resumed_and_is_removed_by_the_next_save(
     ranks: RankPool, folder: Path, two_ranks: Path
 ) -> None:
     chosen = settings(folder, "unfinished", data={"shuffle": True})
@@ -238,12 +238,12 @@ def test_a_full_disk_under_one_rank_stops_all(ranks: RankPool, folder: Path, ran
     assert checkpoints(run) == ["checkpoint-1", "checkpoint-2"]
     assert os.readlink(run / "last") == "checkpoint-2"
     assert problems(run / "checkpoint-2") == [], "the one before is whole"
-    # With room again the run goes on from the last whole checkpoint and clears up.
+    # With free space again the run continues from the last complete checkpoint and cleans up.
     assert ranks.run(outcome, chosen, world=2) == [("stopped", "done")] * 2
     assert not list(run.glob(".unfinished-*"))
 
 
-def test_a_run_folder_that_is_gone_stops_all_ranks(ranks: RankPool, folder: Path) -> None:
+def test_a_deleted_run_folder_stops_all_ranks(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "gone", checkpoint={"every_steps": 2})
     ends = ranks.run(troubled, chosen | {"evaluate": trouble("folder_gone", at=2, rank=0)}, world=2)
     assert [kind for kind, _ in ends] == ["CheckpointError"] * 2, ends
@@ -256,7 +256,7 @@ def test_a_run_folder_that_is_gone_stops_all_ranks(ranks: RankPool, folder: Path
 @pytest.mark.parametrize(
     ("act", "rank", "at"), [("sigterm", 1, 2), ("sigusr1", 0, 4), ("sigterm", 1, 5), ("sigusr1", 1, 7)]
 )
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_and_the_run_resumes(
     ranks: RankPool, folder: Path, act: str, rank: int, at: int
 ) -> None:
     """The flag travels with the next step's count and is read a step later: the stop is two steps after the signal,
@@ -285,7 +285,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
     assert [(r["step"], r["loss"]) for r in records if r["kind"] == "validation"] == late
 
 
-def test_sigterm_to_one_rank_of_the_command_ends_with_75_and_the_run_goes_on(ranks: RankPool, folder: Path) -> None:
+def test_sigterm_to_one_rank_exits_with_75_and_the_run_resumes(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "command", duration={"steps": 100_000}, checkpoint={"every_steps": None})
     recipe_file = folder / "command.yaml"
     recipe_file.write_text(yaml.safe_dump(chosen))

@@ -1,4 +1,4 @@
-"""Clipping is left to torch's own fused updates; any other optimizer is given gradients that are clipped."""
+"""torch's own fused updates clip the gradients themselves; any other optimizer gets clipped gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clipped(kind: str) -> tuple[float, float, bool]:
 
 
 @pytest.mark.parametrize("kind", ["fused", "foreign"])
-def test_who_clips(ranks: RankPool, kind: str) -> None:
+def test_only_torchs_fused_optimizers_clip_themselves(ranks: RankPool, kind: str) -> None:
     for norm, left, divides in ranks.run(clipped, kind, world=2):
         assert norm > 1
         assert divides == (kind == "fused")

@@ -41,7 +41,7 @@ def test_compiled_blocks_give_the_same_losses(ranks: RankPool, folder: Path) -> 
 @pytest.mark.slow
 def test_8bit_adamw_trains_saves_and_resumes(ranks: RankPool, folder: Path) -> None:
     """Its states are quantised in blocks, so it stays near AdamW, not on it; resume is exact all the same. On other
-    ranks the blocks are others: there it goes on near, as two quantisations of one state are."""
+    ranks the blocks differ: there it stays close, like two quantisations of one state."""
     same: dict[str, Any] = {"model": {"path": str(folder / "wide")}, "checkpoint": {"every_steps": 3, "keep": None}}
     exact = ranks.run(train, recipe(folder, name="exact", optimizer={"lr": 2e-3}, **same), world=2)[0]
     same |= {"optimizer": {"kind": "adamw_8bit", "lr": 2e-3}}

@@ -1,4 +1,4 @@
-"""Damaged checkpoints on real ranks: a run falls back to the newest whole one, or says what is wrong, by file."""
+"""Damaged checkpoints on real ranks: a run falls back to the newest complete one, or names the files that are wrong."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def damaged(folder: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[st
 
 
 @pytest.mark.parametrize("step", one_in(4, DAMAGE))
-def test_a_damaged_checkpoint_that_was_asked_for_is_refused_by_file(
+def test_a_requested_checkpoint_that_is_damaged_is_refused_with_the_file(
     ranks: RankPool, damaged: tuple[Path, dict[str, Any]], step: int
 ) -> None:
     run, chosen = damaged
@@ -137,7 +137,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_refused_by_file(
     assert "Resume from another one: --resume RUN/checkpoint-STEP" in message
 
 
-def test_auto_falls_back_to_the_newest_whole_one_and_says_so(
+def test_auto_falls_back_to_the_newest_complete_checkpoint_and_says_so(
     ranks: RankPool, folder: Path, damaged: tuple[Path, dict[str, Any]]
 ) -> None:
     run, chosen = damaged
@@ -353,7 +353,7 @@ def test_a_hostile_checkpoint_is_not_resumed_and_runs_nothing(ranks: RankPool, f
     assert not made.exists()
 
 
-def test_the_command_tells_of_a_hostile_checkpoint_without_a_traceback(folder: Path) -> None:
+def test_the_command_reports_a_hostile_checkpoint_without_a_traceback(folder: Path) -> None:
     chosen = settings(folder, "hostile-command", "sharded") | {"batch": {"per_device": 4, "global": 4}}
     run = stopped_run(folder, chosen["name"], "sharded", steps=(3,))
     made = hostile(run, "metadata")

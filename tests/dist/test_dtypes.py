@@ -137,7 +137,7 @@ def test_single_parameters_that_cannot_stay_in_fp32_are_named() -> None:
     ]
 
 
-def test_a_gated_mlp_is_no_router() -> None:
+def test_a_gated_mlp_is_not_a_router() -> None:
     family = decode(Family, {"architecture": "moshi", "size": "tiny"}, where="model")
     assert find_blocks(family.build(processor=None)).exact == []
 
@@ -228,7 +228,7 @@ def turned(compute: torch.dtype, first: int) -> list[torch.Tensor]:
 
 
 @half
-def test_far_positions_turn_as_in_fp32(ranks: RankPool, compute: torch.dtype) -> None:
+def test_rotary_embeddings_of_far_positions_are_as_in_fp32(ranks: RankPool, compute: torch.dtype) -> None:
     first = 100_000
     positions, *found = ranks.run(turned, compute, first, world=2)[0]
     assert torch.equal(positions, torch.arange(first, first + 64)[None])
@@ -425,7 +425,9 @@ def train_and_state(settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dic
 
 
 @pytest.mark.parametrize(("precision", "kept"), [("bf16-pure", "bfloat16"), ("bf16", "float32"), ("fp16", "float32")])
-def test_what_training_keeps(ranks: RankPool, stored: Path, precision: str, kept: str) -> None:
+def test_parameters_gradients_and_optimizer_state_have_the_storage_dtype(
+    ranks: RankPool, stored: Path, precision: str, kept: str
+) -> None:
     settings = recipe(
         stored, name=precision, precision=precision, optimizer={"kind": f"{__name__}.StateAdamW", "lr": 1e-2}
     )

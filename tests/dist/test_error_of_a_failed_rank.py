@@ -1,4 +1,4 @@
-"""What the console ends with when a run of the real command dies, and what lies in its crash folder."""
+"""What the console ends with when a run of the real command dies, and what its crash folder contains."""
 
 from __future__ import annotations
 

@@ -35,16 +35,16 @@ def command(*words: str) -> tuple[int, str, str]:
 
 def evaluate(ranks: RankPool, *words: Any, world: int) -> dict[str, Any]:
     """What rank 0 prints with --json; the other ranks print nothing."""
-    (code, said, told), *others = ranks.run(command, "evaluate", *map(str, words), "--json", world=world)
-    assert code == 0, told
+    (code, said, printed), *others = ranks.run(command, "evaluate", *map(str, words), "--json", world=world)
+    assert code == 0, printed
     assert [other[:2] for other in others] == [(0, "")] * (world - 1)
     return json.loads(said)  # type: ignore[no-any-return]
 
 
 def refused(ranks: RankPool, *words: Any) -> str:
-    [(code, _, told)] = ranks.run(command, "evaluate", *map(str, words), world=1)
+    [(code, _, printed)] = ranks.run(command, "evaluate", *map(str, words), world=1)
     assert code == 2
-    return told  # type: ignore[no-any-return]
+    return printed  # type: ignore[no-any-return]
 
 
 def in_training(run: Path) -> dict[int, dict[str, float]]:
@@ -92,7 +92,7 @@ def test_the_numbers_are_those_of_training(ranks: RankPool, folder: Path, run: P
     assert evaluate(ranks, run / "last", "--weights", "ema", world=2)["numbers"]["loss"] == expected[4]["ema_loss"]
 
 
-def test_other_data_and_the_exported_model(ranks: RankPool, folder: Path, run: Path) -> None:
+def test_evaluates_other_data_and_the_exported_model(ranks: RankPool, folder: Path, run: Path) -> None:
     """The training data need not be there for other data, and a model needs no run."""
     expected = in_training(run)[4]
     held = folder / "held_out.jsonl"
@@ -109,7 +109,7 @@ def test_other_data_and_the_exported_model(ranks: RankPool, folder: Path, run: P
     near(evaluate(ranks, run / "model", "--data", held, *settings, world=1)["numbers"], averaged)
 
 
-def test_embeddings_with_adapters(ranks: RankPool, tmp_path: Path) -> None:
+def test_evaluates_embeddings_with_adapters(ranks: RankPool, tmp_path: Path) -> None:
     """Every evaluation of the recipe, after the first steps of adapters."""
     texts.encoder(tmp_path / "model", num_hidden_layers=1)
     texts.pairs(tmp_path / "train.jsonl", records=16)
@@ -129,7 +129,7 @@ def test_embeddings_with_adapters(ranks: RankPool, tmp_path: Path) -> None:
     assert found["recall@1"] == expected["recall@1"]
 
 
-def test_mistakes_are_told_in_words(ranks: RankPool, folder: Path, run: Path, tmp_path: Path) -> None:
+def test_mistakes_are_user_errors(ranks: RankPool, folder: Path, run: Path, tmp_path: Path) -> None:
     assert "Give latest, best, or a step: 2, 4" in refused(ranks, run, "--checkpoint", "3")
     assert "has no validation data of its own" in refused(ranks, folder / "model")
     assert "neither a run" in refused(ranks, tmp_path)

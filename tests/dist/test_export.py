@@ -119,7 +119,7 @@ def test_the_export_at_the_end_of_the_run_is_the_same(folder: Path, tmp_path: Pa
     assert all(torch.equal(ours[name], runs[name]) for name in runs)
 
 
-def test_dtype(folder: Path, tmp_path: Path) -> None:
+def test_weights_are_exported_in_the_requested_dtype(folder: Path, tmp_path: Path) -> None:
     export(folder / "runs" / "whole", tmp_path / "out", "--dtype", "bf16")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = saved(folder / "runs" / "whole")
@@ -200,7 +200,9 @@ def test_a_base_that_moved_is_named_and_another_one_is_refused(folder: Path, tmp
         ("whole", "s3://bucket/out", (), "local path"),
     ],
 )
-def test_mistakes(folder: Path, tmp_path: Path, run: str, out: str, words: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_user_errors(
+    folder: Path, tmp_path: Path, run: str, out: str, words: tuple[str, ...], message: str
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").touch()
     said = export(folder / "runs" / run, out if "://" in out else tmp_path / out, *words, code=2)

@@ -52,7 +52,7 @@ def validation_loss(folder: Path, model: Path) -> float:
 
 
 @pytest.mark.parametrize("which", ["last", "best"])
-def test_model_holds_the_weights_that_were_asked_for(ranks: RankPool, folder: Path, which: str) -> None:
+def test_the_exported_model_holds_the_requested_weights(ranks: RankPool, folder: Path, which: str) -> None:
     checkpoint = {"best": "loss", "every_epochs": None, "export": which}
     records = ranks.run(train, settings(folder, name=which, checkpoint=checkpoint), world=2)[0]
     losses = [record["loss"] for record in records if record["kind"] == "validation"]
@@ -79,14 +79,14 @@ def result(settings: dict[str, Any]) -> Any:
     return execute(read(settings), resume="auto")
 
 
-def test_a_finished_run_gives_its_result_again(ranks: RankPool, folder: Path) -> None:
+def test_a_finished_run_returns_its_result_again(ranks: RankPool, folder: Path) -> None:
     finished = settings(folder, name="result", duration={"steps": 2})
     first = ranks.run(result, finished, world=2)[0]
     assert first.validation["loss"] > 0
     assert ranks.run(result, finished, world=2)[0] == first
 
 
-def test_logged_averages_do_not_see_a_resume(ranks: RankPool, folder: Path) -> None:
+def test_logged_averages_do_not_depend_on_a_resume(ranks: RankPool, folder: Path) -> None:
     logged = {"every_steps": 4, "sinks": []}
     shape: dict[str, Any] = {"schedule": {"kind": "constant"}, "log": logged, "duration": {"steps": 8}}
     straight = ranks.run(train, recipe(folder, name="straight", **shape), world=2)[0]
@@ -105,7 +105,7 @@ def test_logged_averages_do_not_see_a_resume(ranks: RankPool, folder: Path) -> N
         ({"data": {"sequence_length": 129}}, r"data\.sequence_length = 129, and the model has 128 positions"),
     ],
 )
-def test_refused_before_the_first_step(folder: Path, sections: dict[str, Any], message: str) -> None:
+def test_mistakes_are_refused_before_the_first_step(folder: Path, sections: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         train(settings(folder, name="refused", **sections))
     assert not list((folder / "runs").glob("refused/checkpoint-*"))

@@ -102,7 +102,7 @@ def states(path: Path, names: list[str]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_an_overflow_on_one_rank_is_no_step_on_any(ranks: RankPool, folder: Path) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: RankPool, folder: Path) -> None:
     """Two micro-batches a step: the second one of step 3 overflows on rank 1."""
     settings = recipe(
         folder,
@@ -115,7 +115,7 @@ def test_an_overflow_on_one_rank_is_no_step_on_any(ranks: RankPool, folder: Path
     assert [record["skipped_steps"] for record in records] == [0, 0, 1, 1, 1, 1]
     assert [record["loss_scale"] for record in records] == [65536.0] * 2 + [32768.0] * 4
     assert [record["lr"] for record in records] == pytest.approx([1e-2 * (1 - done / 6) for done in (0, 1, 2, 2, 3, 4)])
-    assert [record["samples"] for record in records] == [16, 32, 48, 64, 80, 90], "the data goes on"
+    assert [record["samples"] for record in records] == [16, 32, 48, 64, 80, 90], "the data continues"
     names = [f"checkpoint-{step}" for step in (2, 3, 4)]
     before, after, later = ranks.run(states, run_folder(settings), names, world=1)[0]
     assert {key.split("/")[0] for key in before} == {"model", "optimizer"}
@@ -163,7 +163,7 @@ def test_clipping_acts_on_unscaled_gradients(ranks: RankPool, folder: Path) -> N
 
 
 def resumed_from(checkpoint: Path, target: Path, **scaler: Any) -> Path:
-    """A copy of a checkpoint whose scaler stands elsewhere."""
+    """A copy of a checkpoint with another loss scale."""
     shutil.copytree(checkpoint, target)
     state = json.loads((target / "state.json").read_text())
     assert scaler.keys() <= state["scaler"].keys()
@@ -188,7 +188,7 @@ def test_the_scale_is_restored_and_grows(ranks: RankPool, folder: Path) -> None:
     assert files.read_state(run_folder(again) / "checkpoint-6")["scaler"]["_growth_tracker"] == 2
 
 
-def test_a_scale_without_a_bottom_ends_the_run(ranks: RankPool, folder: Path) -> None:
+def test_a_loss_scale_that_keeps_falling_ends_the_run(ranks: RankPool, folder: Path) -> None:
     """65536 is halved 17 times before it is below 1. Every gradient of rank 1 overflows, but that of the head."""
     settings = recipe(
         folder,
@@ -214,7 +214,7 @@ def test_a_scale_without_a_bottom_ends_the_run(ranks: RankPool, folder: Path) ->
 
 
 class BrokenBelow(CausalLM):
-    """The usual loss; on rank 1 what lies below the last norm gets an infinite gradient."""
+    """The usual loss; on rank 1 everything below the last norm gets an infinite gradient."""
 
     _hung: list[Any] = PrivateAttr(default_factory=list)
 
@@ -298,7 +298,7 @@ VERDICTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)
-def test_a_first_update_that_is_none_stops_the_run(ranks: RankPool, folder: Path, verdict: str) -> None:
+def test_a_wrong_first_update_stops_the_run(ranks: RankPool, folder: Path, verdict: str) -> None:
     sections, kind, said = VERDICTS[verdict]
     settings = judged(folder, verdict.replace(" ", "-"), **sections)
     ends = ranks.run(outcome, settings, world=2)
@@ -336,11 +336,11 @@ def test_a_healthy_first_update_is_proven_once(ranks: RankPool, folder: Path, ca
     assert line.endswith(PROVEN.format(trained, moving, moved)), line
 
 
-def test_an_update_below_the_last_digit_is_counted(ranks: RankPool, folder: Path) -> None:
+def test_updates_lost_to_rounding_are_counted(ranks: RankPool, folder: Path) -> None:
     settings = judged(folder, "below", precision="bf16-pure", optimizer={"lr": 1e-3, "weight_decay": 0.0})
     assert ranks.run(outcome, settings, world=2) == [("done", "", 3)] * 2
     [line] = proofs(settings)
-    # The norms stand at 1, where bf16 has steps of 1/128.
+    # The norms are at 1, where bf16 has steps of 1/128.
     assert "36 are not zero, 23 parameters changed; 13 have a gradient but did not change" in line
 
 

@@ -31,24 +31,24 @@ def command(*words: str) -> tuple[int, str, str]:
 def generate(ranks: RankPool, *words: Any, world: int = 1, prompts: list[str] = PROMPTS) -> list[dict[str, Any]]:
     given = [word for prompt in prompts for word in ("--prompt", prompt)]
     given += ["--json"] + ([] if "--max-new-tokens" in words else ["--max-new-tokens", str(TOKENS)])
-    (code, said, told), *others = ranks.run(command, "generate", *map(str, words), *given, world=world)
-    assert code == 0, told
+    (code, said, printed), *others = ranks.run(command, "generate", *map(str, words), *given, world=world)
+    assert code == 0, printed
     assert [other[:2] for other in others] == [(0, "")] * (world - 1)
     return [json.loads(line) for line in said.splitlines()]
 
 
 def refused(ranks: RankPool, *words: Any) -> str:
-    [(code, _, told)] = ranks.run(command, "generate", *map(str, words), world=1)
+    [(code, _, printed)] = ranks.run(command, "generate", *map(str, words), world=1)
     assert code == 2
-    return told  # type: ignore[no-any-return]
+    return printed  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def by_transformers(model: Any, tokenizer: Any, prompts: list[str]) -> list[list[int]]:
-    """One prompt at a time, greedily, with what lies beside the model."""
+    """One prompt at a time, greedily, with the tokenizer beside the model."""
     found = []
     for prompt in prompts:
-        # This tokenizer ends every text, and a prompt goes on.
+        # This tokenizer ends every text, but a prompt continues.
         row = [token for token in tokenizer(prompt)["input_ids"] if token != texts.SPECIAL.index("[SEP]")]
         ids = torch.tensor([row])
         given = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
@@ -136,11 +136,11 @@ def test_what_is_drawn_follows_from_seed_and_prompt(ranks: RankPool, folder: Pat
     assert least == [record["tokens"] for record in generate(ranks, out)]
 
 
-def test_mistakes_are_told_in_words(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+def test_mistakes_are_user_errors(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
     assert "there is no prompt" in refused(ranks, folder / "model")
     assert "the text is empty" in refused(ranks, folder / "model", "--prompt", "")
-    told = refused(ranks, folder / "model", "--prompt", "ban", "--max-new-tokens", "200")
-    assert "more than the 128 positions" in told
+    printed = refused(ranks, folder / "model", "--prompt", "ban", "--max-new-tokens", "200")
+    assert "more than the 128 positions" in printed
     assert "no chat template" in refused(ranks, folder / "model", "--messages", '[{"role": "user", "content": "ban"}]')
     assert "a conversation is a list" in refused(ranks, folder / "model", "--messages", '{"role": "user"}')
     assert "--prompts nowhere.txt cannot be read" in refused(ranks, folder / "model", "--prompts", "nowhere.txt")
@@ -148,5 +148,5 @@ def test_mistakes_are_told_in_words(ranks: RankPool, folder: Path, tmp_path: Pat
     texts.encoder(tmp_path / "model", num_hidden_layers=1)
     texts.pairs(tmp_path / "train.jsonl", records=8)
     ranks.run(train, texts.recipe(tmp_path, name="embedder", duration={"steps": 1}), world=1)
-    told = refused(ranks, tmp_path / "runs" / "embedder", "--prompt", "ban")
-    assert "its objective is contrastive, which predicts no tokens" in told
+    printed = refused(ranks, tmp_path / "runs" / "embedder", "--prompt", "ban")
+    assert "its objective is contrastive, which predicts no tokens" in printed

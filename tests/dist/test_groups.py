@@ -1,5 +1,5 @@
 """Parameter groups of a run: what they do to weights is what torch.optim does with groups made by hand; freezing by a
-group is model.freeze; a resumed run goes on with them."""
+group is model.freeze; a resumed run continues with them."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_groups_are_those_of_torch_made_by_hand_and_survive_a_resume(ranks: Rank
     assert all(torch.equal(tensor, straight[name]) for name, tensor in weights_of(folder, "groups-again").items())
 
 
-def test_freezing_by_a_group_is_model_freeze(ranks: RankPool, folder: Path) -> None:
+def test_freezing_by_a_group_equals_model_freeze(ranks: RankPool, folder: Path) -> None:
     group = [{"match": ["model.layers.1.*", "model.embed_tokens.*"], "freeze": True}]
     by_group = settings_of(folder, "by-group", optimizer={"groups": group})
     by_model = settings_of(folder, "by-model", model={"freeze": group[0]["match"]})

@@ -1,4 +1,5 @@
-"""Ranks killed in the middle of a save, thirty times in one run: a whole checkpoint remains, and nothing shows."""
+"""Ranks killed in the middle of a save, thirty times in one run: a complete checkpoint always remains, and the result
+is the same."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def lives(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_thirty_kills_fell_and_most_of_them_inside_a_save(lives: list[dict[str, Any]]) -> None:
+def test_thirty_kills_happened_and_most_of_them_during_a_save(lives: list[dict[str, Any]]) -> None:
     kills = [life for life in lives if life["killed"]]
     assert len(kills) == KILLS, lives
     assert sum(life["inside"] for life in kills) > KILLS / 2, lives
@@ -45,7 +46,7 @@ def test_thirty_kills_fell_and_most_of_them_inside_a_save(lives: list[dict[str, 
 
 
 @pytest.mark.slow
-def test_a_whole_checkpoint_always_remains(lives: list[dict[str, Any]]) -> None:
+def test_a_complete_checkpoint_always_remains(lives: list[dict[str, Any]]) -> None:
     first = next(life["number"] for life in lives if life["published"])
     for life in lives[first:]:
         assert life["published"], life
@@ -56,12 +57,12 @@ def test_a_whole_checkpoint_always_remains(lives: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_lost_the_other_ends_by_itself(lives: list[dict[str, Any]]) -> None:
+def test_a_rank_that_lost_the_other_ends_on_its_own(lives: list[dict[str, Any]]) -> None:
     assert [life for life in lives if life["stuck"]] == []
 
 
 @pytest.mark.slow
-def test_the_killed_run_equals_the_straight_one(folder: Path) -> None:
+def test_the_killed_run_equals_an_uninterrupted_one(folder: Path) -> None:
     keys = ("step", "loss", "grad_norm", "lr", "samples", "tokens")
     straight, killed = (folder / "runs" / name for name in ("straight", "killed"))
     found = curve(read(killed / FILE), *keys)
@@ -135,7 +136,7 @@ print(moments)
 """
 
 
-def test_a_kill_at_every_step_of_publishing_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_of_publishing_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     """Every call to the file system of a save, in turn, is the last one of a process."""
     command = [sys.executable, "-W", "error", "-c", MOMENTS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

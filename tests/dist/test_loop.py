@@ -1,4 +1,4 @@
-"""The loop on real ranks: validation numbers, the best model, early stops, guards, precision, what is written down."""
+"""The loop on real ranks: validation numbers, the best model, early stops, guards, precision, what is logged."""
 
 from __future__ import annotations
 
@@ -145,8 +145,9 @@ def test_the_best_model_by_the_highest_accuracy(ranks: RankPool, folder: Path) -
     }
 
 
-def test_a_number_that_does_not_come_costs_no_step(ranks: RankPool, folder: Path) -> None:
-    """The evaluation does not say what it finds, so only the first validation can tell; the run goes on from there."""
+def test_a_missing_best_metric_loses_no_step(ranks: RankPool, folder: Path) -> None:
+    """The evaluation does not declare its numbers, so only the first validation can tell; the run resumes from
+    there."""
     parts = [f"{__name__}.Unsaid"]
     settings = validated(
         folder, "late", evaluate={"every_steps": 2, "parts": parts}, checkpoint={"best": {"metric": "x", "mode": "max"}}
@@ -163,7 +164,7 @@ def test_a_number_that_does_not_come_costs_no_step(ranks: RankPool, folder: Path
     assert "Average Train Loss: 0.0" not in (run_folder(settings) / "log.txt").read_text()
 
 
-def test_a_number_that_only_gets_worse_is_said_at_the_end_too(ranks: RankPool, folder: Path) -> None:
+def test_a_number_that_only_gets_worse_is_reported_at_the_end_too(ranks: RankPool, folder: Path) -> None:
     parts = [f"{__name__}.Worse"]
     settings = validated(folder, "worse", evaluate={"every_steps": 1, "parts": parts}, checkpoint={"best": "y"})
     settings["duration"] = {"steps": 3}
@@ -198,7 +199,7 @@ class Unsaid(Evaluation):
         return Findings({"y": 1.0})
 
 
-def test_a_direction_that_contradicts_is_in_the_header(ranks: RankPool, folder: Path) -> None:
+def test_a_contradicting_best_mode_is_in_the_header(ranks: RankPool, folder: Path) -> None:
     settings = validated(
         folder, "against", duration={"steps": 1}, checkpoint={"best": {"metric": "accuracy", "mode": "min"}}
     )
@@ -339,7 +340,7 @@ def test_without_clipping_the_logged_norm_is_the_plain_one(ranks: RankPool, fold
 # Guards
 
 
-def test_a_loss_that_is_not_a_number_stops_the_run_with_exit_code_3(folder: Path) -> None:
+def test_a_nan_loss_stops_the_run_with_exit_code_3(folder: Path) -> None:
     settings = recipe(folder, name="nan", optimizer={"lr": 1e38, "clip": None}, schedule={"kind": "constant"})
     (folder / "nan.yaml").write_text(yaml.safe_dump(settings))
     from fullshard.cli import app
@@ -365,7 +366,7 @@ class Breaking(CausalLM):
         return Terms(terms.loss_sum * math.nan, terms.metrics) if broken else terms
 
 
-def test_numbers_that_are_none_never_enter_a_checkpoint(ranks: RankPool, folder: Path) -> None:
+def test_nan_and_inf_never_enter_a_checkpoint(ranks: RankPool, folder: Path) -> None:
     """Also where the step that breaks is not a logged one, and where it breaks on one rank only."""
     settings = recipe(
         folder,

@@ -1,4 +1,4 @@
-"""What is proven before step 1, of real architectures: no position sees what it is to predict, documents stay apart."""
+"""What is proven before step 1 of real architectures: no position sees what it predicts, documents stay apart."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def found(ranks: RankPool) -> dict[tuple[str, str, bool], str]:
 
 
 @pytest.mark.parametrize("case", _cases(), ids=lambda case: "-".join(map(str, case)))
-def test_an_architecture(found: dict[tuple[str, str, bool], str], case: tuple[str, str, bool]) -> None:
+def test_an_architecture_is_proven_or_refused(
+    found: dict[tuple[str, str, bool], str], case: tuple[str, str, bool]
+) -> None:
     name, _, packed = case
     said = found[case]
     if name in ENCODERS:
@@ -86,7 +88,7 @@ def without_the_switch(precision: str) -> str:
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_bert_as_it_is_is_refused_in_every_precision(ranks: RankPool, precision: str) -> None:
+def test_bidirectional_bert_is_refused_in_every_precision(ranks: RankPool, precision: str) -> None:
     said = ranks.run(without_the_switch, precision, world=1)[0]
     assert "sees later tokens" in said
 
@@ -110,7 +112,7 @@ def test_attention_that_has_no_effect_at_first(ranks: RankPool, scale: float) ->
     assert "sees later tokens" in encoder
 
 
-def test_zero_weights_are_zero_again(ranks: RankPool) -> None:
+def test_weights_changed_for_a_proof_are_restored(ranks: RankPool) -> None:
     assert ranks.run(norm_after_waking, world=2) == [(True, 0.0)] * 2
 
 
@@ -184,7 +186,7 @@ def of_objectives() -> dict[str, str]:
     return {**plain, **{f"{name} packed": said for name, said in packed.items()}}
 
 
-def test_objectives_of_the_user(ranks: RankPool) -> None:
+def test_a_users_objectives_are_proven_or_refused(ranks: RankPool) -> None:
     said = ranks.run(of_objectives, world=1)[0]
     assert "sees later tokens" in said["Unmasked"]
     assert "bidirectional: ClassVar[bool] = True" in said["Unmasked"]

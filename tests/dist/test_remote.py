@@ -103,7 +103,7 @@ def test_a_run_saves_to_a_store_and_keeps_its_log_there(half: str, folder: Path)
     assert not list(local.glob("checkpoint-*"))
 
 
-def test_another_machine_goes_on_bitwise_with_the_whole_history(
+def test_another_machine_resumes_bitwise_with_the_whole_history(
     ranks: RankPool, folder: Path, half: str, straight: list[tuple[float, ...]]
 ) -> None:
     chosen = settings(folder, "half", output="elsewhere", checkpoint={"every_steps": 2, "keep": 1})
@@ -178,7 +178,7 @@ def test_a_store_that_fails_in_the_middle_stops_every_rank_with_the_reason(
     assert [path.name for path in files.published(store(chosen))] == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_local_checkpoints_are_not_forgotten_for_an_empty_store(ranks: RankPool, folder: Path) -> None:
+def test_local_checkpoints_beside_an_empty_store_are_an_error(ranks: RankPool, folder: Path) -> None:
     chosen = settings(folder, "moved", duration={"steps": 3}, checkpoint={"store": None, "at_end": False})
     ranks.run(train, chosen, world=1)
     chosen["checkpoint"]["store"] = f"file://{folder}/store"

@@ -1,4 +1,4 @@
-"""A run that stopped anywhere goes on as if it had not: bit by bit on the same ranks, within rounding on others."""
+"""A run that stopped anywhere continues as if it had not: bitwise on the same ranks, within rounding on others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def places(case: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("case", one_in(3, CASES))
-def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, case: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(ranks: RankPool, folder: Path, case: str) -> None:
     sections = CASES[case] | {"checkpoint": {"every_steps": STOP, "keep": None, **CASES[case].get("checkpoint", {})}}
     straight, resumed = (settings(folder, f"{case}-{end}", **sections) for end in ("straight", "resumed"))
     keys = ("step", "loss", "grad_norm", "lr", "samples", "tokens") + (("loss_scale",) if "fp16" in case else ())
@@ -77,7 +77,7 @@ def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, case: str
     assert found == expected[STOP:]
     assert_same_end(run_folder(resumed), run_folder(straight))
     clock = [curve(read(run_folder(run) / FILE), "seconds") for run in (straight, resumed)]
-    assert clock[1][0] > clock[0][STOP - 1], "the clock goes on as well"
+    assert clock[1][0] > clock[0][STOP - 1], "the clock continues as well"
 
 
 def test_dropout_is_really_on(ranks: RankPool, folder: Path) -> None:
@@ -86,7 +86,7 @@ def test_dropout_is_really_on(ranks: RankPool, folder: Path) -> None:
     assert without[0] != curve(read(folder / "runs" / "dropout-straight" / FILE), "loss")[0]
 
 
-def test_the_resume_of_a_resume_is_straight(ranks: RankPool, folder: Path) -> None:
+def test_resuming_twice_equals_an_uninterrupted_run(ranks: RankPool, folder: Path) -> None:
     again = settings(folder, "dropout-again", **CASES["dropout"])
     earlier = folder / "runs" / "dropout-resumed" / "checkpoint-8"
     found = curve(ranks.run(train, again, resume=str(earlier), world=2)[0], "loss", "grad_norm")
@@ -184,7 +184,7 @@ def assert_close(found: list[Any], expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("world", "to", "strategy"), one_in(3, MOVES))
-def test_another_number_of_ranks_goes_on_with_the_same_samples(
+def test_another_number_of_ranks_continues_with_the_same_samples(
     ranks: RankPool, folder: Path, straight: dict[int, tuple[Path, Any]], world: int, to: int, strategy: str
 ) -> None:
     run, expected = straight[world]
@@ -202,7 +202,7 @@ def test_every_epoch_reads_every_sample_once(straight: dict[int, tuple[Path, Any
         assert sorted(first_epoch) == list(range(90))
 
 
-def test_a_longer_duration_goes_on(ranks: RankPool, folder: Path) -> None:
+def test_a_longer_duration_continues_the_run(ranks: RankPool, folder: Path) -> None:
     same: dict[str, Any] = {"schedule": {"kind": "constant"}, "model": DROPOUT}
     straight = settings(folder, "long", **same)
     expected = curve(ranks.run(train, straight, world=2)[0], "step", "loss", "grad_norm")
@@ -219,7 +219,7 @@ def test_a_longer_duration_goes_on(ranks: RankPool, folder: Path) -> None:
     extended["duration"] = {"steps": STEPS}
     records = ranks.run(train, extended, world=2)[0]
     assert curve(records, "step", "loss", "grad_norm") == expected
-    assert curve(records, "seconds") == sorted(curve(records, "seconds")), "the clock goes on as well"
+    assert curve(records, "seconds") == sorted(curve(records, "seconds")), "the clock continues as well"
     assert_same_end(run_folder(extended), run_folder(straight))
 
 
@@ -242,7 +242,7 @@ def test_a_longer_duration_goes_on(ranks: RankPool, folder: Path) -> None:
     ],
     ids=["batch", "seed", "order", "length", "model", "content"],
 )
-def test_a_change_that_makes_another_run_is_refused_with_the_difference(
+def test_a_change_that_makes_it_another_run_is_refused_with_the_difference(
     ranks: RankPool, folder: Path, straight: dict[int, tuple[Path, Any]], changes: dict[str, Any], said: str
 ) -> None:
     if changes.get("data", {}).get("train"):
@@ -256,7 +256,7 @@ def test_a_change_that_makes_another_run_is_refused_with_the_difference(
         assert "--resume-anyway" in message
 
 
-def test_a_refused_change_can_be_wanted_and_harmless_ones_pass_with_a_note(
+def test_resume_anyway_accepts_refused_changes_and_harmless_ones_are_noted(
     ranks: RankPool, folder: Path, straight: dict[int, tuple[Path, Any]]
 ) -> None:
     chosen = move_settings(folder, "anyway", strategy="grad_op")
@@ -284,16 +284,16 @@ def test_a_refused_change_can_be_wanted_and_harmless_ones_pass_with_a_note(
     ],
     ids=["as it is", "longer", "rate", "refused", "anyway"],
 )
-def test_check_says_what_a_resumed_run_goes_on_from_and_what_has_changed(
+def test_check_says_where_a_run_resumes_and_what_has_changed(
     folder: Path, straight: dict[int, tuple[Path, Any]], options: list[str], code: int, said: str
 ) -> None:
     last = straight[2][0] / "last"
     recipe = folder / "asked.yaml"
     recipe.write_text(yaml.safe_dump(settings(folder, "asked", data={"shuffle": True}, batch={"per_device": 2})))
     result = CliRunner().invoke(app, ["check", str(recipe), "--quick", "--resume", str(last), *options])
-    told = " ".join(result.output.split())
-    assert result.exit_code == code, told
-    assert re.search(said.format(last=files.step_of(last.resolve())), told), told
+    output = " ".join(result.output.split())
+    assert result.exit_code == code, output
+    assert re.search(said.format(last=files.step_of(last.resolve())), output), output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The law of the house: the same data gives the same losses and gradient norms on any number of ranks, with any
+"""The promise of every run: the same data gives the same losses and gradient norms on any number of ranks, with any
 strategy and any split into micro-batches; and they are those of a plain PyTorch loop in one process."""
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_same_losses_and_norms_everywhere(
     ],
     ids=str,
 )
-def test_how_it_is_sharded_does_not_show(
+def test_sharding_does_not_change_the_losses(
     ranks: RankPool, folder: Path, reference: list[tuple[float, float]], sharding: dict[str, Any]
 ) -> None:
     name = "-".join(sharding).replace("_", "") + str(abs(hash(str(sharding))) % 1000)

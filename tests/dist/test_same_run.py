@@ -1,4 +1,4 @@
-"""Ranks that do not mean the same run stop before step 1, all of them, and name key, ranks and values."""
+"""If ranks disagree on the run, all of them stop before step 1 and name key, ranks and values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_two_nodes_with_different_recipes_exit_with_the_difference(folder: Path)
 
 
 def refusal(settings: dict[str, Any], others: dict[str, Any] | None, resume: str = "auto") -> str:
-    """One rank of a run in which rank 1 may have settings of its own; the refusal that it meets."""
+    """One rank of a run in which rank 1 may have different settings; returns the error."""
     rank = int(os.environ["RANK"])
     try:
         train(others if others and rank == 1 else settings, resume)
@@ -72,7 +72,7 @@ def refusal(settings: dict[str, Any], others: dict[str, Any] | None, resume: str
     return ""
 
 
-def test_data_that_differs(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
+def test_different_data_on_a_rank_is_refused(folder: Path, ranks: RankPool, tmp_path: Path) -> None:
     """Two nodes have the same path and other files behind it: the second one's is a link into its own folder."""
     settings = recipe(folder, name="data", data={"cache": str(tmp_path / "cache")})
     texts = ranks.run(on_own_copy, settings, "train.jsonl", str(tmp_path), world=2)
@@ -84,7 +84,7 @@ def test_data_that_differs(folder: Path, ranks: RankPool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("change", ["values", "config"])
-def test_model_folders_that_differ(folder: Path, ranks: RankPool, tmp_path: Path, change: str) -> None:
+def test_different_model_folders_are_refused(folder: Path, ranks: RankPool, tmp_path: Path, change: str) -> None:
     """The same names, shapes and sizes, and one tensor or one key of the config that is not the same."""
     texts = ranks.run(on_own_copy, recipe(folder, name=change), "model", str(tmp_path), change, world=2)
     assert texts[0] == texts[1]
@@ -94,8 +94,8 @@ def test_model_folders_that_differ(folder: Path, ranks: RankPool, tmp_path: Path
 
 
 def on_own_copy(settings: dict[str, Any], name: str, place: str, change: str = "") -> str:
-    """One rank whose `name` lies at one path for all, as on nodes with disks of their own: rank 1 works in a mount of
-    its own, here another current folder and a relative path."""
+    """One rank whose `name` has the same path on all ranks but its own content, as on nodes with local disks: here each
+    rank has its own current folder and a relative path."""
     own = Path(place) / os.environ["RANK"]
     source = Path(settings["data"]["train"] if name == "train.jsonl" else settings["model"]["path"])
     own.mkdir()
@@ -137,7 +137,7 @@ CHANGES: dict[str, Callable[[Path], None]] = {"": _one_token, "values": _one_ten
 
 
 def test_options_and_resuming_are_compared_too(folder: Path, ranks: RankPool) -> None:
-    """A run that goes on from a checkpoint with another rate on one node."""
+    """A run that resumes from a checkpoint, with another rate on one node."""
     settings = recipe(folder, name="resumed", duration={"steps": 2}, checkpoint={"every_steps": 1})
     assert ranks.run(refusal, settings, None, world=2) == ["", ""]
     longer = {**settings, "duration": {"steps": 4}}
@@ -152,7 +152,7 @@ def by_rank(settings: dict[str, Any], resume: list[str]) -> str:
     return refusal(settings, None, resume[int(os.environ["RANK"])])
 
 
-def test_a_module_that_only_one_rank_needed_is_no_difference(ranks: RankPool) -> None:
+def test_a_module_imported_by_one_rank_only_is_not_a_difference(ranks: RankPool) -> None:
     assert ranks.run(code_that_differs, world=2) == [[], []]
 
 
@@ -171,7 +171,7 @@ def code_that_differs() -> list[str]:
     return differences(found)
 
 
-def test_replicas_and_buffers_that_differ(ranks: RankPool) -> None:
+def test_different_replicas_and_buffers_are_refused(ranks: RankPool) -> None:
     found = ranks.run(differing_values, world=2)
     assert found[0] == found[1]
     copies, buffers = found[0]
@@ -180,7 +180,7 @@ def test_replicas_and_buffers_that_differ(ranks: RankPool) -> None:
 
 
 def differing_values() -> list[str]:
-    """What is said of copies that a rank has changed, and of a buffer."""
+    """The errors about replicas that a rank has changed, and about a buffer."""
     from torch import nn
     from torch.distributed.fsdp import fully_shard
 
@@ -206,7 +206,7 @@ def differing_values() -> list[str]:
     return said
 
 
-def test_the_order_of_a_set_is_no_difference() -> None:
+def test_the_order_of_a_set_is_not_a_difference() -> None:
     """Strings hash differently in every process; diffusers' config and a user's part both make lists of sets."""
     code = (
         "from diffusers import DiTTransformer2DModel\n"

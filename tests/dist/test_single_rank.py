@@ -57,23 +57,23 @@ def test_casting_together_changes_no_bit(ranks: RankPool, model: str, compute: t
 
 
 def test_memory_for_a_reduction_is_taken_once() -> None:
-    reduction, wish = single_rank._InPlace(), {"dtype": torch.float32, "device": torch.device("cpu")}
-    given = [reduction.allocate((4,), **wish) for _ in range(4)]
+    reduction, options = single_rank._InPlace(), {"dtype": torch.float32, "device": torch.device("cpu")}
+    given = [reduction.allocate((4,), **options) for _ in range(4)]
     assert given[0] is given[1]
     assert given[2] is given[3]
     assert given[1] is not given[2], "the first still holds gradients"
     del given
-    reduction.allocate((4,), **wish)  # and the pass broke off
-    begun = reduction.allocate((4,), **wish)
-    assert reduction.allocate((4,), **wish) is begun
+    reduction.allocate((4,), **options)  # and the pass broke off
+    begun = reduction.allocate((4,), **options)
+    assert reduction.allocate((4,), **options) is begun
 
 
-def test_two_ranks_gather_as_ever(ranks: RankPool) -> None:
+def test_with_two_ranks_fsdp_is_left_alone(ranks: RankPool) -> None:
     for _, counts in ranks.run(losses, MODELS["full"], torch.bfloat16, world=2, together=True):
         assert not counts
 
 
-def test_another_torch_is_left_alone(ranks: RankPool) -> None:
+def test_without_the_private_names_fsdp_is_left_alone(ranks: RankPool) -> None:
     [(found, counts)] = ranks.run(without_names, world=1)
     assert found
     assert not counts

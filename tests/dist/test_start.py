@@ -58,7 +58,7 @@ def first_loss(ranks: RankPool, values: dict[str, Any], *, world: int) -> float:
     return float(curve(ranks.run(train, values, world=world)[0], "loss")[0][0])
 
 
-def test_an_adapter_is_trained_on(ranks: RankPool, folder: Path) -> None:
+def test_an_adapter_is_trained_further(ranks: RankPool, folder: Path) -> None:
     base, source, written = folder / "model", folder / "runs/adapted/model", folder / "runs/continued/model"
     expected = loss_of(folder, adapted(base, source))
     assert abs(expected - loss_of(folder, AutoModelForCausalLM.from_pretrained(base))) > 0.01
@@ -89,14 +89,14 @@ def test_a_checkpoint_gives_its_weights(ranks: RankPool, folder: Path, world: in
     name = f"from-{'-'.join(model)}"
     assert first_loss(ranks, settings(folder, name, placed), world=world) == pytest.approx(expected, rel=1e-5)
     if "lora" in model:
-        # Its base lies in the checkpoint of another run, which may go: this run's own checkpoint must have it all.
+        # Its base is in the checkpoint of another run, which may be deleted: this run's own must have everything.
         trained = loss_of(folder, adapted(folder / "runs/whole/model", folder / "runs" / name / "model"))
         again = settings(folder, "from-that", {"from": str(folder / "runs" / name)})
         assert first_loss(ranks, again, world=1) == pytest.approx(trained, rel=1e-5)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_checkpoint_of_adapters_goes_on_over_its_base(ranks: RankPool, folder: Path, world: int) -> None:
+def test_a_checkpoint_of_adapters_starts_on_its_base(ranks: RankPool, folder: Path, world: int) -> None:
     expected = loss_of(folder, adapted(folder / "model", folder / "runs/adapted/model"))
     base = {"path": str(folder / "model"), "lora": LORA} if world == 1 else {}
     values = settings(folder, f"adapters-{world}", {"from": str(folder / "runs/adapted"), **base})

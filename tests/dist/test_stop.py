@@ -103,7 +103,7 @@ def start(folder: Path, tmp_path: Path) -> Callable[..., Any]:
     only_first([(TOKENISE, signal.SIGUSR1), (LOAD, signal.SIGUSR2)]),
     ids=["tokenising", "loading the model"],
 )
-def test_one_process_ends_with_75_and_a_line(start: Any, phase: str, number: signal.Signals) -> None:
+def test_one_process_exits_with_75_and_a_message(start: Any, phase: str, number: signal.Signals) -> None:
     with start(phase) as run:
         run.ranks(1)
         run.process.send_signal(number)
@@ -124,7 +124,7 @@ def to_one_rank(run: Run, ranks: list[int]) -> None:
 
 
 @pytest.mark.parametrize("send", only_first([to_launcher, to_group, to_one_rank]))
-def test_the_launcher_ends_with_75_when_its_ranks_do(start: Any, send: Callable[[Run, list[int]], None]) -> None:
+def test_the_launcher_exits_with_75_when_its_ranks_do(start: Any, send: Callable[[Run, list[int]], None]) -> None:
     with start(MEET, topology={"devices": 2}) as run:
         ranks = run.ranks(2)
         send(run, ranks)
@@ -147,7 +147,7 @@ def test_the_launcher_ends_with_75_when_its_ranks_do(start: Any, send: Callable[
     ],
     ids=["torchrun", "accelerate"],
 )
-def test_ranks_of_another_launcher_say_it_once(start: Any, launcher: tuple[str, ...]) -> None:
+def test_ranks_of_another_launcher_print_the_message_once(start: Any, launcher: tuple[str, ...]) -> None:
     """The exit code of the whole is the launcher's own: both of them know 0 and 1."""
     with start(LOAD, launcher=launcher) as run:
         run.ranks(2)
@@ -157,7 +157,7 @@ def test_ranks_of_another_launcher_say_it_once(start: Any, launcher: tuple[str, 
         assert err.count(f"Stopped by SIGTERM {UNSAVED}") == 1
 
 
-def test_in_an_evaluation_the_run_saves(start: Any, folder: Path) -> None:
+def test_a_signal_during_an_evaluation_saves_the_run(start: Any, folder: Path) -> None:
     validated = {"data": {"validation": str(folder / "train.jsonl")}, "evaluate": {"parts": ["loss"], "every_steps": 2}}
     with start(EVALUATE, **validated) as run:
         [rank] = run.ranks(1)
@@ -172,7 +172,7 @@ def test_in_an_evaluation_the_run_saves(start: Any, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_in_the_final_export_the_run_comes_to_its_end(start: Any) -> None:
+def test_a_signal_during_the_final_export_lets_the_run_finish(start: Any) -> None:
     with start(EXPORT) as run:
         run.ranks(1)
         run.process.send_signal(signal.SIGTERM)
@@ -203,7 +203,7 @@ def slurm(rank: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_task_of_srun_says_whom_it_waits_for_and_ends_with_75(start: Any) -> None:
+def test_a_waiting_srun_task_names_missing_ranks_and_exits_with_75(start: Any) -> None:
     """The real rendezvous, in which the other task never comes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -218,7 +218,7 @@ def test_a_task_of_srun_says_whom_it_waits_for_and_ends_with_75(start: Any) -> N
 
 
 @pytest.mark.slow
-def test_a_rank_whose_peer_is_gone_while_they_meet_is_no_mistake_of_the_users(start: Any) -> None:
+def test_losing_a_peer_during_the_rendezvous_is_not_a_user_error(start: Any) -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

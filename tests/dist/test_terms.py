@@ -127,7 +127,9 @@ def test_each_term_is_divided_by_its_own_count(
         ({"metric": "tokens"}, r"a metric is called tokens, which every log has already"),
     ],
 )
-def test_names_that_cannot_be(ranks: RankPool, folder: Path, mistake: dict[str, Any], said: str) -> None:
+def test_wrong_or_taken_names_of_terms_are_refused(
+    ranks: RankPool, folder: Path, mistake: dict[str, Any], said: str
+) -> None:
     objective = {"kind": f"{__name__}.TwoTerms", **mistake}
     with pytest.raises(AssertionError, match=said):
         ranks.run(train, recipe(folder, name="mistake", objective=objective), world=1)

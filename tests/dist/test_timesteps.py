@@ -69,7 +69,7 @@ def test_all_timesteps_stay_distinct(
         assert seen["gradients"]
 
 
-def test_timesteps_that_are_cast_before_the_sinusoid_fall_together() -> None:
+def test_timesteps_cast_before_the_sinusoid_collide() -> None:
     """The reason for the rule."""
     t = torch.arange(1000).float()
     assert distinct(t.bfloat16()) == 507
@@ -96,7 +96,7 @@ def squared_error(module: Any, rows: slice) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["embedder", "in_root", "in_blocks"])
-def test_units_of_their_own_leave_the_gradients_as_they_are(ranks: RankPool, name: str) -> None:
+def test_separate_units_do_not_change_the_gradients(ranks: RankPool, name: str) -> None:
     """Also where what a unit gives is a view, and is added to in place: FSDP would lose its hooks there."""
     module = plain(name)
     squared_error(module, slice(None)).backward()

@@ -1,4 +1,4 @@
-"""Two nodes, each with its own network, whose own names mean the loopback: they meet, and a cut cable is reported."""
+"""Two nodes, each with its own network, whose host names resolve to the loopback: they meet, and a cut is reported."""
 
 from __future__ import annotations
 

@@ -308,7 +308,7 @@ def test_buffers_that_are_not_stored_are_those_of_transformers(ranks: RankPool, 
 
 
 @pytest.mark.parametrize("lost", ["head.weight", "blocks.1.one_row", "blocks.2.scalar"])
-def test_a_value_that_nobody_sets_is_refused_by_name_on_every_rank(ranks: RankPool, lost: str) -> None:
+def test_an_unset_value_is_refused_by_name_on_every_rank(ranks: RankPool, lost: str) -> None:
     for said in ranks.run(problem, {"kind": ODD, "lost": [lost]}, world=2):
         assert said.startswith(
             "CheckpointError: After loading, values of 1 parameter are missing or NaN, first " + lost
@@ -371,7 +371,7 @@ def test_a_tied_weight_is_one_tensor_in_the_export(ranks: RankPool, folder: Path
 # Refusals
 
 
-def test_a_cut_off_weight_file_is_named_on_every_rank(ranks: RankPool, folder: Path) -> None:
+def test_a_truncated_weight_file_is_named_on_every_rank(ranks: RankPool, folder: Path) -> None:
     damaged = model_folder(folder / "damaged") / "model.safetensors"
     with damaged.open("r+b") as file:
         file.truncate(damaged.stat().st_size // 2)

@@ -1,4 +1,4 @@
-"""What a run prints to be pasted works when it is pasted: settings, options and names with spaces included."""
+"""Commands that a run prints work when pasted, with settings, options and names that contain spaces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests import small
 Say = Callable[..., str]
 NAME = "my recipe.yaml"
 GIVEN = ("--output", "my runs", "--preset", "single_node_fsdp", "--devices", "1", "optimizer.lr=4e-3", "--seed", "7")
-"""The recipe has another lr, no seed, and a folder for runs of its own."""
+"""The recipe has another lr, no seed, and its own folder for runs."""
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_the_commands_that_a_run_prints(say: Say, tmp_path: Path) -> None:
     exec(after("Use the model:", first), used)
     assert used["model"].config.vocab_size == small.VOCABULARY
 
-    # The same command again: what it offers goes on with this very run, and starts it over.
+    # The same command again: the commands that it prints continue this run, and start it over.
     second = say(shlex.join(["fullshard", "train", NAME, *GIVEN]))
     assert "my runs/mine is finished" in " ".join(second.split())
     say(after("Continue:\n", second))
@@ -91,7 +91,7 @@ def test_the_commands_that_a_run_prints(say: Say, tmp_path: Path) -> None:
     assert (tmp_path / "my runs" / "mine.old-1").is_dir()
 
 
-def test_the_model_that_was_not_kept_is_kept_by_the_line_for_it(say: Say, tmp_path: Path) -> None:
+def test_the_printed_command_exports_a_model_that_was_not_exported(say: Say, tmp_path: Path) -> None:
     said = say(shlex.join(["fullshard", "train", NAME, "checkpoint.at_end=false", "log.sinks=[]"]))
     assert not (tmp_path / "runs" / "mine" / "model").exists()
     assert after("See the numbers:", said) == f"{tmp_path}/runs/mine/metrics.jsonl"
@@ -108,7 +108,9 @@ def test_the_command_that_a_check_prints(say: Say) -> None:
     assert "seed: 7" in say(f"{line} --dry-run")
 
 
-def test_a_recipe_of_python_is_run_again_in_python(say: Say, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_made_in_python_is_rerun_from_python(
+    say: Say, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     execute(Reading(load(NAME), "", "a recipe in Python"), resume="auto")
     line = after("Change a setting:", capfd.readouterr().out)
     names: dict[str, Any] = {}
@@ -131,7 +133,7 @@ def test_settings_keep_their_place_and_are_replaced_once() -> None:
     ]
 
 
-def test_the_ranks_of_a_run_know_what_was_typed(say: Say, tmp_path: Path) -> None:
+def test_ranks_know_the_command_line_of_the_run(say: Say, tmp_path: Path) -> None:
     typed = Typed(("fullshard", "train", NAME, "--devices", "2"), ("seed=3",))
     hand_on(read(NAME, "seed=3", typed=typed), tmp_path / "handed.yaml")
     assert read(tmp_path / "handed.yaml").typed == typed
@@ -149,7 +151,7 @@ def test_the_ranks_of_a_run_know_what_was_typed(say: Say, tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_launcher_of_one_node_is_named_with_its_ranks(
+def test_under_a_single_node_launcher_the_command_names_it_and_its_ranks(
     say: Say, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], starter: str
 ) -> None:
     from fullshard.commands.recipe_arguments import RecipeArguments
@@ -175,11 +177,11 @@ def test_a_launcher_of_one_node_is_named_with_its_ranks(
         ),
     ],
 )
-def test_lines_of_python_bring_their_imports(line: str, expected: str) -> None:
+def test_printed_python_lines_include_their_imports(line: str, expected: str) -> None:
     assert rerun.importing(line) == expected + line
 
 
-def test_a_family_that_does_not_say_what_reads_it_promises_nothing(say: Say) -> None:
+def test_without_a_loader_no_python_line_is_printed(say: Say) -> None:
     from fullshard.contracts.model import Family
 
     assert Family.load_with(load(NAME).model, "out", adapter=False) is not None, "Transformers' own"

@@ -32,7 +32,7 @@ def test_steps_equal_counting_windows_one_by_one(num_rows: int, per_device: int,
     assert (result.steps_per_epoch, result.total_steps) == (len(windows), 2 * len(windows))
 
 
-def test_global_gives_the_accumulation_for_any_world() -> None:
+def test_batch_global_gives_the_accumulation_for_any_world_size() -> None:
     assert [plan(global_size=64, world=world).accumulate for world in (1, 2, 4, 8)] == [8, 4, 2, 1]
     assert {plan(global_size=64, world=world).total_steps for world in (1, 2, 4, 8)} == {120}
 
@@ -58,13 +58,13 @@ def test_a_part_of_an_epoch_is_rounded_up_to_a_step(epochs: float, per_epoch: in
     assert plan(num_rows=per_epoch * 8, epochs=epochs).total_steps == total
 
 
-def test_steps_win_over_the_length_of_an_epoch() -> None:
+def test_duration_steps_may_end_within_an_epoch() -> None:
     result = plan(epochs=None, steps=7, accumulate=8)
     assert result.total_steps == 7
     assert math.isclose(result.epochs, 7 / 40)
 
 
-def test_the_four_numbers_are_said() -> None:
+def test_the_plan_describes_all_its_numbers() -> None:
     assert plan(accumulate=8, world=4).describe() == [
         "batch: 256 samples per step = 8 per device x 8 accumulated x 4 ranks",
         "steps: 30 = 3 epochs x 10 per epoch (2,500 samples; the last step of an epoch has 196)",

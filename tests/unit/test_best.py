@@ -1,4 +1,4 @@
-"""Which validation number decides the best model, which way, and what is said about each value."""
+"""Which validation number decides the best model, which way, and what is reported about each value."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_matryoshka_names_are_known_before_the_run() -> None:
         rule("loss", Retrieval(at=[1, 10]), objective=objective)
 
 
-def test_accuracy_is_not_promised_where_it_is_not_measured() -> None:
+def test_accuracy_is_not_declared_if_it_is_not_measured() -> None:
     with pytest.raises(RecipeError, match="'accuracy' is not among the validation numbers: loss"):
         rule("accuracy", Loss(), objective=contrastive(loss="late_interaction"))
     assert rule("accuracy", Loss(), objective=contrastive()) == BestRule("accuracy", "max")
@@ -116,12 +116,12 @@ def test_an_unknown_direction_must_be_stated() -> None:
     assert rule("loss", Own(), Loss()) == BestRule("loss", "min"), "lower losses are better, whoever gives them"
 
 
-def test_a_number_of_the_end_cannot_choose() -> None:
+def test_a_number_measured_only_at_the_end_cannot_choose_the_best() -> None:
     with pytest.raises(RecipeError, match="fid gives it at the end only"):
         rule("fid", Loss(), Fid(extractor="a.py:B", only_at_end=True))
 
 
-def test_numbers_without_directions_are_refused_in_words() -> None:
+def test_numbers_declared_without_directions_are_refused() -> None:
     class Old(CausalLM):
         numbers: ClassVar[Any] = ("loss", "mse")
 
@@ -129,7 +129,7 @@ def test_numbers_without_directions_are_refused_in_words() -> None:
         rule("mse", Loss(), objective=Old())
 
 
-def test_whether_any_number_comes() -> None:
+def test_whether_a_validation_gives_any_number() -> None:
     def comes(*parts: Evaluation, held_out: bool) -> bool:
         return gives_numbers(parts, CausalLM(), Embedder(), held_out=held_out)
 
@@ -160,7 +160,7 @@ def test_the_first_value_is_the_baseline_and_only_better_ones_are_celebrated() -
     assert outcome(by, progress) == "2.000000 at step 20"
 
 
-def test_a_loss_that_only_rises_is_said_at_each_validation_and_at_the_end() -> None:
+def test_a_loss_that_only_rises_is_reported_at_each_validation_and_at_the_end() -> None:
     said, kept, progress, by = follow([2.1, 1_316_765.0, 456_809_000.0])
     assert kept == [True, False, False]
     assert not any("New Best" in line for line in said)
@@ -170,19 +170,19 @@ def test_a_loss_that_only_rises_is_said_at_each_validation_and_at_the_end() -> N
     assert outcome(by, progress) == "2.100000 at step 10, the first evaluation; no later one was better"
 
 
-def test_an_accuracy_that_only_falls_is_said() -> None:
+def test_an_accuracy_that_only_falls_is_reported() -> None:
     said, kept, _, _ = follow([0.5, 0.4], mode="max")
     assert kept == [True, False]
     assert "validation accuracy has fallen since the first evaluation (0.5 → 0.4)" in said[1]
 
 
-def test_one_better_value_ends_the_talk_of_rising() -> None:
+def test_one_better_value_ends_the_warnings() -> None:
     said, _, progress, by = follow([2.0, 2.5, 2.4, 2.6])
     assert sum("has risen" in line for line in said) == 1
     assert only_worse(by, progress) is None
 
 
-def test_a_value_from_before_the_first_step_is_the_baseline_and_no_checkpoint() -> None:
+def test_a_value_before_the_first_step_is_the_baseline_but_not_a_checkpoint() -> None:
     said, kept, progress, by = follow([2.1, 456_809.0, 3.0, 2.0], at_start=True)
     assert kept == [False, True, True, True], "a checkpoint of step 0 does not exist"
     assert said[0] == "First Val Loss: 2.100000 (the baseline)"
@@ -193,7 +193,7 @@ def test_a_value_from_before_the_first_step_is_the_baseline_and_no_checkpoint() 
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_no_number_is_never_the_best(value: float) -> None:
+def test_nan_and_inf_are_never_the_best(value: float) -> None:
     said, kept, progress, _ = follow([value, 2.0, value])
     assert kept == [False, True, False]
     assert f"Val Loss is {value} at step 10: it cannot be the best." in said[0]
@@ -212,8 +212,8 @@ def test_patience_counts_what_is_not_better_than_the_baseline() -> None:
     assert progress.finished
 
 
-def test_another_number_than_before_starts_over() -> None:
-    """Of a run that goes on by accuracy, a best loss of 2.3 would stay the best for ever."""
+def test_changing_the_metric_forgets_the_old_best() -> None:
+    """In a run that continues by accuracy, a best loss of 2.3 would stay the best forever."""
     progress, out = Progress(step=10), io.StringIO()
     console = Console(stream=out)
     judge(BestRule("loss", "min"), progress, 2.3, patience=None, console=console)
@@ -223,7 +223,7 @@ def test_another_number_than_before_starts_over() -> None:
     assert "checkpoint.best was by min loss and is by max accuracy" in out.getvalue()
 
 
-def test_a_checkpoint_that_knows_no_first_value_goes_on() -> None:
+def test_a_checkpoint_without_a_first_value_can_be_resumed() -> None:
     progress, out = Progress(step=20, best=2.0, best_step=10), io.StringIO()
     judge(BestRule("loss", "min"), progress, 1.5, patience=None, console=Console(stream=out))
     assert out.getvalue() == ">>>>>> New Best Val Loss: 1.500000\n"

@@ -89,7 +89,7 @@ def test_several_nodes(calls: Any) -> None:
     assert calls[0][2]["ranks"] == Ranks(2, 2, 1, "127.0.0.1:29500")
 
 
-def test_a_cluster_that_counts_nodes_in_rank(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_sets_rank_to_the_node_number(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     call("train", "r.yaml", "--devices=2", "--nodes=2", "--node-rank=1", "--master=127.0.0.1:29500")
@@ -97,7 +97,7 @@ def test_a_cluster_that_counts_nodes_in_rank(calls: Any, monkeypatch: pytest.Mon
     assert "RANK" not in os.environ
 
 
-def test_under_a_launcher_we_join(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_launcher_the_command_joins_as_a_rank(calls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     values = ("1", "2", "1", "2", "127.0.0.1", "29500")
     for name, value in zip(LAUNCHER_VARIABLES, values, strict=True):
         monkeypatch.setenv(name, value)
@@ -115,7 +115,7 @@ def test_dry_run_starts_nothing(calls: Any) -> None:
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 75, 1])
-def test_the_exit_code_of_the_run_is_ours(calls: Any, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_the_command_exits_with_the_code_of_the_run(calls: Any, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(fullshard.run, "train", lambda *_, **__: code)
     call("train", "r.yaml", code=code)
 
@@ -206,7 +206,7 @@ def test_settings_before_the_recipe_are_explained(calls: Any) -> None:
     assert "Write: fullshard train RECIPE --seed=3" in call("train", "--seed=3", "r.yaml", code=2).stderr
 
 
-def test_no_setting_is_taken_for_a_key() -> None:
+def test_an_unknown_word_is_neither_an_option_nor_a_key() -> None:
     with pytest.raises(RecipeError, match="neither an option nor a key"):
         to_overrides(["--nothing"], sections=["seed"], options=["--devices"])
 
@@ -214,7 +214,7 @@ def test_no_setting_is_taken_for_a_key() -> None:
 # Listing
 
 
-def test_recipes_alone_lists() -> None:
+def test_recipes_without_arguments_lists_them() -> None:
     lines = call("recipes").stdout
     assert lines == call("recipes", "list").stdout
     for name, path in families.recipes().items():
@@ -242,7 +242,7 @@ def test_show_and_copy() -> None:
     assert "cannot be written" in call("recipes", "copy", "sft", "no/such/folder/x.yaml", code=2).stderr
 
 
-def test_an_unknown_recipe_is_near_a_known_one() -> None:
+def test_an_unknown_recipe_suggests_the_nearest() -> None:
     message = call("recipes", "show", "quikstart", code=2).stderr
     assert "'quikstart' is not a built-in recipe (did you mean 'quickstart'?)" in message
     assert "Did you mean quickstart?" in call("train", "quikstart", code=2).stderr
@@ -256,7 +256,7 @@ def test_schema_is_json() -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["recipes"], ["presets"], ["--version"]])
-def test_what_needs_no_torch_does_not_import_it(words: list[str]) -> None:
+def test_light_commands_do_not_import_torch(words: list[str]) -> None:
     code = (
         f"import sys\nsys.argv = {['fullshard', *words]!r}\nfrom fullshard.cli import main\n"
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
@@ -302,7 +302,7 @@ def test_shell_completion_offers_recipes_and_presets() -> None:
     assert "train" in completed("fullshard tr")
 
 
-def test_a_rank_of_our_launcher_follows_it_and_its_own_children_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_ends_with_its_launcher_and_its_children_do_not_inherit_that(monkeypatch: pytest.MonkeyPatch) -> None:
     followed: list[int] = []
     monkeypatch.setattr("fullshard.launch.signals.end_with", followed.append)
     monkeypatch.setattr(sys, "argv", ["fullshard", "--version"])
@@ -316,7 +316,7 @@ def test_a_rank_of_our_launcher_follows_it_and_its_own_children_do_not(monkeypat
 @pytest.mark.parametrize(
     "command", ["train", "check", "prove", "verify", "explain", "export", "evaluate", "generate", "mine", "sample"]
 )
-def test_help_names_no_type_of_python(command: str) -> None:
+def test_help_shows_no_python_types(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"]).output
     assert "Usage" in said
     assert not re.search(r"<\w+>|list\[|\bNone\b|\bTrue\b|\bFalse\b", said)
@@ -330,7 +330,7 @@ def test_commands_of_other_tools_point_to_what_does_the_same(name: str) -> None:
     assert meant.split()[1] in app_commands(), "it is a command"
 
 
-def test_other_unknown_commands_are_refused_as_before() -> None:
+def test_other_unknown_commands_are_refused() -> None:
     assert "No such command 'nonsense'" in call("nonsense", code=2).output
 
 

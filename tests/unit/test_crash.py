@@ -1,4 +1,4 @@
-"""What a run leaves when it dies: one folder for all ranks, last words, and never a second error."""
+"""What a run leaves when it dies: one folder for all ranks, an explanation, and never a second error."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-def test_everything_is_in_the_folder(run: Path) -> None:
+def test_the_crash_folder_has_traceback_recipe_environment_and_log(run: Path) -> None:
     folder = crash.write(raised(ValueError("what was it")), folder=run, rank=0, world=2)
     assert folder == run / "crash-1"
     said = (folder / "rank-0.txt").read_text()
@@ -63,7 +63,7 @@ def test_everything_is_in_the_folder(run: Path) -> None:
     assert facts["packages"]["torch"]
 
 
-def test_no_secret_is_written_down(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_secret_is_written_to_the_crash_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "HF_HUB_TOKEN", "WANDB_API_KEY", "SLURM_JWT", "AWS_SECRET_ACCESS_KEY", "NCCL_AUTH_KEY"):
         monkeypatch.setenv(name, "geheim")
     monkeypatch.setenv("MASTER_URL", "http://me:geheim@host/")
@@ -101,7 +101,7 @@ def test_all_ranks_of_a_crash_share_a_folder_and_the_next_crash_has_its_own(run:
     assert sorted(path.name for path in run.glob("*crash*")) == ["crash-1", "crash-2"]
 
 
-def test_another_start_has_another_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_start_of_a_run_has_its_own_crash_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders = []
     for start in ("one", "two"):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", start)
@@ -115,7 +115,7 @@ def test_a_run_folder_that_does_not_exist_is_made(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["environment.json", "rank-0.txt", "start.txt"]
 
 
-def test_nothing_raises_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_folder_raises_no_second_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     error = raised(ValueError("the real one"))
     crash.report(error, folder=tmp_path / "file" / "run", rank=0, world=1)
@@ -128,12 +128,12 @@ class Unspeakable(Exception):
         raise RuntimeError("even its name is an error")
 
 
-def test_an_error_that_cannot_be_shown_is_still_the_error(run: Path) -> None:
+def test_an_error_without_a_printable_text_is_still_reported(run: Path) -> None:
     crash.report(raised(Unspeakable()), folder=run, rank=0, world=1)
     assert "Unspeakable" in (run / "crash-1" / "rank-0.txt").read_text()
 
 
-def test_a_full_disk_is_survived(run: Path) -> None:
+def test_a_full_disk_raises_no_second_error(run: Path) -> None:
     """No byte can be written: for this process the largest file has size 0."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     error = raised(ValueError("the real one"))
@@ -146,7 +146,7 @@ def test_a_full_disk_is_survived(run: Path) -> None:
     assert not list(run.glob("*crash*")), "half a folder was left"
 
 
-def test_last_words_explain_or_say_that_they_cannot(run: Path) -> None:
+def test_the_last_lines_explain_the_error_or_say_that_it_is_unknown(run: Path) -> None:
     known = crash.last_words(raised(RuntimeError("CUDA out of memory. Tried")), run / "crash-1")
     assert "The GPU ran out of memory" in known
     assert known.endswith(f"Crash folder: {run / 'crash-1'}")
@@ -155,7 +155,7 @@ def test_last_words_explain_or_say_that_they_cannot(run: Path) -> None:
     assert unknown.endswith(f"Crash folder: {run / 'crash-1'}")
 
 
-def test_the_console_of_one_process_ends_with_the_last_words(run: Path) -> None:
+def test_a_single_process_ends_with_the_explanation(run: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from fullshard.explain import crash\n"
         "try:\n    raise RuntimeError('CUDA out of memory. Tried to allocate 2 GiB')\n"
@@ -169,7 +169,7 @@ def test_the_console_of_one_process_ends_with_the_last_words(run: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RecipeError("a typo"), KeyboardInterrupt(), SystemExit(0)])
-def test_what_is_no_crash_leaves_no_folder(error: BaseException, run: Path) -> None:
+def test_user_errors_and_exits_leave_no_crash_folder(error: BaseException, run: Path) -> None:
     crash.report(raised(error), folder=run, rank=0, world=1)
     assert crash.newest(run) is None
 
@@ -223,14 +223,14 @@ def test_the_launcher_finds_the_rank_that_is_the_cause(run: Path, tmp_path: Path
     assert crash.culprit({0: said[0], 2: said[2]}, otherwise=2) == 2  # only victims: what the launcher saw first
 
 
-def test_of_two_causes_the_one_seen_first_is_taken() -> None:
+def test_of_two_causes_the_first_is_reported() -> None:
     said = {0: crash.Words("no idea"), 1: crash.Words("CUDA out of memory"), 2: crash.Words()}
     assert crash.culprit(said, otherwise=1) == 1
     assert crash.culprit(said, otherwise=0) == 0
     assert crash.culprit(said, otherwise=2) == 0
 
 
-def test_a_killed_rank_is_told_by_the_launcher(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_launcher_reports_a_killed_rank(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     said = launched(run, tmp_path, monkeypatch, {0: RuntimeError("Connection closed by peer")})
     line = f"Rank 1 (process 7) {how(-signal.SIGKILL)}. The other ranks were stopped."
     words = crash.closing({**said, 1: handed_over(None)}, rank=1, line=line)
@@ -258,12 +258,12 @@ def test_which_rank_was_first(codes: dict[int, tuple[int, int]], first: int) -> 
     assert crash.End({rank: crash.Failure(code, 1, when) for rank, (code, when) in codes.items()}).rank == first
 
 
-def test_what_is_no_handover_is_no_words() -> None:
+def test_an_error_file_of_another_tool_is_ignored() -> None:
     for data in (None, {}, "text", {"message": "text"}, {"message": {"message": "a mistake", "extraInfo": {}}}):
         assert handed_over(data) == crash.Words()
 
 
-def test_a_lost_rank_is_no_mistake_of_the_users_whatever_it_was_raised_as() -> None:
+def test_losing_another_rank_is_never_reported_as_a_user_error() -> None:
     def wrapped(cause: Exception) -> BaseException:
         try:
             raise SetupError("the ranks did not meet") from cause

@@ -57,7 +57,7 @@ def without(environ: dict[str, str], *names: str, **changes: str) -> dict[str, s
     return {**{name: value for name, value in environ.items() if name not in names}, **changes}
 
 
-def test_nobody_started_us() -> None:
+def test_without_launcher_variables_the_launcher_is_none() -> None:
     assert detect({}) == Launch("none")
     assert detect({"WORLD_SIZE": "1"}) == Launch("none")
     environ: dict[str, str] = {}
@@ -101,7 +101,7 @@ def test_slurm() -> None:
     assert (environ["RANK"], environ["LOCAL_RANK"], environ["MASTER_ADDR"]) == ("5", "1", "node07")
 
 
-def test_an_address_that_is_given_wins_over_slurms() -> None:
+def test_master_addr_overrides_the_address_from_slurm() -> None:
     launch = checked({**SLURM, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"})
     assert (launch.master_addr, launch.master_port) == ("127.0.0.1", 1234)
 
@@ -114,7 +114,7 @@ def test_an_address_that_is_given_wins_over_slurms() -> None:
         without(SLURM, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", SLURM_PROCID="0"),  # the script of sbatch
     ],
 )
-def test_one_process_in_a_slurm_allocation_is_no_launcher(environ: dict[str, str]) -> None:
+def test_a_single_process_in_a_slurm_allocation_has_no_launcher(environ: dict[str, str]) -> None:
     assert detect(environ) == Launch("none")
 
 
@@ -143,7 +143,7 @@ def test_tasks_per_node() -> None:
 # What would hang
 
 
-def test_rank_used_as_the_number_of_the_node() -> None:
+def test_rank_set_to_the_node_number_is_refused() -> None:
     hand_set = {"RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     message = message_of(hand_set, nodes=2)
     assert message.startswith("RANK=1 and WORLD_SIZE=16 are set, LOCAL_RANK and LOCAL_WORLD_SIZE not")
@@ -152,19 +152,19 @@ def test_rank_used_as_the_number_of_the_node() -> None:
     assert "looks like the number of this node" in message_of({**hand_set, "LOCAL_RANK": "3"})
 
 
-def test_rank_that_contradicts_the_local_rank() -> None:
+def test_a_rank_that_contradicts_the_local_rank_is_refused() -> None:
     message = message_of(without(TORCHRUN, RANK="1"))
     assert "rank 3 of node 1 with 8 ranks per node must be RANK=11. RANK looks like the number of this node." in message
     assert "must be RANK=11" in message_of(without(TORCHRUN, RANK="12"))
 
 
-def test_one_process_per_node_where_several_were_meant() -> None:
+def test_one_process_per_node_with_several_gpus_is_refused() -> None:
     message = message_of({"RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, nodes=2)
     assert "starts one process per node instead of 16 in all" in message
     assert "fullshard train RECIPE --devices" in message
 
 
-def test_one_slurm_task_on_a_node_with_many_gpus() -> None:
+def test_one_slurm_task_on_a_node_with_many_gpus_is_refused() -> None:
     lonely = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
     lonely |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_ADDR": "127.0.0.1"}
     assert "7 of them would stay idle. Use srun --ntasks-per-node=8" in message_of(lonely)
@@ -189,11 +189,11 @@ def test_one_slurm_task_on_a_node_with_many_gpus() -> None:
         ({**SLURM, "SLURM_PROCID": "2", "MASTER_ADDR": "127.0.0.1"}, "must be RANK=5. Use srun --distribution=block"),
     ],
 )
-def test_variables_that_cannot_be_true(environ: dict[str, str], words: str) -> None:
+def test_contradictory_launcher_variables_are_refused(environ: dict[str, str], words: str) -> None:
     assert words in message_of(environ)
 
 
-def test_a_port_in_use_when_we_are_to_listen_on_it() -> None:
+def test_a_master_port_in_use_is_refused() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         mine = without(TORCHRUN, RANK="0", LOCAL_RANK="0", GROUP_RANK="0", MASTER_PORT=str(port))
@@ -206,7 +206,7 @@ def test_a_port_in_use_when_we_are_to_listen_on_it() -> None:
         assert ranks(nodes=2, node_rank=1, master=f"127.0.0.1:{port}").node_rank == 1
 
 
-def test_more_ranks_than_gpus() -> None:
+def test_more_ranks_than_gpus_are_refused_unless_over_gloo() -> None:
     assert "8 ranks on this node, but torch sees 2 GPUs here" in message_of(TORCHRUN, num_gpus=2)
     assert "Use --devices 2" in message_of(TORCHRUN, num_gpus=2)
     assert checked(TORCHRUN, num_gpus=2, device="cpu")
@@ -218,7 +218,7 @@ def test_more_ranks_than_gpus() -> None:
 # Ranks that we start
 
 
-def test_a_node_without_a_number_is_node_0_only_where_the_master_is() -> None:
+def test_node_rank_may_be_omitted_only_on_the_master() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert ranks(nodes=2, master=f"127.0.0.1:{port}").node_rank == 0
@@ -264,13 +264,13 @@ def test_what_devices_mean() -> None:
         ({"nodes": 2, "node_rank": 1, "master": "no-such.invalid:1"}, "cannot find the host 'no-such.invalid'"),
     ],
 )
-def test_ranks_that_cannot_be_started(changes: dict[str, Any], words: str) -> None:
+def test_impossible_topologies_are_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(SetupError) as error:
         ranks(**changes)
     assert words in str(error.value)
 
 
-def test_nothing_here_imports_torch() -> None:
+def test_reading_the_environment_imports_no_torch() -> None:
     modules = "fullshard.dist.env, fullshard.launch.local, fullshard.recipes.read"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -93,7 +93,7 @@ def test_kinds_come_from_the_engine_and_from_families() -> None:
             assert part_class(contract, kind, where="").kind() == kind
 
 
-def test_a_package_brings_a_family(install: Install) -> None:
+def test_an_installed_package_adds_a_family(install: Install) -> None:
     files = {"schedules/stairs.py": STAIRS, "schedules/steps_of_stairs.py": "HEIGHT = 1\n"}
     recipe = "# A recipe of another package.\nmodel: some/model\ndata: {train: a.jsonl}\nschedule: stairs\n"
     install("lab_family", {**files, "recipes/lab.yaml": recipe, "commands/hello.py": HELLO})
@@ -114,7 +114,7 @@ def test_a_command_of_a_family_is_in_the_help_and_runs(install: Install) -> None
     assert "Did you mean 'hello'?" in CliRunner().invoke(app, ["helo"]).output
 
 
-def test_two_packages_with_one_name_are_an_error(install: Install) -> None:
+def test_two_packages_with_the_same_family_name_are_an_error(install: Install) -> None:
     install("lab_one", name="lab")
     install("lab_two", name="lab")
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_two_packages_with_one_name_are_an_error(install: Install) -> None:
         families.families()
 
 
-def test_two_packages_with_one_kind_are_an_error(install: Install) -> None:
+def test_two_packages_with_the_same_kind_are_an_error(install: Install) -> None:
     install("lab_one", {"schedules/cosine.py": STAIRS})
     with pytest.raises(SetupError) as caught:
         kinds(Schedule)
@@ -187,7 +187,7 @@ def test_help_and_finding_kinds_and_recipes_need_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_two_families_with_one_command_are_an_error(install: Install) -> None:
+def test_two_families_with_the_same_command_are_an_error(install: Install) -> None:
     install("lab_family", {"commands/sample.py": HELLO.replace("hello", "sample")})
     with pytest.raises(SetupError, match="fullshard sample is ambiguous"):
         families.commands()

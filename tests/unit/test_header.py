@@ -1,4 +1,4 @@
-"""Every line of the header, held to what the run then does: short real runs on one rank."""
+"""Every line of the header, compared with what the run then does: short real runs on one rank."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRe
     return train
 
 
-def test_nothing_is_saved_and_nothing_is_promised(run: Run) -> None:
+def test_a_run_that_saves_nothing_says_so(run: Run) -> None:
     """The default `best` by loss has nothing to go by."""
     done = run(checkpoint={"at_end": False, "best": "loss"}, evaluate={"parts": ["loss"]})
     assert done.rows["checkpoints"] == (
@@ -94,7 +94,7 @@ def test_nothing_is_saved_and_nothing_is_promised(run: Run) -> None:
     assert not any("best by" in line for line in done.log)
 
 
-def test_intervals_that_never_come_are_not_promised(run: Run) -> None:
+def test_intervals_longer_than_the_run_are_not_shown(run: Run) -> None:
     done = run(
         held=True,
         checkpoint={"at_end": True, "every_steps": 6, "every_epochs": 4},
@@ -105,7 +105,7 @@ def test_intervals_that_never_come_are_not_promised(run: Run) -> None:
     assert (done.saved, done.validated) == ([5], [5])
 
 
-def test_what_is_due_is_said_and_done(run: Run) -> None:
+def test_validations_and_saves_happen_when_the_header_says(run: Run) -> None:
     done = run(
         held=True,
         checkpoint={"every_steps": 2, "best": "accuracy", "keep": 1, "export": "best"},
@@ -124,7 +124,7 @@ def test_what_is_due_is_said_and_done(run: Run) -> None:
     assert any(f"(the weights of step {best}, the best)" in " ".join(done.log[i : i + 3]) for i in range(len(done.log)))
 
 
-def test_the_lines_about_the_model(run: Run) -> None:
+def test_the_header_describes_the_model(run: Run) -> None:
     done = run(
         held=True,
         ema=0.9,
@@ -158,7 +158,7 @@ def test_the_lines_about_the_model(run: Run) -> None:
     assert f"  Total: {sum(unit['parameters'] for unit in units):,} (26.42K)" in done.log
 
 
-def test_a_run_that_goes_on_says_from_where_and_what_is_left(run: Run) -> None:
+def test_a_resumed_run_shows_its_checkpoint_and_the_remaining_steps(run: Run) -> None:
     settings: dict[str, Any] = {"held": True, "evaluate": {"parts": ["loss"], "at_start": True, "every_epochs": None}}
     run(**settings, duration={"steps": 4}, checkpoint={"every_steps": 4})
     done = run(**settings, checkpoint={"every_steps": 4})
@@ -169,7 +169,7 @@ def test_a_run_that_goes_on_says_from_where_and_what_is_left(run: Run) -> None:
     assert done.saved == [4, 5]
 
 
-def test_a_model_of_one_unit_has_no_blocks_to_work_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_blocks_compile_and_recompute_are_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, *args, **settings: compiled.append(self))
     done = run(
@@ -204,7 +204,7 @@ def test_workers_and_saves_in_the_background(run: Run) -> None:
         (Due(None, None, 15), 0, ["every 15 minutes"]),
     ],
 )
-def test_only_intervals_that_come_to_pass(due: Due, done: int, expected: list[str]) -> None:
+def test_only_intervals_within_the_remaining_steps_are_listed(due: Due, done: int, expected: list[str]) -> None:
     plan = StepPlan(num_rows=32, per_device=4, accumulate=4, world=1, steps_per_epoch=2, total_steps=STEPS)
     assert intervals(due, plan, done) == expected
     epochs = {-(-step // 2) for step in range(done + 1, STEPS + 1)}

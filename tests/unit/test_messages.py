@@ -1,4 +1,4 @@
-"""Messages about a recipe: other trainers' words are named ours, and nothing of Python or pydantic is shown."""
+"""Messages about a recipe: other trainers' keys are answered with ours, and neither Python nor pydantic shows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def error_of_words(*words: str) -> str:
         ("report_to", "wandb", "log.sinks=[wandb]"),
     ],
 )
-def test_a_foreign_key_is_named_ours_and_what_is_written_works(key: str, value: Any, setting: str) -> None:
+def test_another_trainers_key_is_answered_with_ours_which_works(key: str, value: Any, setting: str) -> None:
     shown = "true" if value is True else str(value)
     messages = [
         error_of({key: value}),
@@ -86,7 +86,7 @@ def test_a_foreign_key_is_named_ours_and_what_is_written_works(key: str, value: 
         read(BASE, written[2])  # pasted, it is accepted
 
 
-def test_sections_of_accelerate_and_deepspeed_are_read_to_their_keys() -> None:
+def test_keys_inside_accelerate_and_deepspeed_sections_are_answered() -> None:
     message = error_of(
         {
             "fsdp_config": {"fsdp_transformer_layer_cls_to_wrap": "Block,Other", "fsdp_offload_params": True},
@@ -105,14 +105,14 @@ def test_sections_of_accelerate_and_deepspeed_are_read_to_their_keys() -> None:
 
 
 @pytest.mark.parametrize("word", ["FULL_SHARD", "zero3", "ddp", "fsdp", "HYBRID_SHARD", "no_shard"])
-def test_a_foreign_strategy_is_named_ours(word: str) -> None:
+def test_another_trainers_strategy_is_answered_with_ours(word: str) -> None:
     message = error_of_words(f"sharding={word}")
     ours = foreign_keys.of_value("sharding.strategy", word)
     assert f"(here {word} is {ours})" in message
     load(BASE, f"sharding={ours}")
 
 
-def test_a_slip_in_our_own_words_is_not_taken_for_a_foreign_one() -> None:
+def test_a_typo_in_our_key_suggests_our_key() -> None:
     assert "Did you mean --optimizer.KEY?" in error_of_words("--optimzer.lr", "1")
     assert "did you mean 'optimizer'" in error_of({"optimiser": {"lr": 1e-3}})
     assert "did you mean 'every_steps'" in error_of_words("evaluate.steps=100")
@@ -120,12 +120,12 @@ def test_a_slip_in_our_own_words_is_not_taken_for_a_foreign_one() -> None:
 
 
 @pytest.mark.parametrize("ours", [*foreign_keys.KEYS, *(f"{key}=" for key in foreign_keys.VALUES)])
-def test_every_target_of_the_table_is_a_key(ours: str) -> None:
+def test_every_key_that_the_table_suggests_exists(ours: str) -> None:
     key = ours.partition("=")[0]
     assert key in {path for path, _ in keys(Recipe)} | {"kind"}
 
 
-def test_every_value_of_the_table_is_accepted() -> None:
+def test_every_value_that_the_table_suggests_is_accepted() -> None:
     for key, values in foreign_keys.VALUES.items():
         if key in ("log.sinks", "model.attention"):
             continue  # a list; a model on a GPU
@@ -133,7 +133,7 @@ def test_every_value_of_the_table_is_accepted() -> None:
             load(BASE, f"{key}={ours}")
 
 
-def test_no_spelling_is_in_the_table_twice() -> None:
+def test_no_foreign_key_is_in_the_table_twice() -> None:
     spellings = [word for words in foreign_keys.KEYS.values() for word in words.split()]
     assert len(set(spellings)) == len(spellings)
     assert not set(spellings) & set(foreign_keys.WITHOUT)
@@ -195,7 +195,7 @@ WRONG = [
 WRONG += [{"kind": ["a"]}, {"kind": "os.path"}]
 
 
-def test_nothing_of_python_is_shown_for_any_key_and_any_wrong_value() -> None:
+def test_no_message_about_a_wrong_value_shows_python_or_pydantic() -> None:
     """Every key of the recipe with values of every wrong kind; a mistake is a RecipeError in plain words."""
     tried = 0
     for place, (path, chosen) in enumerate(dict.fromkeys((p, tuple(c.items())) for p, c in keys(Recipe))):
@@ -211,7 +211,7 @@ def test_nothing_of_python_is_shown_for_any_key_and_any_wrong_value() -> None:
 
 
 def mistake_in(settings: dict[str, Any]) -> str:
-    """What is said of a recipe; nothing where it is accepted."""
+    """The message about a recipe; empty if it is accepted."""
     try:
         read(settings)
     except RecipeError as error:
@@ -228,11 +228,11 @@ def put(settings: dict[str, Any], path: str, value: Any) -> None:
     settings[last] = value
 
 
-def test_a_name_is_described_in_words() -> None:
+def test_a_wrong_run_name_is_answered_with_the_allowed_characters() -> None:
     assert "name = 'a b': it must be letters, digits, dots, hyphens and underscores" in error_of_words("name=a b")
 
 
-def test_a_missing_file_does_not_list_what_is_hidden(tmp_path: Path) -> None:
+def test_a_missing_file_does_not_suggest_hidden_files(tmp_path: Path) -> None:
     for name in (".bashrc", ".ssh.yaml", "notes.txt", "train.jsonl"):
         (tmp_path / name).touch()
     with pytest.raises(DataError, match="Found in .*: notes.txt, train.jsonl") as caught:

@@ -1,4 +1,4 @@
-"""When a save comes near: by steps, by the pace so far, by minutes; never where none can come."""
+"""When a save is near: by steps, by the pace so far, by minutes; never if no save can come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def first_near(asked: NextSave, clock: Clock, *, step_s: float, first_s: float =
     return None
 
 
-def test_no_save_ever_is_never_near() -> None:
+def test_without_saves_no_save_is_near() -> None:
     clock = Clock()
     assert first_near(next_save(NEVER, clock=clock), clock, step_s=1.0) is None
     assert not any(next_save(NEVER).soon(step) for step in range(1000))
@@ -39,7 +39,7 @@ def test_no_save_ever_is_never_near() -> None:
     ("due", "at_end", "saved"),
     [(Due(200, None), False, 200), (Due(None, 2), False, 200), (Due(300, 1), False, 100), (NEVER, True, 1000)],
 )
-def test_it_is_near_the_time_ahead_that_memory_takes(due: Due, at_end: bool, saved: int) -> None:
+def test_a_save_is_near_when_its_memory_must_be_taken(due: Due, at_end: bool, saved: int) -> None:
     for step_s, num_bytes in ((1.0, 0), (0.5, 0), (1.0, 20_000_000_000)):
         clock = Clock()
         asked = next_save(due, clock=clock, at_end=at_end, num_bytes=num_bytes)
@@ -48,7 +48,7 @@ def test_it_is_near_the_time_ahead_that_memory_takes(due: Due, at_end: bool, sav
         assert near == saved - steps
 
 
-def test_slow_steps_leave_a_few_of_them() -> None:
+def test_with_slow_steps_a_few_steps_are_near_enough() -> None:
     clock = Clock()
     assert first_near(next_save(Due(50, None), clock=clock), clock, step_s=600.0) == 50 - SOON_STEPS
     assert [next_save(Due(50, None)).soon(step) for step in (0, 46, 47, 49, 50)] == [False, False, True, True, False]

@@ -1,4 +1,4 @@
-"""Precision: the spellings of the field, and what a word means on a device."""
+"""Precision: common spellings, and what each means on a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
         (None, "fp32"),
     ],
 )
-def test_every_spelling_of_the_field(spelled: Any, word: str) -> None:
+def test_every_common_spelling_is_accepted(spelled: Any, word: str) -> None:
     assert check_word(spelled) == word
 
 
@@ -88,7 +88,7 @@ def test_auto_takes_fp16_with_a_scaler_where_bf16_is_missing_and_says_so() -> No
 
 
 @pytest.mark.parametrize("word", ["bf16", "bf16-pure"])
-def test_what_a_device_cannot_do_is_an_error_and_no_silent_switch(word: str) -> None:
+def test_an_unsupported_precision_is_an_error_not_a_silent_switch(word: str) -> None:
     said = (
         rf"precision = {word}: Tesla T4 has compute capability 7\.5, and bf16 needs 8\.0\. Use precision: fp16 or auto"
     )
@@ -97,7 +97,7 @@ def test_what_a_device_cannot_do_is_an_error_and_no_silent_switch(word: str) -> 
 
 
 @pytest.mark.parametrize("word", ["fp16", "fp32"])
-def test_what_every_device_can_do_is_left_as_asked_for(word: str) -> None:
+def test_supported_precisions_are_used_as_requested(word: str) -> None:
     found = [resolve_for(word, capability=capability) for capability in (None, (7, 5), (9, 0))]
     assert found[0] == found[1] == found[2]
     assert (found[0].word, found[0].reason, found[0].switched()) == (word, "as requested", None)
@@ -112,7 +112,7 @@ def test_bf16_pure_keeps_bf16_and_warns() -> None:
     assert "Adam state in bf16" in str(found.warning())
 
 
-def test_what_the_warning_says_of_bf16_is_true() -> None:
+def test_the_warning_about_bf16_is_true() -> None:
     """An update smaller than 1/256 of a weight is lost, and one of 1/128 is not."""
     one = torch.ones(1, dtype=torch.bfloat16)
     assert torch.equal(one + 1 / 257, one)
@@ -127,7 +127,7 @@ def test_what_the_warning_says_of_bf16_is_true() -> None:
         ("fpu avx512_bf16 hypervisor", None),
     ],
 )
-def test_amx_is_avoided_on_virtual_machines_alone(
+def test_amx_is_avoided_only_on_virtual_machines(
     flags: str, isa: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # restored afterwards
@@ -138,14 +138,14 @@ def test_amx_is_avoided_on_virtual_machines_alone(
     avoid_broken_amx(tmp_path / "no such file")
 
 
-def test_what_the_user_says_about_instructions_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_max_cpu_isa_of_the_user_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     (tmp_path / "cpuinfo").write_text("flags : amx_bf16 hypervisor")
     avoid_broken_amx(tmp_path / "cpuinfo")
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
 
 
-def test_reading_the_word_needs_no_torch() -> None:
+def test_checking_the_spelling_imports_no_torch() -> None:
     code = (
         "import sys; from fullshard.dist.precision import check_word as c; c('bf16'); sys.exit('torch' in sys.modules)"
     )

@@ -39,7 +39,7 @@ def rates(total: int) -> list[float]:
     return found
 
 
-def test_a_longer_cosine_says_both_rates() -> None:
+def test_a_longer_cosine_schedule_reports_both_rates() -> None:
     line = said(recipe(), recipe(duration={"steps": 200}, optimizer={"betas": [0.9, 0.99]}), 90)
     had, has, following = rates(100)[89], rates(200)[89], rates(200)[90]
     assert line == (
@@ -63,7 +63,7 @@ def test_whatever_moves_the_rate_is_named(change: dict[str, Any], words: str) ->
     assert words in line
 
 
-def test_what_leaves_the_rate_alone_is_not_said() -> None:
+def test_changes_that_keep_the_rate_are_not_reported() -> None:
     constant = {"schedule": {"kind": "constant"}}
     assert said(recipe(**constant), recipe(**constant, duration={"steps": 900}), 90) is None
     assert said(recipe(), recipe(optimizer={"betas": [0.9, 0.99]}), 90) is None
@@ -72,5 +72,5 @@ def test_what_leaves_the_rate_alone_is_not_said() -> None:
     assert said(recipe(), recipe(duration={"steps": 200}), 0) is None
 
 
-def test_a_schedule_that_is_not_there_any_more_is_no_reason_to_fail() -> None:
+def test_a_schedule_that_is_not_installed_is_ignored() -> None:
     assert said(recipe(schedule={"kind": "gone.away.Mine"}), recipe(duration={"steps": 200}), 90) is None

@@ -133,7 +133,7 @@ def test_text_stays_text_through_a_file(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", [1e-5, 0.1, 3, True, None, [1, {"a": 2.5}], {}])
-def test_our_yaml_is_what_any_reader_reads(value: Any) -> None:
+def test_the_yaml_we_write_is_read_the_same_by_other_parsers(value: Any) -> None:
     assert yaml.safe_load(render({"key": value})) == {"key": value}
 
 
@@ -155,14 +155,14 @@ def test_our_yaml_is_what_any_reader_reads(value: Any) -> None:
         ("a: 'x\nb: 1\n", "unexpected end of stream"),
     ],
 )
-def test_a_file_that_is_no_recipe_says_where_and_why(text: str, words: str) -> None:
+def test_a_file_that_is_not_a_recipe_is_an_error_with_line_and_reason(text: str, words: str) -> None:
     message = error_of(written(text))
     assert words in message
     assert "r.yaml" in message
     assert "found found" not in message
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_a_file_that_is_not_utf8_is_an_error() -> None:
     Path("r.yaml").write_bytes(b"a: \xff\xfe")
     assert "byte 3 is not UTF-8" in error_of("r.yaml")
 
@@ -170,7 +170,7 @@ def test_bytes_that_are_no_text() -> None:
 # Finding the recipe
 
 
-def test_a_missing_file_names_what_is_near() -> None:
+def test_a_missing_file_suggests_near_names() -> None:
     written(RECIPE, "train.yaml")
     message = error_of("trian.yaml")
     assert message.startswith("trian.yaml is neither a file nor a built-in recipe. Did you mean train.yaml?")
@@ -217,7 +217,7 @@ def test_command_line_over_recipe_over_preset_over_default() -> None:
     assert "sharding.cpu_offload: true (preset multi_node_fsdp) over false (default)" in reading.overridden
 
 
-def test_a_section_that_is_taken_away_is_told_with_its_origin() -> None:
+def test_a_section_that_is_removed_is_reported_with_its_origin() -> None:
     reading = read("embedding", "data.validation=null")
     assert any(
         line.startswith("data.validation: null (command line) over {kind: docstrings") and line.endswith("(recipe)")
@@ -225,7 +225,7 @@ def test_a_section_that_is_taken_away_is_told_with_its_origin() -> None:
     ), reading.overridden
 
 
-def test_a_value_that_changes_nothing_is_no_override() -> None:
+def test_setting_a_default_is_not_reported_as_an_override() -> None:
     assert read(written(RECIPE), "optimizer.lr=1e-4", "seed=0").overridden == ()
 
 
@@ -265,7 +265,7 @@ def test_two_keys_that_exclude_each_other_in_one_place_are_an_error() -> None:
     assert "exactly one" in error_of(MINIMAL, "duration.epochs=null", "duration.steps=null")
 
 
-def test_a_change_of_kind_keeps_shared_keys_and_drops_the_rest_aloud() -> None:
+def test_a_change_of_kind_keeps_shared_keys_and_reports_dropped_ones() -> None:
     reading = read({**MINIMAL, "schedule": {"kind": "step", "warmup": 10, "gamma": 0.3}}, "schedule=linear")
     assert plain(reading.recipe.schedule) == {"kind": "linear", "warmup": 10, "floor": 0.0}
     assert any(line.startswith("schedule.gamma: 0.3 (recipe) is dropped") for line in reading.overridden)
@@ -285,13 +285,13 @@ def test_hyphens_and_underscores_are_the_same(key: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["true", "True", "yes", "on"])
-def test_booleans_in_every_spelling(word: str) -> None:
+def test_true_in_every_spelling(word: str) -> None:
     assert load(MINIMAL, f"sharding.cpu_offload={word}").sharding.cpu_offload is True
     assert load({**MINIMAL, "sharding": {"cpu_offload": word}}).sharding.cpu_offload is True
 
 
 @pytest.mark.parametrize("word", ["false", "False", "no", "off"])
-def test_no_in_every_spelling(word: str) -> None:
+def test_false_in_every_spelling(word: str) -> None:
     assert load(MINIMAL, f"sharding.compile={word}").sharding.compile is False
 
 
@@ -345,7 +345,7 @@ def test_a_list_element_by_index() -> None:
 
 
 @pytest.mark.parametrize("text", ["lr", "=3", "optimizer..lr=3", "optimizer.lr[=3", "a b=3"])
-def test_what_is_no_setting_is_refused(text: str) -> None:
+def test_words_that_are_not_settings_are_refused(text: str) -> None:
     assert text in error_of(MINIMAL, text)
 
 
@@ -388,12 +388,12 @@ def test_a_wrong_value_says_found_and_allowed_in_one_line(override: str, message
     assert error_of(MINIMAL, override) == f"command line: {message}"
 
 
-def test_a_broken_inner_section_is_one_problem() -> None:
+def test_a_broken_nested_section_is_reported_once() -> None:
     broken = {"model": {"path": None, "lora": {"rank": 1}}, "data": {"train": "a.jsonl"}}
     assert [line.split(" ")[2] for line in error_of(broken).splitlines()] == ["model.lora.rank"]
 
 
-def test_several_problems_are_told_together_and_in_order() -> None:
+def test_several_problems_are_reported_together_in_order() -> None:
     lines = error_of(MINIMAL, "batch.per_device=0", "sed=1", "sharding.strategy=x").splitlines()
     assert [line.split(" ")[2] for line in lines] == ["sed", "batch.per_device", "sharding.strategy"]
 
@@ -422,7 +422,7 @@ def test_a_resolved_recipe_is_a_recipe(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
 
 
-def test_a_recipe_handed_to_the_ranks_keeps_its_story(tmp_path: Path) -> None:
+def test_a_recipe_handed_to_ranks_keeps_where_it_came_from(tmp_path: Path) -> None:
     reading = read(written(RECIPE), "optimizer.lr=3e-4", preset="multi_node_ddp")
     hand_on(reading, tmp_path / "handed.yaml")
     assert read(tmp_path / "handed.yaml") == reading
@@ -492,7 +492,7 @@ def test_an_old_resolved_recipe_with_these_keys_as_null_still_loads() -> None:
         ("schedule.warmup=true", "schedule.warmup = true: it must be a number."),
     ],
 )
-def test_true_is_no_number(setting: str, message: str) -> None:
+def test_true_is_not_accepted_as_a_number(setting: str, message: str) -> None:
     assert error_of(MINIMAL, setting) == f"command line: {message}"
 
 
@@ -508,7 +508,7 @@ def test_a_pair_has_two_entries() -> None:
     assert error_of(MINIMAL, "optimizer.betas=[0.9, 0.95, 0.1]") == message
 
 
-def test_a_warm_up_that_is_no_number_is_refused_in_words() -> None:
+def test_a_warm_up_that_is_not_a_number_is_refused() -> None:
     for value in ("[1]", "soon", "-1"):
         assert "warm-up is a number of steps (0, 100) or a share of the run (0.03)" in error_of(
             MINIMAL, f"schedule.warmup={value}"
@@ -527,7 +527,7 @@ def test_two_keys_that_exclude_each_other_on_one_command_line() -> None:
     assert load(MINIMAL, "duration.epochs=null", "duration.steps=5").duration.steps == 5
 
 
-def test_a_word_that_begins_with_the_key_is_a_hint() -> None:
+def test_a_longer_word_suggests_the_key_that_it_begins_with() -> None:
     lora = {**MINIMAL, "model": {"kind": "own_parts.Small", "lora": {}}}
     assert "model.lora.dropo is not a known key (did you mean 'dropout'?)" in error_of(lora, "model.lora.dropo=8")
     assert "model.lora.x is not a known key. Known here: dropout, r." in error_of(lora, "model.lora.x=8")

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, by what is wrong with each."""
+"""Which checkpoint a run resumes from, given what is wrong with each."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ REMOTE = [place(f"memory://resume/a/checkpoint-{step}") for step in (9, 6)]
 
 
 @pytest.mark.parametrize("among", [LOCAL, REMOTE], ids=["local", "remote"])
-def test_the_newest_whole_one_is_taken_and_damage_is_told(among: list[Path]) -> None:
-    told: list[str] = []
+def test_the_newest_complete_checkpoint_is_taken_and_damage_is_reported(among: list[Path]) -> None:
+    warned: list[str] = []
     wrong = {among[0]: [f"{among[0]}/model is missing"]}
-    assert choose(among, "auto", problems=lambda path: wrong.get(path, []), warn=told.append) == among[1]
-    assert told == [f"{among[0]} is damaged: {among[0]}/model is missing."]
+    assert choose(among, "auto", problems=lambda path: wrong.get(path, []), warn=warned.append) == among[1]
+    assert warned == [f"{among[0]} is damaged: {among[0]}/model is missing."]
 
 
-def test_a_store_that_cannot_be_read_now_is_not_a_damaged_one() -> None:
+def test_an_unreachable_store_is_not_reported_as_damaged() -> None:
     wrong = {path: [f"{path}/model {UNREAD} (TimeoutError: no answer)"] for path in (REMOTE[0], LOCAL[0])}
     with pytest.raises(CheckpointError, match=r"no answer\)\. Try again when the store can be reached"):
         choose(REMOTE, "auto", problems=lambda path: wrong.get(path, []), warn=print)
@@ -32,7 +32,7 @@ def test_a_store_that_cannot_be_read_now_is_not_a_damaged_one() -> None:
     assert choose(LOCAL, "auto", problems=lambda path: wrong.get(path, []), warn=lambda line: None) == LOCAL[1]
 
 
-def test_a_named_one_must_be_whole_and_no_candidate_is_a_fresh_start() -> None:
+def test_a_named_checkpoint_must_be_complete_and_without_any_the_run_starts_fresh() -> None:
     with pytest.raises(CheckpointError, match=r"--resume it: .* is damaged: cut\."):
         choose(LOCAL[:1], "it", problems=lambda path: ["cut"], warn=print)
     with pytest.raises(CheckpointError, match="No checkpoint in runs/a is whole"):

@@ -1,4 +1,4 @@
-"""The run folder belongs to one run, and what cannot be written is told in words."""
+"""The run folder belongs to one run, and unwritable paths are reported without a traceback."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def held(folder: Path) -> Iterator[int]:
         other.kill()
 
 
-def test_a_folder_in_use_is_left_alone(held: int, settings: dict[str, Any], folder: Path) -> None:
+def test_a_run_folder_in_use_is_refused(held: int, settings: dict[str, Any], folder: Path) -> None:
     (folder / "runs" / "run").mkdir(exist_ok=True)
     (folder / "runs" / "run" / "kept.txt").write_text("of the other run")
     for resume in ("auto", "never"):

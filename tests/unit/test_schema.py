@@ -23,7 +23,7 @@ def validator() -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(families.recipes()))
-def test_built_in_recipes_fit_short_and_in_full(validator: Any, name: str) -> None:
+def test_built_in_recipes_match_the_schema_as_written_and_resolved(validator: Any, name: str) -> None:
     validator.validate(parse(families.recipes()[name].read_text(), name=name).values)
     validator.validate({**plain(load(name)), "run": {"name": name}})
 
@@ -48,7 +48,7 @@ MINIMAL: dict[str, Any] = {"model": "a/model", "data": {"train": ["a.jsonl", "b.
         {"topology": {"devices": "auto"}},
     ],
 )
-def test_what_decodes_fits(validator: Any, changes: dict[str, Any]) -> None:
+def test_what_decodes_matches_the_schema(validator: Any, changes: dict[str, Any]) -> None:
     validator.validate({**MINIMAL, **changes})
 
 
@@ -66,7 +66,7 @@ def test_what_decodes_fits(validator: Any, changes: dict[str, Any]) -> None:
         {"log": {"sinks": [{"project": "x"}]}},
     ],
 )
-def test_what_does_not_decode_does_not_fit(validator: Any, changes: dict[str, Any]) -> None:
+def test_what_does_not_decode_does_not_match_the_schema(validator: Any, changes: dict[str, Any]) -> None:
     assert not validator.is_valid({**MINIMAL, **changes})
 
 

@@ -1,4 +1,4 @@
-"""Stop signals: the first is a wish, its echo is nothing, the next one ends the process.
+"""Stop signals: the first is a request, its repetition is ignored, the next one ends the process.
 
 Where the next line looks for what a signal did, it is raised in that thread: one that is sent to a process may go to
 any of its threads, and Python hears of it later.
@@ -34,14 +34,14 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS)
-def test_a_signal_is_a_wish(number: signal.Signals) -> None:
+def test_the_first_signal_is_a_request(number: signal.Signals) -> None:
     with signals.StopSignals() as stop:
         assert stop.heard is None
         signal.raise_signal(number)
         assert stop.heard == number.name
 
 
-def test_the_echo_of_a_signal_is_no_second_one() -> None:
+def test_a_signal_that_arrives_twice_counts_once() -> None:
     def act() -> None:
         with signals.StopSignals() as stop:
             for _ in range(3):
@@ -66,7 +66,7 @@ def test_a_second_signal_ends_the_process_at_once(
     assert capfd.readouterr().err.endswith(f"{signals.AT_ONCE}.\n")
 
 
-def test_a_second_ctrl_c_never_waits() -> None:
+def test_a_second_ctrl_c_counts_immediately() -> None:
     def act() -> None:
         with signals.StopSignals():
             signal.raise_signal(signal.SIGINT)
@@ -75,14 +75,14 @@ def test_a_second_ctrl_c_never_waits() -> None:
     assert in_child(act) == 75
 
 
-def test_handlers_go_back_to_those_who_had_them() -> None:
+def test_earlier_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in signals.STOP_SIGNALS]
     with signals.in_library(), signals.StopSignals():
         assert signal.getsignal(signal.SIGINT) not in before
     assert [signal.getsignal(number) for number in signals.STOP_SIGNALS] == before
 
 
-def test_in_a_program_of_the_users_its_own_handlers_and_ctrl_c_stay() -> None:
+def test_a_users_program_keeps_its_own_handlers_and_ctrl_c() -> None:
     def act() -> None:
         heard: list[int] = []
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
@@ -97,7 +97,7 @@ def test_in_a_program_of_the_users_its_own_handlers_and_ctrl_c_stay() -> None:
     assert in_child(act) == 75
 
 
-# `ready` is said inside a native call that Python's own handlers would wait for, here for ever.
+# `ready` is printed inside a native call that Python's own handlers would wait for, here forever.
 NATIVE = """
 import ctypes, sys
 from fullshard.launch import signals
@@ -112,7 +112,7 @@ while True:
 
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS)
-def test_before_the_first_step_a_signal_ends_the_process_with_a_line_even_in_native_code(
+def test_before_the_first_step_a_signal_ends_the_process_even_in_native_code(
     number: signal.Signals,
 ) -> None:
     process = started(NATIVE.format(then=""))
@@ -126,7 +126,7 @@ def test_before_the_first_step_a_signal_ends_the_process_with_a_line_even_in_nat
     )
 
 
-def test_children_and_temporary_folders_go_too(tmp_path: Path) -> None:
+def test_a_signal_also_ends_children_and_removes_temporary_folders(tmp_path: Path) -> None:
     then = (
         "import subprocess; child = subprocess.Popen(['sleep', '1000'])\n"
         "folder = signals.temporary_folder(); folder.__enter__()"
@@ -140,7 +140,7 @@ def test_children_and_temporary_folders_go_too(tmp_path: Path) -> None:
     child.wait(timeout=60)
 
 
-def test_what_follows_the_loop_is_let_to_its_end() -> None:
+def test_work_after_the_loop_may_finish() -> None:
     code = """
 import os, signal
 from fullshard.launch import signals
@@ -159,7 +159,7 @@ print(stop.heard)
     )
 
 
-def test_a_forked_process_neither_wakes_its_parent_nor_inherits_its_ears() -> None:
+def test_a_forked_process_handles_its_own_signals() -> None:
     code = """
 import os, signal
 from fullshard.launch import signals
@@ -179,7 +179,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     [({"RANK": "1"}, "rank 1: Stopped by SIGUSR1"), ({"RANK": "0", "TORCHELASTIC_ERROR_FILE": "{}"}, "Stopped by")],
     ids=["alone", "torchrun"],
 )
-def test_ranks_say_it_once(variables: dict[str, str], line: str, tmp_path: Path) -> None:
+def test_ranks_print_the_message_once(variables: dict[str, str], line: str, tmp_path: Path) -> None:
     environ = {name: value.format(tmp_path / "error.json") for name, value in variables.items()}
     process = started(NATIVE.format(then=""), **environ)
     process.send_signal(signal.SIGUSR1)
@@ -187,7 +187,7 @@ def test_ranks_say_it_once(variables: dict[str, str], line: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "FULLSHARD_REPORTED_BY_LAUNCHER": "1"}])
-def test_a_launcher_is_told_instead(variables: dict[str, str], tmp_path: Path) -> None:
+def test_under_our_launcher_the_message_goes_to_it(variables: dict[str, str], tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     process = started(NATIVE.format(then=""), **variables, TORCHELASTIC_ERROR_FILE=str(file))
     process.send_signal(signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Streamed files are read by the libraries whose formats they are."""
+"""Files written tensor by tensor can be read by safetensors and torch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_rows_make_a_tensor_and_a_large_one_is_moved_for_its_header(tmp_path: Pa
     assert_same(load_file(tmp_path / "a.safetensors"), {"whole": whole, "tail": torch.tensor([1, 2, 3])})
 
 
-def test_no_tensors_at_all(tmp_path: Path) -> None:
+def test_an_empty_file_can_be_read(tmp_path: Path) -> None:
     with SafetensorsStream(tmp_path / "a.safetensors"):
         pass
     assert load_file(tmp_path / "a.safetensors") == {}
@@ -128,7 +128,7 @@ def test_a_dtype_that_safetensors_lacks_is_a_user_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_file_that_was_left_is_not_readable(tmp_path: Path, announced: bool) -> None:
+def test_an_interrupted_file_cannot_be_read(tmp_path: Path, announced: bool) -> None:
     entries = {"a": TensorEntry(torch.float32, (2,)), "b": TensorEntry(torch.float32, (2,))} if announced else None
 
     def stopped() -> Iterator[torch.Tensor]:

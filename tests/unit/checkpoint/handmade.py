@@ -1,4 +1,4 @@
-"""Small checkpoints made without ranks, in either format, for tests that spoil them."""
+"""Small checkpoints made without ranks, in either format, for tests that damage them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def make(run: Path, step: int = 4, *, format: str = "sharded", point: str = "las
 
 
 def described(checkpoint: Path) -> dict[str, Any]:
-    """Every file as it lies there."""
+    """The content of every file."""
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != files.MANIFEST]
     return integrity.describe(checkpoint, {str(p.relative_to(checkpoint)): integrity.checksum(p) for p in paths})
 
 
 def seal(checkpoint: Path, **changes: Any) -> Path:
-    """Lets the manifest say what lies there now, so that only what the files hold can give them away."""
+    """Rewrites the manifest for the files as they are now, so that only their content can give them away."""
     manifest = json.loads((checkpoint / files.MANIFEST).read_text())
     files.write_json(checkpoint / files.MANIFEST, {**manifest, "files": described(checkpoint), **changes})
     return checkpoint

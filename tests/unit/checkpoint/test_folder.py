@@ -33,7 +33,7 @@ def names(run: Path) -> list[str]:
     return [path.name for path in files.published(run)]
 
 
-def test_published_is_by_step_and_only_what_is_whole(tmp_path: Path) -> None:
+def test_published_checkpoints_are_complete_and_in_step_order(tmp_path: Path) -> None:
     for step in (9, 100, 20):
         make(tmp_path, step)
     (tmp_path / "checkpoint-30").mkdir()  # no manifest
@@ -57,7 +57,7 @@ def test_pointers_are_links_that_survive_a_move(tmp_path: Path) -> None:
     assert os.readlink(tmp_path / "elsewhere" / "best") == "checkpoint-3"
 
 
-def test_a_pointer_to_nothing_names_nothing(tmp_path: Path) -> None:
+def test_a_dangling_pointer_is_ignored(tmp_path: Path) -> None:
     assert files.pointed(tmp_path, "last") is None
     (tmp_path / "last").symlink_to("checkpoint-7")
     assert files.pointed(tmp_path, "last") is None
@@ -67,7 +67,7 @@ def test_a_pointer_to_nothing_names_nothing(tmp_path: Path) -> None:
     ("keep", "best", "kept"),
     [(1, 1, [1, 5]), (2, None, [4, 5]), (2, 2, [2, 4, 5]), (3, 4, [3, 4, 5]), (None, None, [1, 2, 3, 4, 5])],
 )
-def test_retention_keeps_the_newest_and_the_pointed(
+def test_retention_keeps_the_newest_best_and_last(
     tmp_path: Path, keep: int | None, best: int | None, kept: list[int]
 ) -> None:
     for step in range(1, 6):
@@ -104,7 +104,7 @@ def test_a_checkpoint_caught_between_the_two_renames_of_its_replacement_comes_ba
     assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "last"]
 
 
-def test_auto_goes_on_from_the_last_save_and_falls_back_to_older_ones(tmp_path: Path) -> None:
+def test_auto_resumes_from_the_last_save_and_falls_back_to_older_ones(tmp_path: Path) -> None:
     assert files.candidates(tmp_path) == []
     assert files.candidates(tmp_path / "no such run") == []
     for step in (10, 20):
@@ -116,7 +116,7 @@ def test_auto_goes_on_from_the_last_save_and_falls_back_to_older_ones(tmp_path: 
     assert [files.step_of(p) for p in files.candidates(tmp_path)] == [20, 15, 10]
 
 
-def test_a_named_checkpoint_must_be_there_and_whole(tmp_path: Path) -> None:
+def test_a_named_checkpoint_must_exist_and_be_complete(tmp_path: Path) -> None:
     path = make(tmp_path, 10)
     assert files.named(str(path)) == path.resolve()
     assert files.named(tmp_path / "last") == path.resolve()
@@ -148,13 +148,13 @@ def test_damage_is_named_by_file(tmp_path: Path) -> None:
     assert integrity.file_problems(path, described) == [f"{path}/__0_0.distcp is missing"]
 
 
-def test_ranks_share_the_files_out(tmp_path: Path) -> None:
+def test_each_rank_checks_a_share_of_the_files(tmp_path: Path) -> None:
     described = {f"f{i}": {"size_bytes": i} for i in range(7)}
     shares = [integrity.share(described, rank=rank, world=3) for rank in range(3)]
     assert sorted(name for share in shares for name in share) == sorted(described)
 
 
-def test_a_folder_without_state_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_without_state_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a fullshard checkpoint: state.json cannot be read"):
         files.read_state(tmp_path)
     (tmp_path / files.STATE).write_text("{half")
@@ -166,7 +166,7 @@ def test_starting_over_moves_an_earlier_run_aside(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert files.set_aside(run) is None
     run.mkdir()
-    assert files.set_aside(run) is None, "an empty folder is no run"
+    assert files.set_aside(run) is None, "an empty folder is not a run"
     for number in (1, 2):
         make(run, number)
         assert files.set_aside(run) == tmp_path / f"run.old-{number}"

@@ -1,4 +1,4 @@
-"""Checkpoints that were made to do harm, with manifests that fit: they are refused, and nothing in them ever runs."""
+"""Malicious checkpoints with matching manifests: they are refused, and nothing in them ever runs."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_hostile_piece_of_a_tensor_is_refused(tmp_path: Path, content: Any) ->
         dcp_load(path, tensors())
 
 
-def test_a_piece_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
+def test_a_piece_that_is_not_a_tensor_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path)
     plant(path, metadata_of(path), WEIGHT, {"plain": 1}, offset=(0, 0))
     with pytest.raises(CheckpointError, match="found a dict instead of a tensor"):
@@ -220,7 +220,7 @@ def test_metadata_that_names_files_elsewhere_is_refused(tmp_path: Path, name: st
     refused_by_verify(path, "outside its own folder")
 
 
-def test_rows_that_no_piece_covers_are_not_left_as_they_were(tmp_path: Path) -> None:
+def test_a_tensor_with_missing_rows_is_refused(tmp_path: Path) -> None:
     path = make(tmp_path)
     metadata: Any = metadata_of(path)
     metadata.state_dict_metadata[WEIGHT].chunks[0].sizes = torch.Size([3, 4])
@@ -241,7 +241,7 @@ def test_rows_that_no_piece_covers_are_not_left_as_they_were(tmp_path: Path) -> 
     ],
     ids=["empty", "garbage", "a dict", "half", "a persistent id", "an extension code"],
 )
-def test_metadata_that_is_none_is_told_in_a_line(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_metadata_is_reported_without_a_traceback(tmp_path: Path, content: bytes) -> None:
     path = make(tmp_path)
     (path / METADATA).write_bytes(content)
     with pytest.raises(CheckpointError, match=str(path / METADATA)):
@@ -249,7 +249,7 @@ def test_metadata_that_is_none_is_told_in_a_line(tmp_path: Path, content: bytes)
     refused_by_verify(path, str(path / METADATA))
 
 
-def test_metadata_with_fields_of_another_kind_is_told_in_a_line(tmp_path: Path) -> None:
+def test_metadata_with_wrong_field_types_is_reported_without_a_traceback(tmp_path: Path) -> None:
     path = make(tmp_path)
     for place, value in [("storage_data", None), ("storage_data", {1: 2}), ("state_dict_metadata", [3])]:
         metadata = metadata_of(make(tmp_path))
@@ -295,7 +295,7 @@ def test_a_pipe_in_place_of_a_file_is_not_read(tmp_path: Path) -> None:
     ["", "{", "[]", "null", "[" * 100_000, "\xff", '{"files": 3}'],
     ids=["empty", "half", "a list", "null", "nested", "binary", "a number"],
 )
-def test_a_manifest_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str) -> None:
     path = make(tmp_path)
     (path / files.MANIFEST).write_bytes(text.encode("latin-1"))
     assert len(look(path)) == 1

@@ -1,4 +1,4 @@
-"""Publishing a checkpoint: its pointers and what retention leaves, also when a kill falls between them."""
+"""Publishing a checkpoint: its pointers and what retention leaves, even if a kill comes between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Killed(BaseException):
     pass
 
 
-def test_a_kill_between_the_two_pointers_does_not_cost_the_best(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_between_the_two_pointers_does_not_lose_the_best(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(run, 1, best_step=1)
     point = files.point
 
@@ -46,7 +46,7 @@ def test_a_kill_between_the_two_pointers_does_not_cost_the_best(run: Path, monke
     monkeypatch.setattr(files, "point", point)
     pointers: dict[str, Any] = {name: files.pointed(run, name) for name in ("last", "best")}
     assert {name: path.name for name, path in pointers.items()} == {"last": "checkpoint-2", "best": "checkpoint-1"}
-    for step in (3, 4, 5):  # the run goes on from `last`, which says that its own step is the best
+    for step in (3, 4, 5):  # the run continues from `last`, which says that its own step is the best
         publish(run, step, best_step=2)
     assert names(run) == ["checkpoint-2", "checkpoint-5"]
     assert files.pointed(run, "best") == run / "checkpoint-2"

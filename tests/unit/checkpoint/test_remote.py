@@ -1,4 +1,4 @@
-"""Remote stores as files: addresses, an object store's manners, copies of a run's texts, the exported model."""
+"""Remote stores as files: addresses, how object stores differ, copies of a run's log files, the exported model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inside(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_a_save_writes_lies_under_its_step_and_pointers_are_small_texts(run: Path) -> None:
+def test_a_save_is_a_folder_per_step_with_text_files_as_pointers(run: Path) -> None:
     assert files.published(run) == []
     assert files.candidates(run) == []
     for step in (9, 100, 20):
@@ -71,7 +71,7 @@ def test_a_name_means_a_checkpoint_a_pointer_or_a_run(run: Path) -> None:
         files.named(str(path))
 
 
-def test_a_checkpoint_without_its_manifest_is_none_and_goes_with_the_next_save(run: Path) -> None:
+def test_a_checkpoint_without_a_manifest_is_ignored_and_removed_by_the_next_save(run: Path) -> None:
     make(run, 1)
     target = files.begin(run, 2)
     (target / "__0_0.distcp").write_text("half")
@@ -80,7 +80,7 @@ def test_a_checkpoint_without_its_manifest_is_none_and_goes_with_the_next_save(r
     assert inside(run) == ["checkpoint-1", "checkpoint-3", "last"]
 
 
-def test_a_pointer_that_is_torn_names_nothing(run: Path) -> None:
+def test_a_damaged_pointer_is_ignored(run: Path) -> None:
     make(run, 1)
     for text in ("", "checkpoint-", "..", "checkpoint-7"):
         (run / "last").write_text(text)
@@ -88,7 +88,7 @@ def test_a_pointer_that_is_torn_names_nothing(run: Path) -> None:
     assert names(run) == ["checkpoint-1"]
 
 
-def test_the_same_step_again_replaces_and_a_kill_in_the_middle_loses_nothing(run: Path) -> None:
+def test_saving_a_step_again_replaces_it_and_a_kill_loses_nothing(run: Path) -> None:
     make(run, 5, content="old")
     target = files.begin(run, 5)
     (target / "__0_0.distcp").write_text("half of the new")
@@ -101,7 +101,7 @@ def test_the_same_step_again_replaces_and_a_kill_in_the_middle_loses_nothing(run
     assert inside(run) == ["checkpoint-5", "last"]
 
 
-def test_a_copy_that_was_half_made_is_no_checkpoint(run: Path) -> None:
+def test_a_partial_copy_is_not_a_checkpoint(run: Path) -> None:
     make(run, 5, content="old")
     paths.copy(run / "checkpoint-5", run / ".unfinished-old-checkpoint-5", last=files.MANIFEST)
     (run / ".unfinished-old-checkpoint-5" / files.MANIFEST).unlink()
@@ -122,7 +122,7 @@ def test_starting_over_moves_the_run_aside(run: Path) -> None:
     assert inside(run.with_name("run.old-2") / "checkpoint-2") == ["__0_0.distcp", files.MANIFEST, files.STATE]
 
 
-def test_a_listing_from_before_does_not_hide_what_another_process_wrote(tmp_path: Path) -> None:
+def test_cached_listings_do_not_hide_what_another_process_wrote(tmp_path: Path) -> None:
     address = f"{bucket.url(tmp_path / 'b')}/run"
     run = files.place(address)
     make(run, 1)
@@ -135,7 +135,7 @@ def test_a_listing_from_before_does_not_hide_what_another_process_wrote(tmp_path
     assert (run / "checkpoint-2" / files.STATE).exists()
 
 
-def test_texts_go_along_and_come_back(run: Path, tmp_path: Path) -> None:
+def test_log_files_are_copied_to_the_store_and_back(run: Path, tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -154,7 +154,7 @@ def test_texts_go_along_and_come_back(run: Path, tmp_path: Path) -> None:
     assert (here / "metrics.jsonl").read_text() == "1\n2\nthree\nfour\n"
 
 
-def test_texts_that_cannot_be_copied_are_told_and_stop_nothing(tmp_path: Path) -> None:
+def test_log_files_that_cannot_be_copied_are_reported_and_the_run_continues(tmp_path: Path) -> None:
     run = files.place(f"{bucket.url(tmp_path / 'b')}/run")
     (tmp_path / "b" / bucket.REFUSING).write_text("metrics.jsonl")
     for name in ("metrics.jsonl", "log.txt"):
@@ -166,7 +166,7 @@ def test_texts_that_cannot_be_copied_are_told_and_stop_nothing(tmp_path: Path) -
     assert inside(run) == ["log.txt"]
 
 
-def test_a_model_counts_when_it_is_whole(run: Path, tmp_path: Path) -> None:
+def test_a_model_counts_as_exported_when_its_upload_is_complete(run: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
     (model / "deep").mkdir(parents=True)
     for name in ("config.json", "deep/weights.bin"):
@@ -179,7 +179,7 @@ def test_a_model_counts_when_it_is_whole(run: Path, tmp_path: Path) -> None:
     assert inside(run / "model") == ["deep"], "what was there before has gone"
 
 
-def test_half_an_upload_is_no_model(tmp_path: Path) -> None:
+def test_a_partial_upload_is_not_a_model(tmp_path: Path) -> None:
     run = files.place(f"{bucket.url(tmp_path / 'b')}/run")
     model = tmp_path / "model"
     model.mkdir()
@@ -207,14 +207,14 @@ def test_a_store_that_cannot_be_opened_says_what_is_missing(address: str, said: 
         files.place(address)
 
 
-def test_a_store_that_only_fsspec_knows_is_taken_without_a_word() -> None:
+def test_any_store_that_fsspec_knows_is_accepted_without_a_warning() -> None:
     fsspec.register_implementation("ownstore", MemoryFileSystem, clobber=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert files.is_remote(files.place("ownstore://a/b"))
 
 
-def test_what_a_library_raises_becomes_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_stores_library_become_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise bucket.LibraryError("no route to host")
 
@@ -291,7 +291,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypa
     assert "writing and reading back a small file failed (TimeoutError: no answer within 0.2 s)" in found.text
 
 
-def test_a_store_needs_no_room_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_with_a_store_no_disk_space_is_needed_for_checkpoints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=5_000))
     model = capacity.ModelSize(1_000, 1_000)
     [local] = capacity.disk(read(settings(output=str(tmp_path))).recipe, model)

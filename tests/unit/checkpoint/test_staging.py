@@ -1,4 +1,4 @@
-"""The host memory that saves are copied to: as much as the state, out of every fork, and only when it is asked for."""
+"""The host memory that saves are copied to: as large as the state, excluded from forks, allocated only on request."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_memory_is_marked_to_stay_out_of_forks() -> None:
     region.close()
 
 
-def test_a_forked_child_has_no_part_of_it() -> None:
+def test_a_forked_child_does_not_inherit_it() -> None:
     """As a data worker is: what it holds beside its parent does not grow by the copy."""
     tensors = state()
     region = Region(sizes_of(tensors), pinned=False)
@@ -78,7 +78,7 @@ def test_a_forked_child_has_no_part_of_it() -> None:
     region.close()
 
 
-def test_it_is_as_large_as_the_state_and_taken_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_as_large_as_the_state_and_allocated_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "_PIECE", 3 * MIB)  # several pieces, as a large model has them
     tensors = {**state(count=9), "optimizer/odd": torch.zeros(1_000_003, dtype=torch.bfloat16)}
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -98,7 +98,7 @@ def test_it_is_as_large_as_the_state_and_taken_when_asked_for(monkeypatch: pytes
     region.close()
 
 
-def test_memory_that_cannot_be_had_is_a_shortage_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_allocated_is_reported_without_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     background = Background(device=CPU, sizes={"model/huge": 2**62})
     background.reserve()
     assert "Error" in (background.shortage() or "")
@@ -141,7 +141,7 @@ def test_quantised_state_is_copied_part_by_part_into_the_same_memory() -> None:
     background.close()
 
 
-def test_a_tensor_nobody_knew_of_is_copied_all_the_same() -> None:
+def test_an_unexpected_tensor_is_copied_too() -> None:
     tensors = state(count=2)
     background = Background(device=CPU, sizes=sizes_of({"model/0": tensors["model/0"]}))
     kept = saved(background, tensors, then=lambda: tensors["model/1"].zero_())

@@ -1,4 +1,4 @@
-"""`fullshard verify`, in process: what it finds, names and answers."""
+"""`fullshard verify`, in process: what it finds and prints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verify(*words: Any) -> Result:
     return result
 
 
-def told(result: Result) -> dict[str, Any]:
+def json_of(result: Result) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(result.stdout)
     return report
 
@@ -54,7 +54,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_whole_checkpoint_ends_with_0_and_is_not_touched(tmp_path: Path, format: str) -> None:
+def test_a_complete_checkpoint_exits_with_0_and_is_not_changed(tmp_path: Path, format: str) -> None:
     path = make(tmp_path, format=format)
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*")}
     result = verify(path)
@@ -67,7 +67,7 @@ def test_a_whole_checkpoint_ends_with_0_and_is_not_touched(tmp_path: Path, forma
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("format", FORMATS)
-def test_damage_ends_with_2_and_names_the_file(tmp_path: Path, format: str, kind: str) -> None:
+def test_damage_exits_with_2_and_names_the_file(tmp_path: Path, format: str, kind: str) -> None:
     path = make(tmp_path, format=format)
     harm, words = DAMAGE[kind]
     file = path / DATA[format]
@@ -108,7 +108,7 @@ def test_a_run_folder_is_verified_with_all_of_its_checkpoints(tmp_path: Path) ->
     paths = [make(run, step, format=FORMATS[step % 2]) for step in (2, 4, 9)]
     assert verify(run).exit_code == 0
     flip(paths[1] / files.STATE)
-    (run / ".unfinished-checkpoint-12").mkdir()  # which is none
+    (run / ".unfinished-checkpoint-12").mkdir()  # not a checkpoint
     result = verify(run)
     assert result.exit_code == 2
     marks = [line.split()[:2] for line in result.output.splitlines() if not line.startswith(" ")]
@@ -129,12 +129,12 @@ def test_best_and_last_are_what_they_point_to(tmp_path: Path) -> None:
     assert f"Checkpoints in {tmp_path}: {best}" in result.output
 
 
-def test_json_has_the_same_for_machines(tmp_path: Path) -> None:
+def test_json_output_has_the_same_findings(tmp_path: Path) -> None:
     paths = [make(tmp_path, step) for step in (1, 2)]
     (paths[1] / "__0_0.distcp").unlink()
     result = verify(tmp_path, "--json")
     assert result.exit_code == 2
-    assert told(result) == {
+    assert json_of(result) == {
         "whole": False,
         "checkpoints": [
             {"checkpoint": str(paths[0]), "whole": True, "problems": []},
@@ -142,10 +142,10 @@ def test_json_has_the_same_for_machines(tmp_path: Path) -> None:
         ],
     }
     result = verify(paths[0], "--json")
-    assert (result.exit_code, told(result)["whole"]) == (0, True)
+    assert (result.exit_code, json_of(result)["whole"]) == (0, True)
 
 
-def test_what_is_no_checkpoint_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_checkpoint_is_an_error_in_one_line(tmp_path: Path) -> None:
     path = make(tmp_path / "run")
     for wrong in (tmp_path / "nowhere", tmp_path, path / files.STATE):
         result = verify(wrong)
@@ -185,7 +185,7 @@ def test_a_manifest_that_lists_other_tensors_is_damage(tmp_path: Path, format: s
 
 
 @pytest.mark.parametrize("wrong", [None, 3, ["model/head.weight"], {"model/head.weight": 3}], ids=repr)
-def test_a_manifest_whose_tensors_are_none_is_damage(tmp_path: Path, wrong: Any) -> None:
+def test_a_manifest_with_unreadable_tensors_is_damage(tmp_path: Path, wrong: Any) -> None:
     path = make(tmp_path)
     seal(path, tensors=wrong)
     result = verify(path)
@@ -210,7 +210,7 @@ def stored_by(checkpoint: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_checkpoint_names_its_version_and_one_without_is_of_the_first(tmp_path: Path, format: str) -> None:
+def test_a_checkpoint_has_a_version_and_without_one_it_is_version_1(tmp_path: Path, format: str) -> None:
     path = make(tmp_path, format=format)
     assert files.read_manifest(path)["version"] == files.VERSION
     assert files.read_manifest(path)["fullshard"]
@@ -220,7 +220,9 @@ def test_a_checkpoint_names_its_version_and_one_without_is_of_the_first(tmp_path
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_newer_checkpoint_is_refused_by_everyone_with_the_version_that_wrote_it(tmp_path: Path, format: str) -> None:
+def test_a_newer_checkpoint_is_refused_by_every_command_with_the_version_that_wrote_it(
+    tmp_path: Path, format: str
+) -> None:
     path = stored_by(make(tmp_path, 9, format=format), version=99, fullshard="7.1.0")
     make(tmp_path, 4)
     files.point(tmp_path, "last", path)
@@ -233,23 +235,23 @@ def test_a_newer_checkpoint_is_refused_by_everyone_with_the_version_that_wrote_i
         with pytest.raises(CheckpointError, match=re.escape(words)):
             read(path)
     # A run does not go on from the older one beside it, and give up what was trained since.
-    told: list[str] = []
+    warned: list[str] = []
     with pytest.raises(CheckpointError, match=re.escape(words)) as refused:
-        choose(files.candidates(tmp_path), "auto", problems=integrity.problems, warn=told.append)
+        choose(files.candidates(tmp_path), "auto", problems=integrity.problems, warn=warned.append)
     assert "pip install --upgrade fullshard" in str(refused.value)
-    assert told == []
+    assert warned == []
     exported = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")])
     assert exported.exit_code == 2
     assert "written by fullshard 7.1.0" in " ".join(exported.output.split())
 
 
 @pytest.mark.parametrize("version", ["1", 0, -3, 1.5, True, []])
-def test_a_version_that_is_no_number_is_damage(tmp_path: Path, version: Any) -> None:
+def test_a_version_that_is_not_a_number_is_damage(tmp_path: Path, version: Any) -> None:
     assert "versions are whole numbers" in problems(stored_by(make(tmp_path), version=version))[0]
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_train_and_verify_mean_the_same_by_whole(tmp_path: Path, format: str) -> None:
+def test_train_and_verify_agree_on_what_is_complete(tmp_path: Path, format: str) -> None:
     path = make(tmp_path, format=format)
     listed = files.read_manifest(path)["tensors"]
     name = next(iter(listed))

@@ -14,7 +14,7 @@ from fullshard.contracts.schedule import Schedule
 from fullshard.contracts.sink import Sink
 
 
-def test_quantised_optimizer_states() -> None:
+def test_what_optimizers_say_about_quantised_state() -> None:
     quantised = decode(Optimizer, {"kind": "adamw_8bit", "lr": 2e-5, "betas": [0.8, 0.9]})
     assert (quantised.saves_full, quantised.compiles, quantised.state_bytes(4)) == (False, True, 2)
     assert quantised.packages == {"torchao": "fullshard[optim]"}
@@ -36,7 +36,9 @@ def test_quantised_optimizer_states() -> None:
         ({"kind": "constant"}, 100, None),
     ],
 )
-def test_rates_that_never_fall(settings: dict[str, Any], total: int | None, mistake: str | None) -> None:
+def test_schedules_know_if_their_rate_never_falls(
+    settings: dict[str, Any], total: int | None, mistake: str | None
+) -> None:
     found = decode(Schedule, settings).never_falls(total)
     assert (found is None) if mistake is None else (found is not None and mistake in found[0])
 

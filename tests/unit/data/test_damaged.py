@@ -1,4 +1,4 @@
-"""Records that are no text, too deep or of the wrong type: each is named with its place, none ends in a traceback."""
+"""Records that are not text, nested too deeply or of a wrong type: each is reported with its location."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def damaged(value: Any) -> Any:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize("form", GOOD)
-def test_half_of_a_character_is_named_with_its_place(tokenizer: Any, tmp_path: Path, form: str, suffix: str) -> None:
+def test_a_lone_surrogate_is_reported_with_its_location(tokenizer: Any, tmp_path: Path, form: str, suffix: str) -> None:
     path = tmp_path / f"data{suffix}"
     records = GOOD[form] * 3 + [damaged(GOOD[form][0])]
     path.write_text("\n".join(map(json.dumps, records)) if suffix == ".jsonl" else json.dumps(records))
@@ -72,13 +72,13 @@ def test_half_of_a_character_is_named_with_its_place(tokenizer: Any, tmp_path: P
     assert str(caught.value).startswith(f"{place}: {words}")
 
 
-def test_half_of_a_character_where_nobody_reads_it_does_no_harm(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_lone_surrogate_in_an_unused_column_is_ignored(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"text": "the fox", "note": HALF, "emoji": "\U0001f600"}) for _ in range(3)))
     assert encoded(path, tokenizer).train_from.store.counts.samples == 3
 
 
-def test_mining_names_it_too(tmp_path: Path) -> None:
+def test_mining_reports_a_lone_surrogate_too(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(damaged(GOOD["positive"][0])))
     with pytest.raises(DataError, match=r"pairs\.jsonl:1: 'positive' contains .ud83d, a lone surrogate"):
@@ -116,7 +116,7 @@ def test_tables_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (f"[1{'0' * 400}]", "must be a list of whole numbers"),
     ],
 )
-def test_numbers_that_are_none(tokenizer: Any, tmp_path: Path, value: str, words: str) -> None:
+def test_unusable_numbers_in_records_are_refused(tokenizer: Any, tmp_path: Path, value: str, words: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": ' + value + "}\n")
     with pytest.raises(DataError) as caught:

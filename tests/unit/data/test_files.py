@@ -1,4 +1,4 @@
-"""Every file format is read as it was written, and every malformed input is named by file, line and fault."""
+"""Every file format is read as it was written, and every malformed input is reported with file, line and problem."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_txt_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path, monkeypatch
     ("size", "at_least"), [(500, 1), (3_000, 3), (21_000, 20), (100_000, 20), (1_500_000, 20), (6_000_000, 92)]
 )
 @pytest.mark.parametrize("line", ["a short line of words\n", "ein längerer Absatz 数 " * 400 + "\n", "数", "x y"])
-def test_one_text_file_gives_enough_records_to_keep_some_apart(
+def test_one_text_file_gives_enough_records_to_hold_some_out(
     tmp_path: Path, size: int, at_least: int, line: str
 ) -> None:
     text = (line * (size // len(line) + 1))[:size]
@@ -120,7 +120,7 @@ def test_one_text_file_gives_enough_records_to_keep_some_apart(
     assert all(len(piece) >= 512 for piece in pieces[:-1])
 
 
-def test_many_text_files_are_not_cut_for_the_sake_of_their_number(tmp_path: Path) -> None:
+def test_many_text_files_are_not_cut_into_small_records(tmp_path: Path) -> None:
     text = "a short line of words\n" * 1500
     for number in range(20):
         write(tmp_path / "many" / f"{number:02d}.txt", text)
@@ -129,7 +129,7 @@ def test_many_text_files_are_not_cut_for_the_sake_of_their_number(tmp_path: Path
     assert 20 <= len(everything(str(tmp_path / "few"))) == len(everything(pair)) <= 24
 
 
-def test_txt_places_name_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_location_of_a_txt_record_is_its_first_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "PIECE_CHARACTERS", 10)
     path = write(tmp_path / "a.txt", "12345\n123\n12345678\nx\n")
     records = Files(path=path).open()
@@ -227,7 +227,7 @@ def test_long_csv_fields_are_read_and_the_modules_limit_is_left_alone(tmp_path: 
     assert csv.field_size_limit() == before
 
 
-def test_a_missing_path_names_what_is_near(tmp_path: Path) -> None:
+def test_a_missing_path_suggests_near_names(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", '{"text": "a"}')
     write(tmp_path / "zebra.txt", "z")
     message = failure(str(tmp_path / "trian.jsonl"))
@@ -241,7 +241,7 @@ def test_a_missing_path_names_what_is_near(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x" * 300, f"{'x' * 300}/a.jsonl", "~nobody-here/a.jsonl", "a\0b"])
-def test_a_path_that_cannot_be_one_is_missing(name: str) -> None:
+def test_an_impossible_path_is_reported_as_missing(name: str) -> None:
     assert "no such file" in failure(name)
 
 

@@ -45,11 +45,11 @@ def test_what_changed_is_named_file_by_file(tmp_path: Path) -> None:
         f"removed {tmp_path / 'b.jsonl'} (5 records in {before[str(tmp_path / 'b.jsonl')]['size_bytes']} bytes)",
         f"changed {a} (3 records in {was} bytes then, 4 records in {a.stat().st_size} bytes now)",
     ]
-    told = _other_data(before, now, ["data.train.split: train then, test now", "seed: 1 then, 2 now"])
-    assert told == f"content of data.train has changed: {'; '.join(lines)}; data.train.split: train then, test now"
+    change = _other_data(before, now, ["data.train.split: train then, test now", "seed: 1 then, 2 now"])
+    assert change == f"content of data.train has changed: {'; '.join(lines)}; data.train.split: train then, test now"
 
 
-def test_a_folder_that_has_moved_is_no_change(tmp_path: Path) -> None:
+def test_a_moved_folder_is_not_a_change(tmp_path: Path) -> None:
     write(tmp_path / "here" / "a.jsonl", 3)
     before = of(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")

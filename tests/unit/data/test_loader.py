@@ -72,7 +72,7 @@ def test_draws_depend_on_seed_epoch_and_sample_alone() -> None:
 @pytest.mark.parametrize("size", [1, 3, 4, 31, 32, 33])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("per_device", [1, 2, 8])
-def test_rank_slices_share_a_window_out_exactly_and_evenly(size: int, world: int, per_device: int) -> None:
+def test_rank_slices_divide_a_window_exactly_and_evenly(size: int, world: int, per_device: int) -> None:
     window = np.arange(100, 100 + size)
     shares = [rank_slices(window, per_device=per_device, rank=r, world=world) for r in range(world)]
     assert {len(share) for share in shares} == {-(-size // (per_device * world))}
@@ -100,7 +100,7 @@ def test_2500_samples_make_40_steps_and_the_last_is_a_partial_one() -> None:
 
 
 @pytest.mark.parametrize("start", [0, 1, 5, 6, 7, 20])
-def test_seeking_equals_going_straight(start: int) -> None:
+def test_starting_at_a_step_equals_running_up_to_it(start: int) -> None:
     loader = Loader(samples(50), Collator(Text()), per_device=2, global_size=8, seed=1, shuffle=True)
     straight = list(islice(loader.windows(), 25))[start:]
     sought = list(islice(loader.windows(start), 25 - start))
@@ -122,7 +122,7 @@ class Counted(list[Any]):
 
 
 @pytest.mark.parametrize("start", [1, 700, 5_000_000])
-def test_seeking_reads_nothing_of_what_it_passes(start: int) -> None:
+def test_starting_at_a_step_reads_no_earlier_sample(start: int) -> None:
     counted = Counted(samples(3000))
     loader = Loader(counted, Collator(Text()), per_device=2, global_size=4, seed=1, shuffle=True)
     next(loader.windows(start))
@@ -184,7 +184,7 @@ def test_rows_are_padded_to_the_fixed_length() -> None:
     assert batch["input_ids"].shape == batch["position_ids"].shape == (4, 6)
 
 
-def test_workers_give_the_same_as_none() -> None:
+def test_workers_give_the_same_batches_as_no_workers() -> None:
     def windows(workers: int) -> list[Window]:
         loader = Loader(
             samples(30), Collator(Text()), per_device=2, global_size=8, seed=2, shuffle=True, workers=workers
@@ -204,7 +204,7 @@ class Broken(list[Features]):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_error_in_a_worker_keeps_its_words(workers: int) -> None:
+def test_an_error_in_a_worker_keeps_its_message(workers: int) -> None:
     loader = Loader(Broken(samples(9)), Collator(Text()), per_device=2, workers=workers)
     with pytest.raises(DataError) as caught:
         list(loader.once())
@@ -212,7 +212,7 @@ def test_an_error_in_a_worker_keeps_its_words(workers: int) -> None:
 
 
 @pytest.mark.parametrize("read", [Loader.once, Loader.windows])
-def test_an_error_ends_the_workers_though_its_traceback_lives(read: Any) -> None:
+def test_an_error_ends_the_workers_even_if_its_traceback_is_kept(read: Any) -> None:
     # Other tests may keep processes of their own for the whole session.
     before = set(multiprocessing.active_children())
     loader = Loader(Broken(samples(9)), Collator(Text()), per_device=2, workers=1)

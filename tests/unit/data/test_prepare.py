@@ -124,13 +124,13 @@ def test_a_failed_build_leaves_nothing_and_names_the_record(tmp_path: Path, toke
         run(source, tmp_path / "cache", processor=tokenizer)
 
 
-def test_an_unwritable_cache_is_said_in_words(tmp_path: Path, tokenizer: Any) -> None:
+def test_an_unwritable_cache_is_a_data_error(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="encoded data cannot be written here"):
         run(write_lines(tmp_path / "a.jsonl", [{"text": "x"}]), tmp_path / "file" / "cache", processor=tokenizer)
 
 
-def test_progress_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_reports_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import fullshard.data.store as module
 
     monkeypatch.setattr(module, "_EVERY_S", 0.0)
@@ -226,7 +226,7 @@ def test_chat_is_cut_and_dropped_with_a_count(tmp_path: Path, chatml: Any) -> No
     ],
 )
 @pytest.mark.parametrize("holdout", [0.0, 0.05])
-def test_nothing_left_is_an_error_about_the_data_given(
+def test_no_sample_left_is_an_error_with_the_reasons(
     tmp_path: Path, chatml: Any, record: dict[str, Any], why: str, remedy: str, holdout: float
 ) -> None:
     source = write_lines(tmp_path / "a.jsonl", [record] * 60)
@@ -234,14 +234,14 @@ def test_nothing_left_is_an_error_about_the_data_given(
         run(source, tmp_path / "cache", processor=chatml, holdout=holdout)
 
 
-def test_a_holdout_of_records_without_samples_is_an_error_about_it(tmp_path: Path, chatml: Any) -> None:
+def test_a_holdout_without_samples_is_an_error(tmp_path: Path, chatml: Any) -> None:
     rows = [{"question": "who", "answer": ""} for _ in range(40)] + [{"question": "who", "answer": "you"}]
     source = write_lines(tmp_path / "a.jsonl", rows)
     with pytest.raises(DataError, match=r"^data.holdout = 0.05 leaves no sample for validation: the 41 records of"):
         run(source, tmp_path / "cache", processor=chatml, holdout=0.05)
 
 
-def test_one_is_said_in_the_singular(tmp_path: Path, chatml: Any) -> None:
+def test_a_count_of_one_is_reported_in_the_singular(tmp_path: Path, chatml: Any) -> None:
     rows = [{"question": "who", "answer": "the lazy dog " * 20}]
     prepared = run(write_lines(tmp_path / "a.jsonl", rows), tmp_path / "cache", processor=chatml, length=32)
     assert prepared.report[2:] == [
@@ -291,7 +291,7 @@ def test_a_repeated_record_of_a_mixture_is_never_on_both_sides(tmp_path: Path, t
     assert len(train) > len(set(train))
 
 
-def test_a_validation_source_of_its_own(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_separate_validation_source(tmp_path: Path, tokenizer: Any) -> None:
     train = write_lines(tmp_path / "a.jsonl", [{"text": "the fox"}] * 5)
     other = write_lines(tmp_path / "b.jsonl", [{"text": "the dog"}] * 2)
     prepared = run(train, tmp_path / "cache", processor=tokenizer, validation=other, holdout=0.5, pack=False)
@@ -324,7 +324,7 @@ def test_an_encoder_that_gives_more_than_tokens_is_not_packed(tmp_path: Path) ->
         run(source, tmp_path / "cache", encode=Uneven())
 
 
-def test_samples_travel_to_a_worker_without_their_data(tmp_path: Path, tokenizer: Any) -> None:
+def test_samples_are_pickled_without_their_data(tmp_path: Path, tokenizer: Any) -> None:
     prepared = run(PythonReference(), tmp_path / "cache", processor=tokenizer, length=64)
     data = pickle.dumps(prepared.train)
     assert len(data) < 20_000 < prepared.train.num_tokens

@@ -49,20 +49,20 @@ def forward(module: nn.Module) -> None:
 NAMES = ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_what_is_called_while_its_block_is_not_running_is_found() -> None:
+def test_parts_called_while_their_block_is_not_running_are_found() -> None:
     # A part without parameters may be called whenever one likes; of nested parts the outermost counts.
     assert reached_from_outside(Model(), NAMES, forward) == ["blocks.2.inner.1", "blocks.1.inner"]
     assert reached_from_outside(Model(reaches=False), NAMES, forward) == []
 
 
-def test_the_module_itself_is_left_as_it_was() -> None:
+def test_the_module_itself_is_not_changed() -> None:
     module = Model()
     reached_from_outside(module, NAMES, forward)
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
 
 
-def test_a_pass_that_cannot_be_run_finds_nothing() -> None:
+def test_a_forward_pass_that_fails_on_meta_finds_nothing() -> None:
     def look_at_values(module: nn.Module) -> None:
         forward(module)
         bool(torch.empty(1, device="meta") > 0)

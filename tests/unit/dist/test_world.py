@@ -1,4 +1,4 @@
-"""Joining: a rank whose others never come says so in words; the device is chosen by the rule."""
+"""Joining: a rank reports which others are missing; the device follows the rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except SetupError as error:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_that_never_come_are_named_not_waited_for(rank: int) -> None:
+def test_missing_ranks_are_named_after_the_timeout(rank: int) -> None:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
@@ -34,13 +34,13 @@ def test_ranks_that_never_come_are_named_not_waited_for(rank: int) -> None:
     assert "Check that every node runs the same command" in done.stdout
 
 
-def test_a_gpu_that_is_not_there_is_an_error() -> None:
+def test_requesting_a_missing_gpu_is_an_error() -> None:
     assert choose_device_type("auto") == "cpu"
     with pytest.raises(SetupError, match="topology.device = cuda, but torch sees no GPU"):
         choose_device_type("cuda")
 
 
-def test_one_process_meets_nobody_whatever_is_exported() -> None:
+def test_a_single_process_ignores_the_master_address() -> None:
     code = (
         CODE.replace("    join(", "    world = join(")
         + "print(world.size)\nfrom fullshard.dist.world import leave\nleave()"

@@ -95,7 +95,7 @@ def test_a_large_embedding_is_a_unit_unless_it_is_tied() -> None:
     assert tied_groups(module) == [["embed.weight", "head.weight"]]
 
 
-def test_never_one_unit_for_the_model_unless_asked() -> None:
+def test_a_model_without_blocks_is_one_unit_only_on_request() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(RecipeError, match="no repeated blocks.*sharding.wrap.whole"):
         find_blocks(module)

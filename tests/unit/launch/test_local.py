@@ -45,7 +45,7 @@ def start(code: str, ranks: Ranks = TWO) -> int:
     return Local().start([sys.executable, "-S", "-c", code], ranks)
 
 
-def told(folder: Path) -> list[dict[str, str]]:
+def environments_of(folder: Path) -> list[dict[str, str]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
@@ -53,7 +53,7 @@ def test_each_rank_gets_torchruns_variables(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.delenv("OMP_NUM_THREADS", raising=False)
         assert start(TELL.format(folder=tmp_path)) == 0
-    first, second = told(tmp_path)
+    first, second = environments_of(tmp_path)
     assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
     for environ in (first, second):
         assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"], environ["GROUP_WORLD_SIZE"]) == ("2", "2", "1")
@@ -62,7 +62,7 @@ def test_each_rank_gets_torchruns_variables(tmp_path: Path, monkeypatch: pytest.
         assert environ["MASTER_PORT"] == first["MASTER_PORT"]
 
 
-def test_threads_and_gpus() -> None:
+def test_ranks_get_their_share_of_threads_and_their_gpus() -> None:
     assert "OMP_NUM_THREADS" not in variables(Ranks(2), {"OMP_NUM_THREADS": "3"})
     assert variables(Ranks(1), {})["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
     assert "CUDA_VISIBLE_DEVICES" not in variables(Ranks(2), {})
@@ -73,7 +73,7 @@ def test_threads_and_gpus() -> None:
 
 
 @pytest.mark.parametrize("code", [2, 3, 75])
-def test_an_exit_code_with_a_meaning_is_kept_and_nothing_is_added(code: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_known_exit_code_is_kept_without_extra_output(code: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert start(f"import os, sys, signal\nif os.environ['RANK'] == '1': sys.exit({code})\nsignal.pause()") == code
     assert capfd.readouterr().err == ""
 
@@ -93,12 +93,12 @@ def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path, capfd: pytest
     assert "Rank 1" in (line := capfd.readouterr().err)
     assert "was ended by SIGKILL: killed " in line
     assert " were in use a moment before" in line
-    for pid in told(tmp_path):
+    for pid in environments_of(tmp_path):
         with pytest.raises(ProcessLookupError):
             os.kill(int(str(pid)), 0)
 
 
-def test_a_rank_that_saves_when_it_is_told_to_end_does_not_hide_the_one_that_crashed() -> None:
+def test_a_rank_that_saves_on_sigterm_does_not_hide_the_one_that_crashed() -> None:
     code = (
         "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
         "if os.environ['RANK'] == '1': sys.exit(1)\nsignal.pause()"
@@ -106,7 +106,7 @@ def test_a_rank_that_saves_when_it_is_told_to_end_does_not_hide_the_one_that_cra
     assert start(code) == 1
 
 
-def test_the_message_of_a_rank_that_may_not_print_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_launcher_prints_the_message_of_a_silent_rank(capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         "import os, signal\nos.environ['RANK'] == '0' and signal.pause()\n"
         "from fullshard.commands.group import print_error\nfrom fullshard.errors import DataError\n"
@@ -138,7 +138,7 @@ sys.exit(code)
 
 @contextlib.contextmanager
 def launched(code: str, **ranks: object) -> Iterator[subprocess.Popen[str]]:
-    """A launcher in a process of its own, ended with its ranks when the test is over."""
+    """A launcher in a separate process, ended with its ranks when the test is over."""
     # The agent's store ends before every node has left it, and torch's C++ says so.
     environ = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-W", "error", "-c", LAUNCH, repr(ranks), code]
@@ -160,7 +160,7 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-# The signals are blocked before `ready` is said, so that none can arrive between the word and the wait.
+# The signals are blocked before `ready` is printed, so that no signal arrives between the word and the wait.
 LISTEN = """
 import signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGINT])
@@ -199,7 +199,7 @@ def test_a_signal_reaches_the_ranks_and_their_answer_counts(
         assert (process.returncode, errors) == (exit_code, words)
 
 
-def test_a_second_ctrl_c_ends_ranks_that_do_not_listen() -> None:
+def test_a_second_ctrl_c_ends_ranks_that_ignore_signals() -> None:
     with launched(LISTEN.format(then="signal.pause()"), per_node=1, timeout_s=30) as process:
         assert said(process) == ["ready"]
         process.send_signal(signal.SIGINT)
@@ -227,7 +227,7 @@ def test_ranks_end_when_their_launcher_is_killed() -> None:
         assert process.communicate(timeout=60) == ("", "")
 
 
-def test_ctrl_c_before_anybody_listens_prints_no_traceback() -> None:
+def test_an_early_ctrl_c_prints_no_traceback() -> None:
     with launched(FOLLOW, per_node=2, timeout_s=30) as process:
         assert said(process, 2) == ["ready", "ready"]
         process.send_signal(signal.SIGINT)
@@ -235,7 +235,7 @@ def test_ctrl_c_before_anybody_listens_prints_no_traceback() -> None:
         assert process.returncode == 130
 
 
-def test_a_rank_whose_launcher_is_gone_already_ends() -> None:
+def test_a_rank_ends_if_its_launcher_has_already_ended() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as gone:
         pass
     code = f"from fullshard.launch.signals import end_with\nend_with({gone.pid})"
@@ -258,13 +258,13 @@ def test_two_nodes_meet_at_the_master(tmp_path: Path) -> None:
         for process in (first, second):
             _, errors = process.communicate(timeout=90)
             assert (process.returncode, errors) == (0, "")
-    environs = told(tmp_path)
+    environs = environments_of(tmp_path)
     assert [e["RANK"] for e in environs] == ["0", "1", "2", "3"]
     assert [e["GROUP_RANK"] for e in environs] == ["0", "0", "1", "1"]
     assert {(e["WORLD_SIZE"], e["MASTER_ADDR"]) for e in environs} == {("4", "127.0.0.1")}
 
 
-def test_nodes_that_do_not_meet_are_an_error_in_words() -> None:
+def test_a_missing_node_is_an_error() -> None:
     master = f"127.0.0.1:{free_port()}"
     with pytest.raises(SetupError) as error:
         start("pass", Ranks(per_node=1, nodes=2, node_rank=1, master=master, timeout_s=1))
@@ -274,7 +274,7 @@ def test_nodes_that_do_not_meet_are_an_error_in_words() -> None:
         start("pass", Ranks(per_node=1, nodes=2))
 
 
-def test_a_node_says_whom_it_waits_for_and_hears_signals_meanwhile() -> None:
+def test_a_waiting_node_says_which_nodes_are_missing_and_handles_signals() -> None:
     ranks = {"per_node": 1, "nodes": 3, "master": f"127.0.0.1:{free_port()}", "timeout_s": 300}
     with launched("pass", node_rank=0, **ranks) as process:
         assert process.stderr is not None
@@ -297,7 +297,7 @@ def test_a_node_says_whom_it_waits_for_and_hears_signals_meanwhile() -> None:
     ],
     ids=["nodes", "devices"],
 )
-def test_nodes_that_disagree_all_hear_of_it(second: dict[str, int], problem: str) -> None:
+def test_nodes_with_different_options_all_stop(second: dict[str, int], problem: str) -> None:
     ranks = {"per_node": 1, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
     whose = r"host \S+, process \d+"
     with launched("pass", node_rank=0, **ranks) as zero, launched("pass", **{**ranks, **second}) as one:
@@ -307,7 +307,7 @@ def test_nodes_that_disagree_all_hear_of_it(second: dict[str, int], problem: str
             assert re.search(re.escape(problem).replace(r"\{\}", whose), errors), errors
 
 
-def test_the_last_to_arrive_does_not_go_on_with_a_node_that_disagrees() -> None:
+def test_the_last_node_to_arrive_notices_a_disagreement_too() -> None:
     """Node 1 is there, and has not compared its options yet."""
     store = HashStore()
     store.set("member-1", json.dumps(facts(options={"--devices": 2})))
@@ -320,7 +320,7 @@ def test_the_last_to_arrive_does_not_go_on_with_a_node_that_disagrees() -> None:
     assert store.check(["problem"]), "node 1 reads it"
 
 
-def test_two_nodes_of_one_number_all_hear_of_it() -> None:
+def test_two_nodes_with_the_same_number_stop_all() -> None:
     ranks = {"per_node": 1, "nodes": 3, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
     with contextlib.ExitStack() as running:
         nodes = [running.enter_context(launched("pass", node_rank=number, **ranks)) for number in (0, 1, 1)]

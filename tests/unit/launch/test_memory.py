@@ -19,7 +19,7 @@ GIB = 2**20
 
 
 def machine(root: Path, *, free: int, kills: int | None = 0, total: int = 125) -> Path:
-    """A host with so many GiB free of `total`, whose kernel counts its kills or does not."""
+    """A host with `free` of `total` GiB available, whose kernel counts its kills or does not."""
     (root / "proc").mkdir(parents=True, exist_ok=True)
     (root / "proc/meminfo").write_text(f"MemTotal: {total * GIB} kB\nMemAvailable: {free * GIB} kB\n")
     (root / "proc/vmstat").write_text("pgfault 9\n" + (f"oom_kill {kills}\n" if kills is not None else ""))
@@ -46,7 +46,9 @@ def test_a_kill_that_the_kernel_counted_is_certain(tmp_path: Path) -> None:
     (20, 3, "killed from outside, by a person or a scheduler, and not for lack of memory (105.0 GiB of 125.0 GiB"),
     (2, 3, "killed by the kernel, most likely out of host memory: 123.0 GiB of 125.0 GiB"),
 ])  # fmt: skip
-def test_without_a_count_the_memory_in_use_speaks(tmp_path: Path, free: int, kills: int | None, said: str) -> None:
+def test_without_a_kill_count_recent_memory_use_decides(
+    tmp_path: Path, free: int, kills: int | None, said: str
+) -> None:
     watch = MemoryWatch(machine(tmp_path, free=free, kills=kills))
     assert why_killed(watch.before_the_end()).startswith(said)
 
@@ -92,7 +94,7 @@ assert more <= after - before < more + len(held) // 2, (before, after)
 """
 
 
-def test_a_forked_child_counts_with_what_is_its_own() -> None:
+def test_a_forked_child_counts_only_its_private_memory() -> None:
     """Its pages that it shares with its parent count once, those it wrote itself are added. In a process without other
     children: the ranks of other tests would count too."""
     done = subprocess.run([sys.executable, "-c", FORKED], check=False, capture_output=True, text=True)
@@ -110,7 +112,7 @@ with reported_if_killed(0):
 
 
 @pytest.mark.parametrize("end", ["killed", "done"])
-def test_the_witness_ends_with_the_run_and_is_silent_where_memory_was_not_the_reason(end: str) -> None:
+def test_the_watcher_ends_with_the_run_and_is_silent_if_memory_was_not_the_reason(end: str) -> None:
     """It holds standard error until it has decided: waiting for that to close is waiting for the witness."""
     command = [sys.executable, "-W", "error", "-c", WITNESSED, end]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -118,7 +120,7 @@ def test_the_witness_ends_with_the_run_and_is_silent_where_memory_was_not_the_re
     assert "Traceback" not in done.stderr, done.stderr
 
 
-def test_the_witness_tells_of_a_process_that_the_kernel_killed(
+def test_the_watcher_reports_a_process_that_the_kernel_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = machine(tmp_path, free=5, kills=None)

@@ -15,7 +15,7 @@ class Clock:
         return self.now
 
 
-def test_nothing_is_promised_before_the_second_step() -> None:
+def test_no_time_left_is_shown_before_the_second_step() -> None:
     clock = Clock()
     pace = Pace(100, clock=clock)
     assert pace.left is None
@@ -92,7 +92,7 @@ def test_a_line_never_exceeds_a_sensible_width(width: int) -> None:
 
 
 @pytest.mark.parametrize("done", [0, 1, 13, 50, 99, 100])
-def test_the_drawn_part_is_that_of_tqdm(done: int) -> None:
+def test_the_bar_is_drawn_as_by_tqdm(done: int) -> None:
     clock = Clock()
     pace = Pace(100, clock=clock, done=done)
     ours = line("Training", pace, loss_name="loss", loss=None, width=100, drawn=10).split("|")[1]

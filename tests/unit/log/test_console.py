@@ -17,7 +17,7 @@ from fullshard.log.console import Console
 
 
 class Clock:
-    """Time that passes only when it is told to."""
+    """A clock that moves only on request."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -27,7 +27,7 @@ class Clock:
 
 
 class File(io.StringIO):
-    """A stream that is no terminal."""
+    """A stream that is not a terminal."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -142,7 +142,7 @@ def test_a_bar_in_a_file_shows_itself_after_half_a_minute_of_silence(console: Co
     assert shown == ["3/10", "step      5", "8/10", "10/10"]
 
 
-def test_a_bar_that_was_cut_short_stays_as_it_was(console: Console, out: File, clock: Clock) -> None:
+def test_an_interrupted_bar_keeps_its_last_state(console: Console, out: File, clock: Clock) -> None:
     def interrupted() -> None:
         with console.training_bar(4) as bar:
             clock.now += 1
@@ -179,7 +179,7 @@ def test_step_lines_have_fixed_columns(console: Console, out: File, clock: Clock
         assert first.index(column) == second.index(column)
 
 
-def test_every_quantity_has_a_column_of_its_own(console: Console, out: File) -> None:
+def test_every_quantity_has_its_own_column(console: Console, out: File) -> None:
     console.speeds = {"tokens": "tok", "images": "img"}
     with console.training_bar(2) as bar:
         bar.log(record(1))
@@ -190,7 +190,7 @@ def test_every_quantity_has_a_column_of_its_own(console: Console, out: File) -> 
     assert first.index("data") == second.index("data")
 
 
-def test_host_memory_stands_beside_that_of_the_gpu(console: Console, out: File) -> None:
+def test_host_memory_is_shown_beside_gpu_memory(console: Console, out: File) -> None:
     with console.training_bar(3) as bar:
         bar.log(record(1, memory_gib=61.04, host_memory_gib=22.31))
         bar.log(record(2, memory_gib=0.61, host_memory_gib=0.61))  # on a CPU they are one
@@ -241,7 +241,7 @@ def test_the_time_left_of_the_run_counts_validation_and_saving(console: Console,
         assert bar.status().startswith("run 11/20, ends in 00:27")
 
 
-def test_nothing_but_a_terminal_gets_control_characters(
+def test_only_a_terminal_gets_control_characters(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, out: File, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -278,7 +278,7 @@ def use_everything(console: Console) -> None:
     console.next_steps(["fullshard train " + "x" * 120])
 
 
-def test_texts_are_said_as_they_are(console: Console, out: File) -> None:
+def test_texts_are_printed_without_interpreting_markup(console: Console, out: File) -> None:
     use_everything(console)
     shown = lines(out)
     assert "[bold]no markup[/bold] is read :smile:" in shown
@@ -296,7 +296,7 @@ def test_the_header_is_aligned_and_wraps(console: Console, out: File) -> None:
     assert all(line.startswith(" " * 13 + "bf16") and len(line) <= 100 for line in shown[3:])
 
 
-def test_log_txt_has_what_was_said_with_time_and_rank(console: Console, out: File, tmp_path: Path) -> None:
+def test_log_txt_has_every_line_with_time_and_rank(console: Console, out: File, tmp_path: Path) -> None:
     console.say("before the folder was known")
     console.open_log(tmp_path / "run" / "log.txt", rank=0)
     use_everything(console)
@@ -310,7 +310,7 @@ def test_log_txt_has_what_was_said_with_time_and_rank(console: Console, out: Fil
     assert [line for line in said if line] == lines(out)
 
 
-def test_log_txt_goes_on_after_a_resume_and_takes_debug_lines_when_asked(tmp_path: Path, out: File) -> None:
+def test_log_txt_continues_after_a_resume_and_has_debug_lines_on_request(tmp_path: Path, out: File) -> None:
     for life in ("first", "second"):
         console = Console(stream=out)
         console.open_log(tmp_path / "log.txt", debug=True)
@@ -323,7 +323,7 @@ def test_log_txt_goes_on_after_a_resume_and_takes_debug_lines_when_asked(tmp_pat
     assert out.getvalue() == ""
 
 
-def test_a_silent_console_shows_nothing_and_still_writes_warnings_down(tmp_path: Path, out: File) -> None:
+def test_a_silent_console_prints_nothing_but_logs_warnings(tmp_path: Path, out: File) -> None:
     console = Console(silent=True, stream=out)
     console.open_log(tmp_path / "log.txt", rank=3)
     use_everything(console)
@@ -333,7 +333,7 @@ def test_a_silent_console_shows_nothing_and_still_writes_warnings_down(tmp_path:
     assert logged == ["rank 3  warning: take care", "rank 3  transformers: something"]
 
 
-def test_a_stream_that_cannot_spell_a_character_does_not_stop_a_run() -> None:
+def test_a_character_that_the_stream_cannot_encode_does_not_stop_a_run() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     console = Console(stream=stream)
@@ -442,7 +442,7 @@ def test_a_forked_data_worker_does_not_touch_the_screen(
     assert "said in a worker" not in logged
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_left(tmp_path: Path) -> None:
+def test_an_unwritable_log_is_reported_once(tmp_path: Path) -> None:
     """/dev/full refuses every byte, as a full disk does."""
     stream = io.StringIO()
     console = Console(stream=stream)

@@ -16,7 +16,7 @@ from fullshard.log.libraries import route
 
 @contextmanager
 def library_with_its_own_handler() -> Iterator[logging.Logger]:
-    """A logger like that of Transformers: a handler of its own to stderr, and no propagation."""
+    """A logger like that of Transformers: its own handler to stderr, and no propagation."""
     logger = logging.getLogger("some_library")
     handler = logging.StreamHandler(sys.stderr)
     logger.addHandler(handler)
@@ -47,7 +47,7 @@ def written(path: Path) -> list[str]:
     return [line.partition("  ")[2] for line in (path / "log.txt").read_text().splitlines()]
 
 
-def test_a_library_speaks_once_and_only_in_log_txt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_librarys_message_is_logged_once_in_log_txt_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = io.StringIO()
     with library_with_its_own_handler() as library, routed(tmp_path, out):
         for _ in range(3):
@@ -65,7 +65,7 @@ def test_an_error_of_a_library_is_shown(tmp_path: Path) -> None:
     assert written(tmp_path) == ["some_library: the disk is on fire"]
 
 
-def test_afterwards_everything_is_as_before() -> None:
+def test_handlers_are_restored_afterwards() -> None:
     with library_with_its_own_handler() as library:
         before, root, show = list(library.handlers), list(logging.root.handlers), warnings.showwarning
         with route(Console(stream=io.StringIO())):
@@ -75,7 +75,7 @@ def test_afterwards_everything_is_as_before() -> None:
         assert warnings.showwarning is show
 
 
-def test_a_library_imported_later_is_taken_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_library_imported_later_is_routed_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = io.StringIO()
     late = logging.getLogger("late_library")
     handler = logging.StreamHandler(sys.stderr)
@@ -90,7 +90,7 @@ def test_a_library_imported_later_is_taken_too(capsys: pytest.CaptureFixture[str
     assert (out.getvalue(), capsys.readouterr().err) == ("", "")
 
 
-def test_transformers_own_handler_is_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_handler_of_transformers_is_replaced(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from transformers.utils import logging as theirs
 
     out = io.StringIO()
@@ -107,7 +107,7 @@ def test_transformers_own_handler_is_taken(capsys: pytest.CaptureFixture[str], t
     assert (out.getvalue(), capsys.readouterr().err) == ("", "")
 
 
-def test_warnings_of_packages_are_written_down_and_those_of_the_users_code_are_shown(tmp_path: Path) -> None:
+def test_warnings_of_packages_are_logged_and_those_of_the_users_code_are_shown(tmp_path: Path) -> None:
     out = io.StringIO()
     with routed(tmp_path, out), warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -118,14 +118,14 @@ def test_warnings_of_packages_are_written_down_and_those_of_the_users_code_are_s
     assert written(tmp_path) == ["test_libraries: UserWarning: Gradients will be None", "peft: FutureWarning: old"]
 
 
-def test_our_own_warnings_are_warnings() -> None:
+def test_our_own_warnings_are_shown() -> None:
     out = io.StringIO()
     with route(Console(stream=out)):
         logging.getLogger("fullshard.data.loader").warning("slow")
     assert out.getvalue() == "warning: slow\n"
 
 
-def test_chatter_reaches_log_txt_when_debugging(tmp_path: Path) -> None:
+def test_debug_messages_reach_log_txt_when_debugging(tmp_path: Path) -> None:
     out = io.StringIO()
     console = Console(stream=out)
     console.open_log(tmp_path / "log.txt", debug=True)

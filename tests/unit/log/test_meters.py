@@ -91,7 +91,7 @@ def test_each_quantity_has_its_own_rate() -> None:
     assert meters.record(step=5, epoch=1, loss=1.0, lr=1e-4)["seconds_of_audio_per_second"] == 0.0
 
 
-def test_the_mfu_counts_what_images_cost() -> None:
+def test_mfu_includes_the_flops_of_images() -> None:
     clock = Clock()
     meters = Meters(
         flops_per_token=2e9, media_flops={"image_tokens": 3e9}, peak_flops=1e13, ranks=2, warmup=0, clock=clock
@@ -140,7 +140,7 @@ def test_no_mfu_is_claimed_without_a_peak() -> None:
     assert "mfu" not in meters.record(step=2, epoch=1, loss=1.0, lr=1e-4)
 
 
-def test_a_resumed_run_goes_on_counting() -> None:
+def test_a_resumed_run_continues_its_counts() -> None:
     clock = Clock()
     meters = Meters(samples=800, tokens=100_000, seconds=500.0, clock=clock)
     run_steps(meters, clock, 2)
@@ -153,7 +153,7 @@ def test_an_unknown_phase_is_a_bug() -> None:
         Meters().add("sleep", 1.0)
 
 
-def test_waiting_for_data_is_said_once_in_a_while() -> None:
+def test_waiting_for_data_is_reported_from_time_to_time() -> None:
     clock = Clock()
     meters = Meters(warmup=0, clock=clock)
     said = []
@@ -167,7 +167,7 @@ def test_waiting_for_data_is_said_once_in_a_while() -> None:
     assert "data.workers (now 2)" in said[0]
 
 
-def test_a_few_steps_are_no_ground_for_advice() -> None:
+def test_advice_needs_enough_steps() -> None:
     clock = Clock()
     meters = Meters(warmup=1, clock=clock)
     said = []
@@ -183,7 +183,7 @@ def test_a_few_steps_are_no_ground_for_advice() -> None:
 
 
 @pytest.mark.parametrize(("wait", "said"), [(0.05, None), (0.0504, None), (0.0506, "5.1% "), (0.06, "6% ")])
-def test_five_percent_is_the_line(wait: float, said: str | None) -> None:
+def test_advice_starts_above_five_percent(wait: float, said: str | None) -> None:
     clock = Clock()
     clock.now = 0.0
     meters = Meters(warmup=0, clock=clock)

@@ -21,7 +21,7 @@ def steps(path: Path) -> list[int]:
     return [record["step"] for record in read(path)]
 
 
-def test_a_record_is_in_the_file_at_once(tmp_path: Path) -> None:
+def test_a_record_is_in_the_file_when_write_returns(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "run" / "metrics.jsonl")
     metrics.write({"kind": "train", "step": 1, "loss": 2.5})
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == '{"kind": "train", "step": 1, "loss": 2.5}\n'
@@ -47,7 +47,7 @@ def test_a_run_from_the_start_begins_an_empty_file(tmp_path: Path) -> None:
     assert path.read_text() == ""
 
 
-def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 4))
     with path.open("a") as file:
@@ -77,7 +77,7 @@ def test_records_without_a_step_survive_a_resume(tmp_path: Path) -> None:
     assert read(path) == [{"kind": "event", "text": "two lines\u2028in one record"}]
 
 
-def test_numbers_that_json_cannot_say_are_null_and_named() -> None:
+def test_nan_and_inf_are_written_as_null_and_named() -> None:
     text = encode({"step": 1, "loss": float("nan"), "time": {"data": float("inf")}, "ids": [1, float("-inf")]})
 
     def refuse(word: str) -> None:
@@ -115,5 +115,5 @@ def test_the_last_step(tmp_path: Path) -> None:
         ({"kind": "event", "step": 3, "seconds": 1.0}, {}),
     ],
 )
-def test_tags(record: dict[str, object], tags: dict[str, float]) -> None:
+def test_records_become_tagged_numbers(record: dict[str, object], tags: dict[str, float]) -> None:
     assert scalars(record) == tags

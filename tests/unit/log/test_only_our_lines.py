@@ -1,4 +1,4 @@
-"""Commands that import every library with something to say print our own lines alone."""
+"""Commands print only our own lines, even with libraries that log when imported."""
 
 from __future__ import annotations
 

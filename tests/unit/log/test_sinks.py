@@ -11,7 +11,7 @@ from fullshard.log.all_sinks import Sinks
 
 
 class Kept(OpenSink):
-    """Remembers what it got, and fails where it was told to."""
+    """Remembers what it got, and fails on request."""
 
     def __init__(self, *, fail_at: int | None = None, fail_to_close: bool = False) -> None:
         self.steps: list[int] = []

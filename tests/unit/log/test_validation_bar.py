@@ -1,4 +1,4 @@
-"""The bar of a validation ends with the number that the validation finds."""
+"""The bar of a validation ends with the number that the validation reports."""
 
 from __future__ import annotations
 

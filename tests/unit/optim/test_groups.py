@@ -1,4 +1,4 @@
-"""Parameter groups by name: which parameters go where, in every optimizer, and what a wrong pattern is told."""
+"""Parameter groups by name: which parameters go where, in every optimizer, and the errors for wrong patterns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_each_group_has_its_rate_and_decay_and_follows_the_schedule(kind: str) -
     assert not model.embedding.weight.requires_grad
 
 
-def test_without_groups_there_are_two() -> None:
+def test_without_groups_matrices_and_vectors_are_separate() -> None:
     model = Model()
     groups = opened(model, groups=None).param_groups
     assert [(len(group["params"]), group["weight_decay"]) for group in groups] == [(6, 0.3), (5, 0.0)]
@@ -127,7 +127,7 @@ def test_recompute_needs_a_whole_block() -> None:
         recompute_by_block([Group(match=["*.0.bias"], recompute="full")], blocks)
 
 
-def test_the_summary_says_what_a_group_is() -> None:
+def test_the_summary_describes_each_group() -> None:
     groups = [Group.model_validate(group) for group in GROUPS]
     names = [name for name, _ in Model().named_parameters()]
     assert describe_groups(groups, names) == [

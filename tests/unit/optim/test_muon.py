@@ -126,7 +126,7 @@ def test_slices_are_updated_as_torch_updates_whole_matrices(
             assert_near(kept[name], tensor, within=1e-6, what=name)
 
 
-def test_a_dit_keeps_its_embeddings_and_ends_out() -> None:
+def test_embeddings_and_output_layers_of_a_dit_use_adamw() -> None:
     from fullshard.families.diffusion.models.diffusers import Diffusers
 
     module = Diffusers(architecture="dit", size="tiny", classes=10).build(processor=None)
@@ -152,14 +152,14 @@ def test_every_parameter_has_one_group_and_vectors_do_not_decay() -> None:
     assert groups[2][0] == {id(p) for p in model.parameters() if p.dim() == 1}
 
 
-def test_no_matrix_and_no_match_are_told() -> None:
+def test_no_matrix_or_no_match_is_an_error() -> None:
     with pytest.raises(RecipeError, match=r"no trained matrix is in a numbered block.*head\.weight"):
         Muon().taken([("head.weight", 2), ("norm.weight", 1)])
     with pytest.raises(RecipeError, match=r"optimizer\.matrices\[0\] = 'blocks\.\*' does not match any of the 1"):
         Muon(matrices=["blocks.*"]).taken([("layers.0.weight", 2)])
 
 
-def test_a_resumed_run_is_the_straight_one(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(ranks: RankPool, tmp_path: Path) -> None:
     from tests.small import curve, model_folder, recipe, token_file, train
 
     model_folder(tmp_path / "model")

@@ -102,7 +102,7 @@ def test_an_unknown_schedule_lists_the_known_ones() -> None:
         schedule("cosin")
 
 
-def test_the_warm_up_says_where_it_stands_to_that_of_transformers() -> None:
+def test_the_warm_up_help_states_the_difference_to_transformers() -> None:
     """In the description that editors and `fullshard recipes schema` show."""
     text = " ".join((Schedule.model_fields["warmup"].description or "").split())
     assert "Step n of N has n/N of the rate" in text

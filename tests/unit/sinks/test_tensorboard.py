@@ -32,7 +32,7 @@ def life(folder: Path, *, resume: int, until: int, offset: float = 0.0) -> None:
     sink.close()
 
 
-def test_it_is_known_by_its_kind() -> None:
+def test_it_is_found_by_its_kind() -> None:
     assert isinstance(decode(Sink, "tensorboard", where="log.sinks[0]"), TensorBoard)
 
 
@@ -42,7 +42,7 @@ def test_numbers_read_back_by_tensorboard(tmp_path: Path) -> None:
     assert curve(tmp_path, "time/data") == [(1, 0.5), (2, 0.5), (3, 0.5)]
 
 
-def test_kinds_have_tags_of_their_own_and_events_none(tmp_path: Path) -> None:
+def test_train_and_validation_have_separate_tags_and_events_have_no_tag(tmp_path: Path) -> None:
     sink = TensorBoard().open(tmp_path, name="run", recipe={})
     sink.write({"kind": "validation", "step": 4, "loss": 2.0, "perplexity": 8.0})
     sink.write({"kind": "event", "step": 4, "event": "saved", "seconds": 1.0})
@@ -73,7 +73,7 @@ def test_a_run_from_the_start_hides_an_earlier_one(tmp_path: Path) -> None:
     assert curve(tmp_path, "train/loss") == [(1, 1.5), (2, 2.5)]
 
 
-def test_a_missing_package_is_said_with_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_gives_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(SetupError, match=r"log.sinks\[0\] \(tensorboard\) .* pip install tensorboard$"):

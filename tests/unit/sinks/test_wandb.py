@@ -41,7 +41,7 @@ print(json.dumps(answer))
 
 
 def run_offline(root: Path, *words: str, resume: int, **variables: str) -> dict[str, object]:
-    """A run in a process of its own, with a home, a temporary and a working folder to look into afterwards."""
+    """A run in a separate process, with a home, a temporary and a working folder to look into afterwards."""
     places = {name: root / name for name in ("home", "tmp", "cwd", "run")}
     for place in places.values():
         place.mkdir(exist_ok=True)
@@ -96,13 +96,13 @@ VARIABLES = {
 }
 
 
-def test_wandbs_variables_are_in_force_where_the_recipe_says_nothing(tmp_path: Path) -> None:
+def test_wandb_variables_apply_if_the_recipe_is_silent(tmp_path: Path) -> None:
     found = run_offline(tmp_path, "{}", resume=0, **VARIABLES)
     assert (found["offline"], found["project"], found["name"], found["group"]) == (True, "theirs", "named", "sweep")
     assert (sorted(found["tags"]), found["id"]) == (["a", "b"], "chosen")  # type: ignore[call-overload]
 
 
-def test_keys_of_the_recipe_win_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_overrides_wandb_variables_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = '{"project": "ours", "mode": "offline"}'
     found = run_offline(tmp_path, given, resume=0, **{**VARIABLES, "WANDB_MODE": "online"})
     assert (found["offline"], found["project"], found["name"]) == (True, "ours", "named")
@@ -136,7 +136,7 @@ def test_disabled_needs_no_package_and_does_nothing(tmp_path: Path, monkeypatch:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_package_is_said_with_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_gives_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(SetupError, match=r"pip install 'fullshard\[wandb\]'"):
         Sinks([WeightsAndBiases()], tmp_path, name="run", recipe={}, warn=lambda line: None)
