@@ -164,8 +164,9 @@ class ArrowRecords:
         if len(dataset) == 0:
             raise DataError(f"{name}: the data set has no records. Choose another split or data set.")
         self._dataset, self._name = dataset, name
-        # Undecoded: the library would fail on a damaged image without naming it.
-        self._stored = dataset.with_format("arrow") if "Image(" in repr(dataset.features) else None
+        # Undecoded: the library would fail on a damaged image or clip without naming it.
+        is_media = any(name in repr(dataset.features) for name in ("Image(", "Audio("))
+        self._stored = dataset.with_format("arrow") if is_media else None
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -175,7 +175,7 @@ class TransformersModel(TokenHubModel):
         # varlen is switched on later; the model is built with the kernel that it replaces.
         attention = None if self.attention in ("auto", "varlen") else self.attention
         code = self.trust_remote_code
-        module = empty_model(config, attention=attention, trust_remote_code=code, auto=self.auto)
+        module = empty_model(config, attention=attention, trust_remote_code=code, auto=self._auto(config))
         # Before adapters, which replace layers.
         self._bind(module)
         module._weight_conversions = stored_conversions(module)  # type: ignore[assignment]
@@ -199,6 +199,10 @@ class TransformersModel(TokenHubModel):
             add_stored(module, adapter, base=str(base), revision=revision)
         freeze(module, self.freeze)
         return module
+
+    def _auto(self, config: Any) -> str:
+        """Transformers' class that builds this config."""
+        return self.auto
 
     def _without_adapters(self, module: nn.Module) -> list[str]:
         """Modules that get no adapters."""

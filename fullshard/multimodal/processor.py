@@ -159,7 +159,7 @@ class ImageTextProcessor:
         grids."""
         from PIL import Image
 
-        recorder = _Recorder(self.tokenizer)
+        recorder = Recorder(self.tokenizer)
         self.whole.tokenizer = recorder
         try:
             found = self._processed(text, [Image.new("RGB", size) for size in sizes])
@@ -206,7 +206,7 @@ class _ImageTexts:
     """The patches of each image, for a processor that counts them."""
 
 
-class _Recorder:
+class Recorder:
     """A tokenizer that remembers the text it was given."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -304,4 +304,4 @@ def _own_settings(whole: Any) -> dict[str, Any]:
     return {name: getattr(whole, name) for name in known if name not in parts and hasattr(whole, name)}
 
 
-__all__ = ["ImageTextProcessor", "assemble", "has_processor", "load_processor"]
+__all__ = ["ImageTextProcessor", "Recorder", "assemble", "has_processor", "load_processor"]

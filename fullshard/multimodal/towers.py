@@ -46,7 +46,9 @@ def find(module: nn.Module) -> dict[str, list[str]]:
     for name, part in module.named_modules():
         config = getattr(part, "config", None)
         kind = kinds.get(getattr(config, "model_type", ""))
-        if name and kind and not _within(name, [n for names in found.values() for n in names]):
+        # Some language models hold the encoders of other media.
+        outer = [n for k, names in found.items() if k != LANGUAGE or kind == LANGUAGE for n in names]
+        if name and kind and not _within(name, outer):
             found.setdefault(kind, []).append(name)
     head = next((name for name, part in module.named_modules() if part is model.get_output_embeddings()), None)
     if head and not _within(head, found.get(LANGUAGE, [])):
@@ -55,6 +57,7 @@ def find(module: nn.Module) -> dict[str, list[str]]:
     rest = [name for name, part in _outermost(module, taken) if any(True for _ in part.parameters())]
     rest += [name for name, _ in module.named_parameters() if not _within(name, [*taken, *rest])]
     encoders = [name for kind, names in found.items() if kind != LANGUAGE for name in names]
+    rest += [name for language in found.get(LANGUAGE, []) for name in _beside(module, encoders, language)]
     inner = [n for encoder in encoders for n in _after_blocks(module, encoder, text.hidden_size)]
     if projector := rest or inner:
         found[PROJECTOR] = projector
@@ -136,6 +139,17 @@ def _outermost(module: nn.Module, taken: list[str], prefix: str = "") -> Iterato
             yield from _outermost(child, taken, f"{name}.")
         else:
             yield name, child
+
+
+def _beside(module: nn.Module, encoders: list[str], language: str) -> Iterator[str]:
+    """What a language model holds together with encoders: in the same child of its own."""
+    inside = [name for name in encoders if _within(name, [language])]
+    children = dict.fromkeys(".".join(name.split(".")[: language.count(".") + 2]) for name in inside)
+    for child in (name for name in children if name not in inside):
+        part = module.get_submodule(child)
+        found = [name for name, other in _outermost(part, inside, f"{child}.") if any(True for _ in other.parameters())]
+        names = (f"{child}.{name}" for name, _ in part.named_parameters())
+        yield from [*found, *(name for name in names if not _within(name, [*inside, *found]))]
 
 
 def _after_blocks(module: nn.Module, encoder: str, width: int) -> list[str]:

@@ -10,7 +10,7 @@ import base64
 import binascii
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
@@ -20,8 +20,8 @@ from urllib.request import Request, urlopen
 from fullshard.config.problems import sort_of
 from fullshard.contracts.data import Record
 from fullshard.errors import DataError
-from fullshard.formatting.plural import counted
 from fullshard.images.reading import Given, Unreadable, given
+from fullshard.multimodal.parts import Medium
 
 MARK = "<image>"
 """The place of an image in a text, as in LLaVA's data."""
@@ -30,10 +30,10 @@ MOST_BYTES = 100 * 2**20
 """The largest image that is downloaded."""
 WAIT_S, MOST_S = 20.0, 120.0
 """How long a server may be silent, and how long a whole download may take."""
-_VALUES = ("image", "image_url", "url", "path", "bytes", "base64")
-"""Keys of an image part that hold the image."""
-
-Message = dict[str, Any]
+MEDIUM = Medium(
+    "image", "image", MARK, ("image", "image_url"), ("image", "image_url", "url", "path", "bytes", "base64")
+)
+text_only, part_images, place_images = MEDIUM.text_only, MEDIUM.in_parts, MEDIUM.place
 
 
 def image_columns(record: Record) -> list[str]:
@@ -50,93 +50,6 @@ def column_images(record: Record) -> list[Any]:
         return []
     value = record[columns[0]]
     return list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else [value]
-
-
-def text_only(value: Any) -> Any:
-    """A conversation whose image parts are replaced by marks, so that it can be read as text."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return value
-    return [_marked(message) for message in value]
-
-
-def _marked(message: Any) -> Any:
-    if not isinstance(message, Mapping):
-        return message
-    contents = {key: message[key] for key in ("content", "value") if isinstance(message.get(key), list)}
-    return {**message, **{key: [_as_text(part) for part in parts] for key, parts in contents.items()}}
-
-
-def _as_text(part: Any) -> Any:
-    return {"type": "text", "text": MARK} if _is_image(part) else part
-
-
-def _is_image(part: Any) -> bool:
-    if not isinstance(part, Mapping):
-        return False
-    return part.get("type") in ("image", "image_url") or ("type" not in part and part.get("image") is not None)
-
-
-def part_images(value: Any) -> list[Any]:
-    """What each image part of a conversation holds; None for a part that only marks a place."""
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        return []
-    contents = [m.get("content", m.get("value")) for m in value if isinstance(m, Mapping)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return [_held(part) for part in parts if _is_image(part)]
-
-
-def _held(part: Mapping[str, Any]) -> Any:
-    value = next((part[key] for key in _VALUES if part.get(key) is not None), None)
-    return value.get("url") if isinstance(value, Mapping) and "url" in value else value
-
-
-def place_images(messages: list[Message], in_parts: list[Any], in_column: list[Any]) -> list[Any]:
-    """Splits the texts of messages at their marks into parts, in place; returns the images in order."""
-    if any(value is not None for value in in_parts) and in_column:
-        raise DataError(
-            "the record has images in its messages and in a column as well. Keep them in one place: parts without an "
-            "image of their own take the column's, in order."
-        )
-    held = [value for value in in_parts if value is not None]
-    if held and len(held) < len(in_parts):
-        raise DataError(f"{counted(len(in_parts) - len(held), 'image part')} of the messages have no image.")
-    images = held or in_column
-    marks = sum(text.count(MARK) for message in messages for text in _texts(message))
-    if images and not marks:
-        # Without a mark, images come before the first question.
-        first = next((message for message in messages if message["role"] == "user"), messages[0])
-        first["content"] = [{"type": "image"}] * len(images) + _parts(first.get("content"))
-    elif marks != len(images):
-        raise DataError(
-            f"the conversation has {counted(marks, 'place')} for images ({MARK} or image parts) and "
-            f"{counted(len(images), 'image')}. Give one image for each place, in order."
-        )
-    for message in messages:
-        if any(MARK in text for text in _texts(message)):
-            message["content"] = [piece for part in _parts(message["content"]) for piece in _split(part)]
-    return images
-
-
-def _texts(message: Message) -> list[str]:
-    return [str(part["text"]) for part in _parts(message.get("content")) if "text" in part]
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if content else []
-    return [part for part in content or [] if isinstance(part, dict)]
-
-
-def _split(part: dict[str, Any]) -> list[dict[str, Any]]:
-    if MARK not in part.get("text", ""):
-        return [part]
-    pieces: list[dict[str, Any]] = []
-    for at, text in enumerate(part["text"].split(MARK)):
-        pieces += [{"type": "image"}] if at else []
-        # LLaVA writes a line break after the mark, which the chat template writes itself.
-        text = text.removeprefix("\n") if at else text
-        pieces += [{**part, "text": text}] if text else []
-    return pieces
 
 
 def read_given(value: Any, number: int, *, allow_urls: bool) -> Given:

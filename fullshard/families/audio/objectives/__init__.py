@@ -1,0 +1,1 @@
+"""Objectives of audio language models."""
