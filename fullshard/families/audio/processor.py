@@ -144,9 +144,9 @@ class ChunkProcessor(AudioProcessor):
         super().__init__(extractor, tokenizer, **more)
         audio = config.audio_config
         self._frames = 2 * audio.max_source_positions  # the tower's second convolution halves them
-        self._samples = self._frames * extractor.hop_length
+        self._samples: int = self._frames * extractor.hop_length
         # Vectors of the tower are joined until they are as wide as its feed-forward layers.
-        self._tokens = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
+        self._tokens: int = audio.max_source_positions * audio.hidden_size // audio.intermediate_size
 
     @property
     def longest(self) -> int | None:

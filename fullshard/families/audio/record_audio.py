@@ -52,8 +52,11 @@ def column_clips(record: Record) -> list[Any]:
     clips = list(value) if several else [value]
     if rate is None:
         return clips
-    key = {str: "path", bytes: "bytes"}
-    return [c if isinstance(c, Mapping) else {key.get(type(c), "array"): c, RATE: rate} for c in clips]
+    return [clip if isinstance(clip, Mapping) else {_key(clip): clip, RATE: rate} for clip in clips]
+
+
+def _key(clip: Any) -> str:
+    return "path" if isinstance(clip, str) else "bytes" if isinstance(clip, bytes) else "array"
 
 
 def _is_list_of_arrays(value: Any) -> bool:
