@@ -201,7 +201,6 @@ class TransformersModel(TokenHubModel):
         return module
 
     def _auto(self, config: Any) -> str:
-        """Transformers' class that builds this config."""
         return self.auto
 
     def _without_adapters(self, module: nn.Module) -> list[str]:
