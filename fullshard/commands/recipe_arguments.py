@@ -155,12 +155,15 @@ def takes_recipe(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., No
         infos = {p.name: p.annotation.__metadata__[0] for p in declared}
         shown = {name: info for name, info in infos.items() if isinstance(info, OptionInfo) and not info.hidden}
         # Inside Annotated, typer takes the first name of an option for its default.
-        options = [i.default if i.default is not ... else f"--{name.replace('_', '-')}" for name, i in shown.items()]
+        options = tuple(
+            str(info.default) if info.default is not ... else f"--{name.replace('_', '-')}"
+            for name, info in shown.items()
+        )
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
             values = {name: given.pop(name) for name in names}
-            command(RecipeArguments(**values, command=command.__name__, options=tuple(options)), **given)
+            command(RecipeArguments(**values, command=command.__name__, options=options), **given)
 
         run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in declared}
