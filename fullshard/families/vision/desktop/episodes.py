@@ -86,7 +86,7 @@ def read_episode(record: Record, *, image_root: Path | None = None) -> Episode:
                 _in_order("timestamp_ns", event.timestamp_ns, last, path)
                 events.append(_located(event, path, image_root))
         except DataError as error:
-            raise type(error)(f"{where}: {error}") from error
+            raise type(error)(f"{Path(where).name}: {error}") from error  # the episode is named with its folder
     if all(isinstance(event, Info) for event in events):
         what = f"{counted(len(events), 'message')} about windows and state" if events else "no event"
         raise DataError(

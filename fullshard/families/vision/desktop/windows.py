@@ -20,10 +20,10 @@ from fullshard.families.vision.desktop.token_format import (
     EventFormat,
 )
 
-TOO_LONG = "too long for a window"
+TOO_LONG = "events too long for a window"
 NO_IMAGE = "without a screen"
-ROUNDED = "rounded: the wheel turned less than whole notches"
-LEFT_OUT = "left out: "
+ROUNDED = "turns of the wheel that are rounded to whole notches"
+LEFT_OUT = "{} messages that are left out"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Cut:
 
     windows: list[Window] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
-    """Events that were skipped or rounded, by reason."""
+    """Events that were skipped or rounded, by what they are."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Windows that were skipped, by reason."""
 
@@ -158,8 +158,8 @@ def _chosen(events: Sequence[Event], form: EventFormat, use_info: bool, counts: 
     has_raw = any(isinstance(event, RawMouse) for event in events)
     for event in events:
         if isinstance(event, Info) and not (use_info and form.takes(event)):
-            counts[f"{LEFT_OUT}{event.message_type}"] += 1
+            counts[LEFT_OUT.format(event.message_type)] += 1
         elif isinstance(event, Mouse) and has_raw:
-            counts[f"{LEFT_OUT}MouseEvent beside RawMouseEvent, which says the same"] += 1
+            counts[f"{LEFT_OUT.format('MouseEvent')}: RawMouseEvent says the same"] += 1
         else:
             yield event

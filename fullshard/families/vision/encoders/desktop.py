@@ -31,7 +31,7 @@ from fullshard.families.vision.desktop.rows import form_of, tokenised
 from fullshard.families.vision.desktop.screens import given, located
 from fullshard.families.vision.desktop.spans import learned
 from fullshard.families.vision.desktop.transcript import passages
-from fullshard.families.vision.desktop.windows import NO_IMAGE, Image, Window, cut
+from fullshard.families.vision.desktop.windows import NO_IMAGE, TOO_LONG, Image, Window, cut
 from fullshard.families.vision.image_samples import (
     ImageCollator,
     image_passages,
@@ -43,7 +43,12 @@ from fullshard.formatting.plural import counted
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
 from fullshard.text.tokens import shifted
 
-NO_ACTION = DropReason("with no action to learn", "lengthen data.sequence_length, or give recordings with actions")
+NO_ACTION = DropReason("with no action to learn", "raise data.sequence_length, or give recordings with actions")
+NO_SCREEN = DropReason(NO_IMAGE, "set data.encode.without_image = keep to train on windows without a screen")
+EVENT_TOO_LONG = DropReason(
+    "with an event too long for a window",
+    "raise data.sequence_length above the tokens of a screen or event, or make screens smaller (model.max_pixels)",
+)
 
 
 class Desktop(Encoder):
@@ -116,8 +121,9 @@ class OpenDesktop(OpenEncoder):
             return Encoded(dropped=[UNREADABLE])
         kept = [window for window in found.windows if window.learned]
         samples = [self._sample(window, pictures) for window in kept]
-        dropped = [NO_ACTION] * (len(found.windows) - len(kept)) + [_no_image()] * found.skipped[NO_IMAGE]
-        return Encoded(samples, dropped=dropped, lost=[*found.events.elements()])
+        dropped = [NO_ACTION] * (len(found.windows) - len(kept)) + [NO_SCREEN] * found.skipped[NO_IMAGE]
+        dropped += [EVENT_TOO_LONG] * found.events.pop(TOO_LONG, 0)
+        return Encoded(samples, dropped=dropped, noted=[*found.events])
 
     def _finished(self, record: Record) -> Encoded:
         """Rows that hold windows."""
@@ -129,7 +135,7 @@ class OpenDesktop(OpenEncoder):
                 if isinstance(error, Unreadable) and self.settings.unreadable == "skip":
                     dropped.append(UNREADABLE)
                     continue
-                raise type(error)(f"{where}: {error}") from error
+                raise type(error)(f"{Path(where).name}: {error}") from error
             if isinstance(found, DropReason):
                 dropped.append(found)
             else:
@@ -153,7 +159,7 @@ class OpenDesktop(OpenEncoder):
         refs = [located(ref, root=root, episode_path=window.episode_path) for ref in window.images]
         pictures = [self._picture(ref, known) for ref in refs]
         if not pictures and self.settings.without_image == "skip":
-            return _no_image()
+            return NO_SCREEN
         places = image_spans(ids, [picture.size for picture in pictures], self.processor)
         covered = {at for start, stop in places for at in range(start, stop)}
         marks = learned(ids.tolist(), tokenizer, FORMATS[self.settings.format], pictures=covered)
@@ -198,10 +204,6 @@ class OpenDesktop(OpenEncoder):
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _no_image() -> DropReason:
-    return DropReason(f"({NO_IMAGE})", "set data.encode.without_image = keep to train on such windows")
 
 
 def _is_finished(record: Record) -> bool:

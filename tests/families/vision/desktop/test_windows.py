@@ -136,7 +136,7 @@ def test_the_shift_is_in_the_time_tokens() -> None:
 def test_pointer_events_are_used_only_without_raw_ones() -> None:
     both = [Screen(0, b"0"), Mouse(1, "move", 3, 4), RawMouse(2, 1, 1)]
     found = windows(both)
-    assert found.events == {"left out: MouseEvent beside RawMouseEvent, which says the same": 1}
+    assert found.events == {"MouseEvent messages that are left out: RawMouseEvent says the same": 1}
     assert "<POINTER>" not in said(found.windows[0].segments)
     found = windows(both[:2])
     assert not found.events
@@ -147,7 +147,7 @@ def test_the_state_of_windows_is_never_trained_on() -> None:
     events = [Screen(0, b"0"), Info(1, "WindowInfo", {"title": "<EVENT_END>"}), Key(2, 65, True)]
     for form, use, written in (("factorized", True, False), ("json", False, False), ("json", True, True)):
         found = windows(events, form=FORMATS[form], use_info=use)
-        assert found.events == ({} if written else {"left out: WindowInfo": 1})
+        assert found.events == ({} if written else {"WindowInfo messages that are left out": 1})
         trained = [one for one in found.windows[0].segments if isinstance(one, Text) and one.trained]
         assert [one.event for one in trained] == events[2:]
         assert ("WindowInfo" in said(found.windows[0].segments)) == written
