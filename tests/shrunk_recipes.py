@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from tests.families.embedding import vision
+from tests.families.vision import small as vlm
 from tests.small import model_folder
 
 SMALL = (
@@ -41,6 +42,8 @@ def local_inputs(folder: Path) -> Path:
     tokenizer.save_pretrained(folder / "model")
     vision.vision_folder(folder / "vision", kind="qwen3_vl")
     vision.pictures(folder / "seen")
+    vlm.model_folder(folder / "smolvlm", "smolvlm")
+    vlm.write_recordings(folder / "desktop.jsonl", episodes=8)
     return folder
 
 
@@ -48,6 +51,13 @@ def shrunk(name: str, local: Path) -> list[str]:
     """The overrides that make a built-in recipe small and local; a new recipe needs an entry here."""
     own = {
         "desktop": ["data.train.episodes=12", "data.validation.episodes=3", "data.sequence_length=192"],
+        "desktop-smolvlm": [
+            f"model.path={local}/smolvlm",
+            f"data.train={local}/desktop.jsonl",
+            "data.sequence_length=128",
+            "data.holdout=0.3",
+            "precision=fp32",
+        ],
         "diffusion": ["data.train={kind: digits, part: train}", "evaluate.parts=[loss]", "evaluate.per_device=64"],
         "embedding": [
             f"data.train={local}/pairs.jsonl",

@@ -11,7 +11,7 @@ import inspect
 import json
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
+from fullshard.config.part import did_you_mean
 from fullshard.errors import DataError, RecipeError
 
 _KEPT = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
@@ -147,12 +148,23 @@ class ImageTextProcessor:
         if not {"shortest_edge", "longest_edge"} <= {k for k, v in sizes.items() if v is not None}:
             raise RecipeError(
                 f"model.min_pixels, model.max_pixels: {type(self.image_processor).__name__} makes every image the same "
-                "size. Leave them out."
+                "size. Leave them out, or change its settings with model.image_processor."
             )
         self.image_processor.size = {
             "shortest_edge": least or sizes["shortest_edge"],
             "longest_edge": most or sizes["longest_edge"],
         }
+
+    def change(self, settings: Mapping[str, Any]) -> None:
+        """Changes settings of the image processor; exported with it."""
+        known = {key for key in self.image_processor.to_dict() if not key.startswith("_")}
+        for key, value in settings.items():
+            if key not in known:
+                raise RecipeError(
+                    f"model.image_processor.{key} is not a setting of {type(self.image_processor).__name__}"
+                    f"{did_you_mean(key, sorted(known))}. Known: {', '.join(sorted(known))}."
+                )
+            setattr(self.image_processor, key, value)
 
     def _expanded(self, text: str, sizes: Sequence[tuple[int, int]]) -> tuple[str, Any]:
         """The text that Transformers' processor hands to its tokenizer for blank images of these sizes, and their
@@ -266,7 +278,7 @@ def load_processor(folder: Path, tokenizer: Any, *, model_type: str, trust_remot
     if not kept:
         raise RecipeError(
             f"{where}: {folder} has no image processor (no preprocessor_config.json or processor_config.json). Give a "
-            "folder with the processor of a vision-language model, or set model.processor to one."
+            "folder with the processor of a vision-language model."
         )
     try:
         images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 
 from fullshard.families.vision.fresh_processor import fresh_processor
 from fullshard.families.vision.sizes import tiny_vision
+from fullshard.families.vision.sources.desktop_episodes import DesktopEpisodes
 from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, train_tokenizer
 
 MODELS = [
@@ -82,6 +84,20 @@ def write_records(folder: Path, images_of_each: list[int]) -> Path:
     file = folder / "chats.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return file
+
+
+def write_recordings(path: Path, *, episodes: int) -> Path:
+    """Generated desktop recordings as rows in a file, with screens as data URIs."""
+    source = DesktopEpisodes(episodes=episodes, size=32).open()
+    lines = []
+    for index in range(len(source)):
+        row = dict(source[index])
+        if isinstance(row["message"], bytes):
+            uri = f"data:image/png;base64,{b64encode(row['message']).decode()}"
+            row["message"] = json.dumps({"media_ref": {"uri": uri}})
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines))
+    return path
 
 
 def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Finding
 from fullshard.contracts.no_grad import no_grad
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.errors import RecipeError
-from fullshard.families.vision.desktop.actions import Meaning, accuracy, baseline, meaning_of_text, pointer_in
+from fullshard.families.vision.desktop.actions import ALL, Meaning, accuracy, baseline, meaning_of_text, pointer_in
 from fullshard.families.vision.desktop.events import Mouse
 from fullshard.families.vision.desktop.formats import FORMATS
 from fullshard.families.vision.desktop.token_format import EVENT_END
@@ -58,9 +58,13 @@ class Actions(Evaluation):
                 bar.advance()
         every = [pair for part in gather_objects(pairs) for pair in part if pair[0] is not None]
         expected, found = [pair[0] for pair in every], [pair[1] for pair in every]
-        numbers = dict[str, float]()
-        for suffix, scores in (("", accuracy(expected, found)), ("_baseline", baseline(expected, expected))):
-            numbers |= {f"actions_{name}".removesuffix("_all") + suffix: score.share for name, score in scores.items()}
+        scores = {"": accuracy(expected, found), "_baseline": baseline(expected, expected)}
+        numbers = {
+            f"actions_{name}{suffix}".replace("_all", ""): of_type[name].share
+            for name in (ALL, *TYPES)
+            for suffix, of_type in scores.items()
+            if name in of_type
+        }
         return Findings(numbers)
 
 

@@ -46,6 +46,8 @@ class Vlm(TransformersModel):
     """Images with fewer pixels are enlarged, where the processor can; null: the processor's own."""
     max_pixels: int | None = Field(None, ge=1)
     """Images with more pixels are reduced, where the processor can; null: the processor's own."""
+    image_processor: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the image processor to change, by Transformers' names: {do_image_splitting: false}."""
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -63,6 +65,7 @@ class Vlm(TransformersModel):
             kind = str(config.model_type)
             found = load_processor(folder, tokenizer, model_type=kind, trust_remote_code=code, where=where)
         found.limit(self.min_pixels, self.max_pixels)
+        found.change(self.image_processor)
         found.follow(config)
         return found
 

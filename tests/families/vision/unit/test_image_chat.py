@@ -224,3 +224,15 @@ def test_images_as_the_datasets_library_stores_them(folder: Path, tmp_path: Path
     assert shown(encoder, first) == ENDED.format(ONE)
     with Image.open(io.BytesIO(second["image_data"].tobytes())) as image:
         assert np.array_equal(np.asarray(image), np.asarray(blue))
+
+
+def test_settings_of_the_image_processor(folder: Path) -> None:
+    def load(**settings: Any) -> Any:
+        model = Vlm(path=str(folder / "smolvlm"), image_processor=settings)
+        return model.load_processor(folder / "smolvlm", where="model.path")
+
+    # Four tiles and the whole image, or the whole image alone.
+    split, whole = (load(do_image_splitting=on, size={"longest_edge": 64}) for on in (True, False))
+    assert split.image_texts([(64, 64)])[0].count("<image>") == 5 * whole.image_texts([(64, 64)])[0].count("<image>")
+    with pytest.raises(RecipeError, match=r"model.image_processor.do_resiz is not a setting of .* \(did you mean"):
+        load(do_resiz=False)
