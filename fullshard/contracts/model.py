@@ -5,7 +5,7 @@ A family builds plain single-device modules. Must not know objectives, ranks or 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
@@ -174,9 +174,10 @@ class Family(Part):
         *,
         device: torch.device,
         in_step: bool,
+        media: Mapping[str, torch.Tensor],
     ) -> list[list[int]] | None:
         """The tokens after each row, generated with a key-value cache; None: the family has no cache, and
-        the objective is asked for every token. `in_step`: other ranks call this too."""
+        the objective is asked for every token. `in_step`: other ranks call this too. `media`: inputs beside tokens."""
         return None
 
     def longest(self, module: nn.Module) -> int | None:

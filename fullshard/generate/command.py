@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fullshard.generate.prompts import Prompt
     from fullshard.generate.source import GeneratingModel
     from fullshard.log.console import Console
+    from fullshard.multimodal.prompts import Files, Row
 
 
 def generate(
@@ -46,6 +47,9 @@ def generate(
     ] = None,
     messages: Annotated[
         list[str] | None, typer.Option(metavar="JSON|FILE", help="A conversation to answer; may be repeated.")
+    ] = None,
+    image: Annotated[
+        list[str] | None, typer.Option(metavar="FILE", help="An image that each prompt is about; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest continuation.")] = 128,
     temperature: Annotated[
@@ -69,8 +73,9 @@ def generate(
     """Continue prompts with the language model of RUN, or with MODEL.
 
     Prompts are laid out as the run's data was: as plain text, or as a user's message where the run was trained on
-    conversations. A text ends at a stop token of the model. Without a temperature the output equals Transformers'
-    greedy generate on the exported model. Ranks share the prompts and run in step.
+    conversations. Images come before the prompt, or where it says <image>. A text ends at a stop token of the model.
+    Without a temperature the output equals Transformers' greedy generate on the exported model. Ranks share the prompts
+    and run in step.
 
     Exit codes: 0 done; 2 a mistake in the options or the run.
     """
@@ -81,15 +86,15 @@ def generate(
     from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import gathered
 
-    texts = {"--prompt": prompt, "--prompts": prompts, "--messages": messages}
+    texts = {"--prompt": prompt, "--prompts": prompts, "--messages": messages, "--image": image}
     drawing = {"--max-new-tokens": max_new_tokens, "--temperature": temperature, "--top-p": top_p, "--seed": seed}
     flags = {"--raw": raw, "--base": base, "--trust-remote-code": trust_remote_code, "--json": as_json}
     words = as_words({**texts, **drawing, "--batch-size": batch_size, "--weights": weights, **flags})
-    asked = gathered(prompt or [], prompts or [], messages or [])
+    asked, files = gathered(prompt or [], prompts or [], messages or []), {"image": image or []}
     options = EvaluateOptions(None, checkpoint, weights, devices, (), base, trust_remote_code)
     way = Continuation(max_new_tokens, temperature, top_p, seed, frozenset())
     with json_alone(as_json):
-        records = _generate(target, options, asked, way, words, raw=raw, batch_size=batch_size, say=not as_json)
+        records = _generate(target, options, asked, files, way, words, raw=raw, batch_size=batch_size, say=not as_json)
     for record in records:
         typer.echo(json.dumps(record, ensure_ascii=False))
 
@@ -98,6 +103,7 @@ def _generate(
     target: str,
     options: EvaluateOptions,
     prompts: list[Prompt],
+    files: Files,
     way: Continuation,
     words: list[str],
     *,
@@ -111,6 +117,7 @@ def _generate(
     from fullshard.generate.source import find_model
     from fullshard.log import libraries
     from fullshard.log.console import Console
+    from fullshard.multimodal.prompts import described
     from fullshard.setup.on_ranks import as_rank
 
     launch = env.detect(os.environ)
@@ -121,9 +128,9 @@ def _generate(
         raise typer.Exit(code)
     with as_rank(topology) as (console, meet):
         chat = model.chat and not raw
-        rows, way = _laid_out(model, prompts, way, chat=chat)
+        rows, way = _laid_out(model, prompts, files, way, chat=chat)
         world = meet()
-        layout = f"{counted(len(prompts), 'prompt')}, as {'user messages' if chat else 'plain text'}"
+        layout = f"{counted(len(prompts), 'prompt')}, as {'user messages' if chat else 'plain text'}{described(files)}"
         _announce(console, model, layout, way, world)
         made = _make(model, rows, way, world, console, batch_size=batch_size)
         records = [_record(model, *each, way) for each in zip(prompts, rows, made, strict=True)]
@@ -133,28 +140,30 @@ def _generate(
 
 
 def _laid_out(
-    model: GeneratingModel, prompts: list[Prompt], way: Continuation, *, chat: bool
-) -> tuple[list[list[int]], Continuation]:
+    model: GeneratingModel, prompts: list[Prompt], files: Files, way: Continuation, *, chat: bool
+) -> tuple[list[Row], Continuation]:
     """The rows to continue, and where they end; refuses more tokens than the model has positions for."""
-    from fullshard.generate.prompts import tokens_of
+    from fullshard.multimodal.prompts import row_of
+    from fullshard.text.tokens import inner_tokenizer
 
-    if model.tokenizer is None:
+    if (tokenizer := inner_tokenizer(model.processor)) is None:
         raise SetupError(f"{model.name} has no tokenizer to read a prompt with. Export it with one.")
-    rows = [tokens_of(prompt, model.tokenizer, chat=chat) for prompt in prompts]
-    longest, most = model.family.longest(model.module), max(map(len, rows))
+    said = [p.messages or ([{"role": "user", "content": p.text}] if chat else None) for p in prompts]
+    rows = [row_of(p.text, m, files, model.family, model.processor) for p, m in zip(prompts, said, strict=True)]
+    longest, most = model.family.longest(model.module), max(len(row.tokens) for row in rows)
     if longest is not None and most + way.tokens > longest:
         raise SetupError(
             f"--max-new-tokens {way.tokens}: with a prompt of {most:,} tokens that is more than the {longest:,} "
             f"positions of the model. Give at most {max(longest - most, 0):,}, or a shorter prompt."
         )
     ends = model.family.stop_tokens(model.module)
-    ends |= {model.tokenizer.eos_token_id} - {None}
+    ends |= {tokenizer.eos_token_id} - {None}
     return rows, replace(way, ends=frozenset(ends))
 
 
 def _make(
     source: GeneratingModel,
-    rows: list[list[int]],
+    rows: list[Row],
     way: Continuation,
     world: World,
     console: Console,
@@ -162,7 +171,7 @@ def _make(
     batch_size: int,
 ) -> list[list[int]]:
     from fullshard.dist.precision import resolve_precision
-    from fullshard.generate.continue_rows import continue_rows, num_turns
+    from fullshard.generate.continue_rows import continue_rows, turns
     from fullshard.log.bar import Pace
     from fullshard.log.console import Bar
     from fullshard.setup.sharded_model import sharded_model
@@ -170,8 +179,8 @@ def _make(
     recipe = source.reading.recipe
     precision = resolve_precision(recipe.precision, world.device)
     model = sharded_model(recipe, source.module, world, precision, say=console.note, values=source.values)
-    turns = num_turns(len(rows), 1 if way.temperature else batch_size, world.size)
-    with Bar(console, "Generating", "", Pace(turns, clock=console.clock)) as bar:
+    num_turns = len(turns(rows, 1 if way.temperature else batch_size, world.size))
+    with Bar(console, "Generating", "", Pace(num_turns, clock=console.clock)) as bar:
         return continue_rows(
             rows,
             way,
@@ -200,14 +209,14 @@ def _announce(console: Console, model: GeneratingModel, layout: str, way: Contin
     console.header(f"fullshard generate: {model.reading.recipe.name}", lines)
 
 
-def _record(
-    model: GeneratingModel, prompt: Prompt, row: list[int], made: list[int], way: Continuation
-) -> dict[str, Any]:
+def _record(model: GeneratingModel, prompt: Prompt, row: Row, made: list[int], way: Continuation) -> dict[str, Any]:
+    from fullshard.text.tokens import inner_tokenizer
+
     stopped = bool(made) and made[-1] in way.ends
     return {
         "prompt": prompt.text,
-        "text": model.tokenizer.decode(made, skip_special_tokens=True),
-        "prompt_tokens": len(row),
+        "text": inner_tokenizer(model.processor).decode(made, skip_special_tokens=True),
+        "prompt_tokens": len(row.tokens),
         "tokens": made,
         "stopped": "stop token" if stopped else "length",
     }

@@ -5,7 +5,6 @@ Must not know options, files or texts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,10 +16,11 @@ from fullshard.contracts.model import Continuation, Family
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.world import World
 from fullshard.dist import reduce
+from fullshard.multimodal.prompts import Row
 
 
 def continue_rows(
-    rows: Sequence[list[int]],
+    rows: Sequence[Row],
     way: Continuation,
     *,
     family: Family,
@@ -32,17 +32,14 @@ def continue_rows(
 ) -> list[list[int]]:
     """What follows each row, on every rank. Drawn tokens follow from the seed and the number of the row alone, so rows
     with a temperature go one at a time."""
-    size = 1 if way.temperature else batch_size
-    mine = list(range(world.rank, len(rows), world.size))
     found: dict[int, list[int]] = {}
-    for start in range(0, num_turns(len(rows), size, world.size) * size, size):
-        own = mine[start : start + size]
+    for turn in turns(rows, 1 if way.temperature else batch_size, world.size):
+        own = turn[world.rank]
         # A rank without rows left runs along with the first one: all ranks have as many.
-        most = min(size, num_turns(len(rows), 1, world.size) - start)
-        numbers = [*own, *[0] * (most - len(own))]
-        some = [rows[number] for number in numbers]
+        numbers = [*own, *turn[0][:1] * (len(turn[0]) - len(own))]
+        some, media = [rows[number].tokens for number in numbers], rows[numbers[0]].media
         drawn = replace(way, seed=way.seed * 1_000_003 + numbers[0])
-        made = family.continued(module, some, drawn, device=world.device, in_step=world.size > 1)
+        made = family.continued(module, some, drawn, device=world.device, in_step=world.size > 1, media=media)
         if made is None:
             made = _by_logits(objective, module, some, drawn, device=world.device)
         found |= dict(zip(own, made, strict=False))
@@ -51,10 +48,15 @@ def continue_rows(
     return [everything[number] for number in range(len(rows))]
 
 
-def num_turns(rows: int, size: int, ranks: int) -> int:
-    """How often each rank continues some rows."""
-    most = math.ceil(rows / ranks)
-    return math.ceil(most / size)
+def turns(rows: Sequence[Row], size: int, ranks: int) -> list[list[list[int]]]:
+    """The numbers of the rows that each rank continues at once, for each turn. Rows with media go one at a time, and
+    never beside rows without: all ranks run a tower, or none."""
+    found = []
+    for media, most in ((True, ranks), (False, size * ranks)):
+        numbers = [number for number, row in enumerate(rows) if bool(row.media) == media]
+        parts = [numbers[start : start + most] for start in range(0, len(numbers), most)]
+        found += [[part[rank::ranks] for rank in range(ranks)] for part in parts]
+    return found
 
 
 @torch.no_grad()

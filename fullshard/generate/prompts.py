@@ -1,7 +1,4 @@
-"""Prompts as rows of tokens, laid out as the run's data was: as plain text, or with the chat template.
-
-Must not know models, ranks or how a row is continued.
-"""
+"""The prompts of a command line and of files. Must not know models, ranks or how a prompt is laid out."""
 
 from __future__ import annotations
 
@@ -87,25 +84,6 @@ def _checked(messages: Any, where: str) -> Prompt:
             f'{where}: a conversation is a list of messages: [{{"role": "user", "content": "..."}}]. Found '
             f"{json.dumps(messages)[:60]}."
         )
-    return Prompt(str(messages[-1]["content"]), messages)
-
-
-def tokens_of(prompt: Prompt, tokenizer: Any, *, chat: bool) -> list[int]:
-    """The tokens of a prompt; `chat`: the run was trained on conversations, so a text is a user's message."""
-    messages = prompt.messages or ([{"role": "user", "content": prompt.text}] if chat else None)
-    if messages is not None:
-        if not tokenizer.chat_template:
-            raise SetupError(
-                "--messages: the tokenizer has no chat template to lay out a conversation. Give the text itself: "
-                "--prompt TEXT."
-            )
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        # The template writes the special tokens itself.
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        ids = tokenizer(prompt.text)["input_ids"]
-        if ids and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]  # some tokenizers end every text; here it goes on
-    if not ids:
-        raise DataError(f"the tokenizer finds no token in the prompt {prompt.text[:40]!r}. Give another one.")
-    return list(ids)
+    said = messages[-1]["content"]
+    parts = said if isinstance(said, list) else [{"text": said}]
+    return Prompt(" ".join(str(part["text"]) for part in parts if part.get("text")) or str(said), messages)

@@ -33,7 +33,8 @@ class GeneratingModel:
     why: str
     reading: Reading
     family: Family
-    tokenizer: Any
+    processor: Any
+    """The tokenizer, or what holds it."""
     module: nn.Module
     values: Weights | None
     chat: bool
@@ -61,7 +62,7 @@ def find_model(target: str, options: EvaluateOptions, *, nodes: int) -> Generati
     processor = recipe.model.processor(cache=cache_folder(recipe))
     module, tokenizer = recipe.model.build(processor=processor), inner_tokenizer(processor)
     chat = tokenizer is not None and bool(tokenizer.chat_template)
-    return GeneratingModel(target, "its own weights", reading, recipe.model, tokenizer, module, None, chat)
+    return GeneratingModel(target, "its own weights", reading, recipe.model, processor, module, None, chat)
 
 
 def _trained(checkpoint: Path, reading: Reading, options: EvaluateOptions) -> GeneratingModel:
@@ -74,8 +75,8 @@ def _trained(checkpoint: Path, reading: Reading, options: EvaluateOptions) -> Ge
     step = f"step {files.step_of(checkpoint):,}"
     encoder = _encoder(checkpoint, reading)
     chat = encoder is not None and encoder.conversations
-    tokenizer, values = inner_tokenizer(trained.processor), Values(trained)
-    return GeneratingModel(str(checkpoint), step, reading, recipe.model, tokenizer, trained.module, values, chat)
+    name, values = str(checkpoint), Values(trained)
+    return GeneratingModel(name, step, reading, recipe.model, trained.processor, trained.module, values, chat)
 
 
 def _encoder(checkpoint: Path, reading: Reading) -> Encoder | None:

@@ -7,7 +7,7 @@ Must not know prompts, texts or recipes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ def continue_rows(
     source: Path | None,
     device: torch.device,
     in_step: bool,
+    media: Mapping[str, torch.Tensor],
 ) -> list[list[int]]:
-    """The new tokens of each row, including the stop token if there was one."""
+    """The new tokens of each row, including the stop token if there was one. `media`: what else the model takes."""
     model: Any = module
     settings = _settings(model, way, source=source)
     width = max(map(len, rows))
@@ -38,7 +39,10 @@ def continue_rows(
         real[at, width - len(row) :] = 1
     if way.temperature:
         torch.manual_seed(way.seed)
-    given = model.generate(ids, attention_mask=real, generation_config=settings, synced_gpus=in_step)
+    # Transformers would run towers before the forward pass, which gathers their weights.
+    model._supports_mm_encoder_outputs = lambda: False
+    inputs = {"attention_mask": real, **{name: value.to(device) for name, value in media.items()}}
+    given = model.generate(ids, **inputs, generation_config=settings, synced_gpus=in_step)
     return [_up_to_the_end(row, way.ends) for row in given[:, width:].tolist()]
 
 

@@ -23,6 +23,7 @@ from fullshard.hf.architecture.sizes import check_overrides
 from fullshard.hf.transformers_model import TransformersModel
 from fullshard.multimodal import towers
 from fullshard.multimodal.processor import has_processor, load_processor
+from fullshard.multimodal.prompts import Files, Row
 from fullshard.multimodal.towers import Tower
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Vlm(TransformersModel):
     loader: ClassVar[str | None] = "transformers.AutoModelForImageTextToText.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
     usual: ClassVar[dict[str, Any] | None] = {"objective": {"kind": "vision_lm"}, "evaluate": {"parts": ["loss"]}}
+
+    prompt_media: ClassVar[tuple[str, ...]] = ("image",)
 
     towers: dict[str, Tower] = Field(default_factory=dict)
     """What is done with language, vision and projector: {vision: {freeze: true}, projector: {lr: 1e-4}}."""
@@ -94,6 +97,11 @@ class Vlm(TransformersModel):
         if found:
             count = counted(len(found), "parameter")
             logger.info("%s of the towers, such as %s, are not used by the model and stay as they are", count, found[0])
+
+    def lay_out(self, text: str | None, messages: Any, files: Files, processor: Any) -> Row | None:
+        from fullshard.families.vision.prompts import image_prompt
+
+        return image_prompt(text, messages, files.get("image", ()), processor)
 
     def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
         from fullshard.multimodal.tower_attention import use_bounds

@@ -1,0 +1,77 @@
+"""Prompts with images, laid out as in training. Must not know commands, models or ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from fullshard.errors import DataError, SetupError
+from fullshard.families.vision import record_images
+from fullshard.families.vision.encoders.image_chat import ImageChat
+from fullshard.formatting.plural import counted
+from fullshard.images.reading import quiet, reason
+from fullshard.multimodal.prompts import Row
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Message = dict[str, Any]
+
+
+def image_prompt(text: str | None, messages: list[Message] | None, names: Sequence[str], processor: Any) -> Row | None:
+    """The tokens of a prompt and the pixels of its images, as Transformers' processor makes them."""
+    if messages is None:
+        laid_out, images = _marked(str(text), names, processor.placeholder), list(names)
+    else:
+        record = {"messages": messages, "images": list(names) or None}
+        messages, images = ImageChat().with_images(record)
+        laid_out = _rendered(messages, processor.tokenizer) if images else ""
+    if not images:
+        return None
+    pictures = [_opened(image) for image in images]
+    return _row(processor.whole, laid_out, pictures)
+
+
+def _marked(text: str, names: Sequence[str], placeholder: str) -> str:
+    """Plain text with a placeholder at each mark; without marks, images come first."""
+    marks = text.count(record_images.MARK)
+    if names and marks not in (0, len(names)):
+        raise DataError(
+            f"the prompt has {counted(marks, 'place')} for images ({record_images.MARK}) and --image is given "
+            f"{counted(len(names), 'time')}. Give one image for each place, in order."
+        )
+    return text.replace(record_images.MARK, placeholder) if marks else placeholder * len(names) + text
+
+
+def _rendered(messages: list[Message], tokenizer: Any) -> str:
+    if not tokenizer.chat_template:
+        raise SetupError("the tokenizer has no chat template to lay out a conversation. Add --raw to give plain text.")
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def _row(whole: Any, text: str, pictures: list[Image.Image]) -> Row:
+    kinds = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in whole.model_input_names else {}
+    # Templates write special tokens themselves, and training adds none.
+    found = whole(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt", **kinds)
+    tokens = found["input_ids"][0].tolist()
+    return Row(tokens, {k: v for k, v in found.items() if k not in ("input_ids", "attention_mask")})
+
+
+def _opened(value: Any) -> Image.Image:
+    from PIL import Image, ImageOps
+
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise DataError(f"the image {value[:80]} is a URL, and nothing is downloaded. Download it and give its path.")
+    name = f"the image {value}" if isinstance(value, str) and not value.startswith("data:") else "an image"
+    given = record_images.read_given(value, 1, allow_urls=False).value
+    try:
+        with quiet(), Image.open(BytesIO(given) if isinstance(given, bytes) else given) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:  # depends on the format
+        raise DataError(f"{name} cannot be read: {reason(error)}. Give the path of an image file.") from error
+
+
+__all__ = ["image_prompt"]
