@@ -52,7 +52,8 @@ def by_transformers(folder: Path, content: list[dict[str, Any]]) -> list[int]:
     given = {"images": [images]} if images else {}
     kinds = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in processor.model_input_names else {}
     inputs = processor(text=[text], **given, return_tensors="pt", **kinds)
-    made = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False)
+    ends = processor.tokenizer.eos_token_id
+    made = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=ends)
     return made[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
 
@@ -93,7 +94,7 @@ def test_a_model_answers_as_in_transformers(
 
 def test_a_run_and_its_export_answer_alike_on_any_ranks(ranks: RankPool, folder: Path, pictures: list[Path]) -> None:
     """Prompts with and without images share the ranks."""
-    ranks.run(train, settings(folder, "run", duration={"steps": 2}), world=2)
+    ranks.run(train, settings(folder, "run", duration={"steps": 2}, optimizer={"lr": 1e-4}), world=2)
     run, (one, two) = folder / "runs" / "run", pictures
     export = run / "model"
     again = f"{ASKED} <image> And this? <image>"
@@ -102,6 +103,7 @@ def test_a_run_and_its_export_answer_alike_on_any_ranks(ranks: RankPool, folder:
         by_transformers(export, [*asked(text=f"{ASKED} "), *asked(one, text=" And this? "), *asked(two)[:1]]),
     ]
     both = ["--image", one, "--image", two]
+    assert all(len(row) > 1 for row in expected)
     for target, world in ((run, 1), (run, 2), (export, 1)):
         found = generate(ranks, target, *both, "--prompt", ASKED, "--prompt", again, world=world)
         assert [record["tokens"] for record in found] == expected, (target, world)
