@@ -33,11 +33,13 @@ class EvaluationInputs:
     bar: Callable[[int], Any]
     """A progress bar over n batches: `with bar(n) as b: b.advance(running_loss)`."""
     show: Callable[..., Any]
-    """Saves a grid of images in the run folder: `show(name, images, columns=8)`, on rank 0, returns the file's path."""
+    """Saves a grid of images in the run folder, with a text: `show(name, images, columns=8, text=...)`; on rank 0."""
     encoder: Any = None
     """The run's OpenEncoder, for evaluations with their own records."""
     collator: Any = None
     """The run's Collator."""
+    held_out: Any = None
+    """The encoded validation data, if there is any."""
 
 
 @dataclass(frozen=True)

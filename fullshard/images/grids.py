@@ -29,13 +29,18 @@ class Gallery:
     progress: Progress
     write: Callable[[dict[str, Any]], None]
 
-    def show(self, name: str, images: torch.Tensor, *, columns: int, array: torch.Tensor | None = None) -> Path:
-        """Writes `pictures/NAME-STEP.png` and a record about it, on rank 0; `array` goes to a .npy file beside it."""
+    def show(
+        self, name: str, images: torch.Tensor, *, columns: int, array: torch.Tensor | None = None, text: str = ""
+    ) -> Path:
+        """Writes `pictures/NAME-STEP.png` and a record about it, on rank 0; beside it `array` in a .npy file, and a
+        text in Markdown in a .md file."""
         step = self.progress.step
         path = self.folder / FOLDER / f"{name}-{step}.png"
         if array is not None:
             save_array(array, path.with_suffix(".npy"))
         save_grid(images, path, columns=columns)
+        if text:
+            path.with_suffix(".md").write_text(text, encoding="utf-8")
         self.write({"kind": "event", "event": "picture", "step": step, "name": name, "file": f"{FOLDER}/{path.name}"})
         return path
 

@@ -123,4 +123,5 @@ def evaluation_inputs(
         show=show,
         encoder=inputs.data.encoder,
         collator=inputs.data.collator,
+        held_out=inputs.data.validation_from,
     )

@@ -48,6 +48,8 @@ class _Open(OpenSink):
 
             with Image.open(self._folder / record["file"]) as image:
                 self._writer.add_image(record["name"], np.asarray(image), record["step"], dataformats="HWC")
+            if (text := (self._folder / record["file"]).with_suffix(".md")).is_file():
+                self._writer.add_text(record["name"], text.read_text(encoding="utf-8"), record["step"])
         for tag, value in scalars(record).items():
             self._writer.add_scalar(tag, value, record["step"])
 

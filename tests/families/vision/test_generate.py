@@ -4,6 +4,7 @@ adapters, on several ranks, with and without images; and what it refuses."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -135,5 +136,7 @@ def test_mistakes_are_explained(ranks: RankPool, folder: Path, pictures: list[Pa
     assert "there is no prompt" in refused(ranks, model, *one)
     assert "nothing is downloaded" in refused(ranks, model, "--image", "https://a.b/c.png", "--prompt", ASKED)
     small.model_folder(tmp_path / "text")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / name, tmp_path / "text")
     told = refused(ranks, tmp_path / "text", *one, "--prompt", ASKED)
-    assert "kind hf" in told
+    assert "the model is of kind hf, which takes text only. Leave --image out" in " ".join(told.split())

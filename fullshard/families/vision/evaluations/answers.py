@@ -1,18 +1,25 @@
 """How many answers the model gets right, token for token, as greedy decoding would give them.
 
 Greedy decoding gives the expected answer if and only if every one of its tokens is the most likely one after those
-before it, so one forward pass tells. All ranks run it together. Must not know FSDP or how the model was trained.
+before it, so one forward pass is enough. A few answers are generated token by token and shown with their pictures. All
+ranks run every forward pass together. Must not know FSDP or how the model was trained.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
 from fullshard.contracts.data import IGNORE
 from fullshard.contracts.evaluation import Evaluation, EvaluationInputs, Findings
 from fullshard.contracts.no_grad import no_grad
 from fullshard.contracts.objective import Numbers, Objective
 from fullshard.errors import RecipeError
+from fullshard.families.vision.shown_answers import Shown, choose, pictures_of, pixels, readable, sheet, table
+from fullshard.formatting.plural import counted
+from fullshard.multimodal.answers import greedy, last_answer
+from fullshard.text.tokens import inner_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +31,12 @@ class Answers(Evaluation):
 
     numbers: ClassVar[Numbers | None] = {"answers": "max"}
     needs_held_out: ClassVar[bool] = True
+
+    show: int = Field(4, ge=0)
+    """Generate answers to this many of the first validation samples with images, and write them with their pictures to
+    `pictures/answers-STEP.png` and `.md` in the run folder, and to TensorBoard."""
+    show_tokens: int = Field(32, ge=1)
+    """The longest answer that is generated to be shown."""
 
     def gives(self, objective: Objective, model: nn.Module) -> Numbers | None:
         if not hasattr(objective, "likeliest"):
@@ -47,7 +60,32 @@ class Answers(Evaluation):
                 found += _right(predicted, there["labels"])
                 bar.advance()
         right, total = inputs.sum_over_ranks(found).tolist()
-        return Findings({"answers": right / max(total, 1.0)})
+        return Findings({"answers": right / max(total, 1.0)}, self._shown(inputs))
+
+    def _shown(self, inputs: EvaluationInputs) -> list[str]:
+        """Generated answers, for the console; their pictures go to the run folder."""
+        from fullshard.dist.reduce import place
+
+        tokenizer, image = inner_tokenizer(inputs.processor), getattr(inputs.processor, "image_token_id", None)
+        samples = choose(inputs.held_out, self.show, image) if self.show and inputs.held_out else []
+        if not samples:
+            return []
+        asked, expected = zip(*map(last_answer, samples), strict=True)
+        ends = {tokenizer.eos_token_id, *(row[-1] for row in expected if row[-1] in tokenizer.added_tokens_decoder)}
+        made = greedy(inputs, asked, tokens=self.show_tokens, ends=ends)
+        if place()[1]:
+            return []
+        said = [
+            [readable(row, tokenizer, image) for row in rows]
+            for rows in ([a["input_ids"] for a in asked], expected, made)
+        ]
+        pictures = [pictures_of(sample, getattr(inputs.encoder.settings, "image_root", None)) for sample in samples]
+        shown = [Shown(*each) for each in zip(pictures, *said, strict=True)]
+        where = (
+            f": {inputs.show('answers', pixels(sheet(shown)), columns=1, text=table(shown))}" if any(pictures) else ""
+        )
+        lines = [f"  {each.question}  expected: {each.expected}  answer: {each.answer}" for each in shown]
+        return ["\n".join([f"Answers to {counted(len(shown), 'validation sample')}{where}", *lines])]
 
 
 def _right(predicted: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,85 @@
+"""Answers that a model generates to its own validation samples, always the most likely token, on all ranks together.
+
+Every token runs the whole row again: that works with any attention kernel, sharded or compiled. Must not know media,
+files or how the model was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fullshard.contracts.data import IGNORE, Features
+from fullshard.contracts.evaluation import EvaluationInputs
+from fullshard.contracts.no_grad import no_grad
+from fullshard.contracts.objective import Batch
+from fullshard.multimodal.objective import MEDIA
+
+if TYPE_CHECKING:
+    import torch
+
+
+def last_answer(sample: Features) -> tuple[Features, list[int]]:
+    """A sample up to its last answer, and the tokens of that answer."""
+    learned = np.flatnonzero(sample["labels"] != IGNORE)
+    # An answer is a run of learned positions; a label is the token after its position.
+    begin = learned[np.flatnonzero(np.diff(learned, prepend=-2) > 1)[-1]]
+    size = len(sample["labels"])
+    before = {name: array[: begin + 1] if len(array) == size else array for name, array in sample.items()}
+    return before, sample["labels"][learned[learned >= begin]].tolist()
+
+
+@no_grad
+def greedy(inputs: EvaluationInputs, prompts: Sequence[Features], *, tokens: int, ends: set[int]) -> list[list[int]]:
+    """At most so many tokens after each prompt, on every rank. The ranks share the prompts. Either all prompts have
+    media or none has: all ranks run a tower, or none."""
+    from fullshard.dist import reduce
+
+    ranks, rank = reduce.place()
+    found: dict[int, list[int]] = {}
+    for first in range(0, len(prompts), ranks):
+        number = first + rank
+        # A rank without a prompt runs along with the first one.
+        made = _continue(inputs, prompts[number if number < len(prompts) else first], tokens=tokens, ends=ends)
+        found |= {number: made} if number < len(prompts) else {}
+    every = {number: made for part in reduce.gather_objects(found) for number, made in part.items()}
+    return [every[number] for number in range(len(prompts))]
+
+
+def _continue(inputs: EvaluationInputs, prompt: Features, *, tokens: int, ends: set[int]) -> list[int]:
+    from fullshard.dist.reduce import any_rank
+    from fullshard.dist.upload import to_device
+
+    batch, made = to_device(inputs.collator.collate([prompt], length=None), inputs.device), list[int]()
+    for _ in range(tokens):
+        likeliest = int(inputs.objective.next_token_logits(inputs.model, batch)[0].argmax())
+        if not (made and made[-1] in ends):
+            made.append(likeliest)
+            batch = _extended(batch, likeliest)
+        # Ranks that are done run along until all are.
+        if not any_rank(made[-1] not in ends, inputs.device):
+            break
+    return made
+
+
+def _extended(batch: Batch, token: int) -> Batch:
+    """The batch of one row with one more token of text."""
+    import torch
+
+    def longer(name: str, new: Any) -> dict[str, torch.Tensor]:
+        old = batch.get(name)
+        return {} if old is None else {name: torch.cat([old, torch.full_like(old[:, :1], int(new(old)))], dim=1)}
+
+    return {
+        **batch,
+        **longer("input_ids", lambda _: token),
+        **longer("position_ids", lambda old: old[0, -1] + 1),
+        # Time, height and width of a text token are one more than the largest before it.
+        **longer(f"{MEDIA}mrope", lambda old: old.max() + 1),
+        **longer(f"{MEDIA}token_type_ids", lambda _: 0),
+    }
+
+
+__all__ = ["greedy", "last_answer"]
