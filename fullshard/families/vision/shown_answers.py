@@ -121,8 +121,8 @@ def _scaled(picture: Image.Image) -> Image.Image:
     from PIL import Image
 
     scale = _SIDE / max(picture.size)
-    size = tuple(max(1, round(side * scale)) for side in picture.size)
-    return picture.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
+    width, height = (max(1, round(side * scale)) for side in picture.size)
+    return picture.resize((width, height), Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
 
 
 __all__ = ["Shown", "choose", "pictures_of", "pixels", "readable", "sheet", "table"]
