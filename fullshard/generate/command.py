@@ -35,6 +35,13 @@ if TYPE_CHECKING:
     from fullshard.log.console import Console
     from fullshard.multimodal.prompts import Files, Row
 
+Conversations = Annotated[
+    list[str] | None, typer.Option(metavar="JSON|FILE", help="A conversation to answer; may be repeated.")
+]
+Images = Annotated[
+    list[str] | None, typer.Option(metavar="FILE", help="An image that each prompt is about; may be repeated.")
+]
+
 
 def generate(
     target: RunOrModel,
@@ -45,12 +52,8 @@ def generate(
         list[str] | None,
         typer.Option(metavar="FILE", help="One prompt per line; .jsonl: prompt, text or messages in each line."),
     ] = None,
-    messages: Annotated[
-        list[str] | None, typer.Option(metavar="JSON|FILE", help="A conversation to answer; may be repeated.")
-    ] = None,
-    image: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="An image that each prompt is about; may be repeated.")
-    ] = None,
+    messages: Conversations = None,
+    image: Images = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest continuation.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0, metavar="X", help="0 always takes the most likely token; 1 samples by likelihood.")
