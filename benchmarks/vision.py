@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.side_by_side import compare
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-VL-3B": (
@@ -110,7 +110,7 @@ def model_settings(shape: str, *, tiny: bool) -> dict[str, Any]:
     return {"kind": "vlm", "architecture": architecture, "tokenizer": {"train": {"vocab_size": 2048}}, **size}
 
 
-def product(folder: Path, shape: str, steps: int, *, tiny: bool) -> dict[str, float]:
+def product(folder: Path, *, shape: str, steps: int, tiny: bool) -> dict[str, float]:
     """fullshard, packed."""
     from fullshard.log.metrics import read as read_metrics
     from fullshard.recipes.read import read
@@ -151,7 +151,7 @@ def product(folder: Path, shape: str, steps: int, *, tiny: bool) -> dict[str, fl
     }
 
 
-def peer(folder: Path, shape: str, steps: int, *, tiny: bool) -> dict[str, float]:
+def peer(folder: Path, *, shape: str, steps: int, tiny: bool) -> dict[str, float]:
     """accelerate's FSDP2 with Transformers' model and processor; conversations padded to the longest of a batch."""
     import torch
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -259,45 +259,19 @@ class Padded:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="Qwen2.5-VL-3B")
-    parser.add_argument("--one", choices=("product", "peer"))
-    parser.add_argument("--folder", type=Path)
-    asked = parser.parse_args()
-    if asked.one:
-        run = product if asked.one == "product" else peer
-        print("RESULT " + json.dumps(run(asked.folder, asked.shape, asked.steps, tiny=asked.tiny)))
-        return
-    rows = []
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        write_data(folder, 64 if asked.tiny else 600, tiny=asked.tiny)
-        for name in ("product", "peer"):
-            words = [sys.executable, __file__, "--one", name, "--folder", str(folder), "--steps", str(asked.steps)]
-            words += ["--shape", asked.shape]
-            # accelerate shards only under a launcher; these are the variables of one.
-            own = {
-                "RANK": "0",
-                "WORLD_SIZE": "1",
-                "LOCAL_RANK": "0",
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": "29511",
-            }
-            environ = os.environ | (own if name == "peer" and not asked.tiny else {})
-            words += ["--tiny"] if asked.tiny else []
-            done = subprocess.run(words, capture_output=True, text=True, env=environ)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-            if not lines:
-                print(done.stdout[-3000:], done.stderr[-3000:])
-                rows.append(f"| {name} | failed | | | | |")
-                continue
-            found = json.loads(lines[-1].removeprefix("RESULT "))
-            rows.append(
-                f"| {name} | {found['tokens']:,.0f} | {found['images']:.1f} | {found['memory']:.1f} | "
-                f"{found['wait']:.1%} | {found['mfu']:.1%} |"
-            )
-    print("| job | tokens/s | images/s | peak GiB | data wait | MFU |\n|---|---|---|---|---|---|\n" + "\n".join(rows))
+    compare(
+        parser,
+        {"product": product, "peer": peer},
+        write_data,
+        {
+            "tokens": ("tokens/s", ",.0f"),
+            "images": ("images/s", ".1f"),
+            "memory": ("peak GiB", ".1f"),
+            "wait": ("data wait", ".1%"),
+            "mfu": ("MFU", ".1%"),
+        },
+    )
 
 
 if __name__ == "__main__":
