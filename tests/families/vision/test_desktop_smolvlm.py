@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast, SmolVLMConfig
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerFast, SmolVLMConfig
 from typer.testing import CliRunner, Result
 
 import fullshard
@@ -115,3 +116,18 @@ def test_its_miniature_trains_alike_under_every_strategy(ranks: RankPool, tmp_pa
         assert any(name.endswith(".distcp") for name in names) == (kind == "sharded"), names
     for strategy, found in curves.items():
         np.testing.assert_allclose(found, curves["full"], rtol=2e-6, err_msg=strategy)
+    check_export(tmp_path)
+
+
+def check_export(folder: Path) -> None:
+    """Transformers loads the model with the event tokens, whose rows began as the mean of the others."""
+    before, after = (AutoModelForImageTextToText.from_pretrained(folder / at) for at in ("model", "full/model"))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "full/model")
+    [start] = tokenizer("<EVENT_START>", add_special_tokens=False)["input_ids"]
+    old, new = (model.get_input_embeddings().weight.detach() for model in (before, after))
+    assert start >= len(old)
+    assert len(new) >= len(tokenizer) > len(old)
+    # Two steps of AdamW at a rate of 1e-5 or less move a weight by 2e-5 at most.
+    np.testing.assert_allclose(new[len(old) :], old.mean(0).expand(len(new) - len(old), -1), rtol=0, atol=3e-5)
+    made = after.generate(input_ids=torch.tensor([[start]]), max_new_tokens=2, do_sample=False)
+    assert made.shape[1] <= 3

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
+from PIL import Image
 
-from fullshard.contracts.data import IGNORE
+from fullshard.contracts.data import IGNORE, Encoded
 from fullshard.families.vision.desktop.episodes import read_episode
 from fullshard.families.vision.desktop.events import Key, Mouse, RawMouse
 from fullshard.families.vision.desktop.formats import FORMATS, FormatName
 from fullshard.families.vision.encoders.desktop import Desktop
 from fullshard.families.vision.models.vlm import Vlm
 from fullshard.families.vision.sources.desktop_episodes import DesktopEpisodes
+from tests.families.vision.desktop.samples import KEY, listed, row
 from tests.families.vision.small import model_folder
 
 
@@ -69,3 +73,58 @@ def test_the_blank_row_has_no_loss(folder: Path) -> None:
     batch = collator.collate(rows, length=None)
     assert np.all(batch["labels"][1].numpy() == IGNORE)
     assert "media.pixel_values" in batch
+
+
+def encoded(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> tuple[Any, Encoded]:
+    encoder, open_encoder = opened(folder, **settings)
+    return open_encoder, open_encoder.encode(encoder.arranged(listed(rows))[0])
+
+
+def test_screens_are_files_bytes_data_uris_or_frames_of_a_video(folder: Path, tmp_path: Path) -> None:
+    picture = Image.new("RGB", (32, 32), (40, 120, 200))
+    picture.save(tmp_path / "one.png")
+    content = (tmp_path / "one.png").read_bytes()
+    with av.open(str(tmp_path / "clip.mkv"), "w") as container:
+        stream = container.add_stream("ffv1", rate=10, width=32, height=32, pix_fmt="bgr0")
+        for shown in (Image.new("RGB", (32, 32)), picture):
+            container.mux(stream.encode(av.VideoFrame.from_image(shown)))
+        container.mux(stream.encode())
+    uri = f"data:image/png;base64,{b64encode(content).decode()}"
+    media = [{"uri": "one.png"}, {"uri": uri}, {"uri": "clip.mkv", "pts_ns": 100_000_000}]
+    screens = [row("ScreenCaptured", content), *(row("ScreenCaptured", {"media_ref": one}) for one in media)]
+    rows = [*screens, row("KeyboardEvent", KEY, 1)]
+    encoder, found = encoded(folder, rows, image_root=tmp_path)
+    [sample] = found.samples
+    pixels = encoder.collator(None).collate([sample], length=None)["media.pixel_values"]
+    assert len(pixels) == 4
+    assert all((one == pixels[0]).all() for one in pixels)
+
+
+def test_a_window_without_a_screen_is_skipped_and_counted_or_kept(folder: Path) -> None:
+    rows = [row("KeyboardEvent", KEY, time) for time in range(3)]
+    _, skipped = encoded(folder, rows)
+    assert not skipped.samples
+    assert [drop.reason for drop in skipped.dropped] == ["without a screen"]
+    _, kept = encoded(folder, rows, without_image="keep")
+    assert len(kept.samples) == 1
+    assert not kept.dropped
+
+
+def test_events_that_are_too_long_are_counted(folder: Path) -> None:
+    title = row("WindowInfo", {"title": "long " * 200}, 1)
+    screen = DesktopEpisodes(episodes=1).open()[0]["message"]
+    rows = [row("ScreenCaptured", screen), title, title, row("KeyboardEvent", KEY, 2)]
+    _, found = encoded(folder, rows, format="json", use_info=True, length=300)
+    assert len(found.samples) == 1
+    assert [drop.reason for drop in found.dropped] == ["with an event too long for a window"] * 2
+    _, without = encoded(folder, rows, format="json", length=300)
+    assert list(without.noted) == ["WindowInfo messages that are left out"]
+
+
+def test_a_shift_lets_the_model_see_later_screens(folder: Path) -> None:
+    screen = DesktopEpisodes(episodes=1).open()[0]["message"]
+    rows = [row("ScreenCaptured", screen), row("KeyboardEvent", KEY, 10), row("ScreenCaptured", screen, 50_000_000)]
+    for shift, expected in ((0, ["screen", "press A", "screen"]), (100, ["screen", "screen", "press A"])):
+        encoder, found = encoded(folder, rows, action_shift_ms=shift)
+        said = [words.split("  ")[-1] for words, _ in encoder.passages(found.samples[0])]
+        assert ["screen" if "[screen" in one else one for one in said[1:-1]] == expected
