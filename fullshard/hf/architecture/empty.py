@@ -47,9 +47,12 @@ def empty_model(config: Any, *, attention: str | None, trust_remote_code: bool, 
 
 
 def _refuse_layerdrop(config: Any) -> None:
-    share = getattr(config, "layerdrop", None) or 0.0
-    if share > 0:
+    parts = {"": config, **{f"{name}.": getattr(config, name, None) for name in config.sub_configs}}
+    found = {
+        f"{at}{key}": v for at, part in parts.items() if part for key, v in vars(part).items() if "layerdrop" in key
+    }
+    if key := next((key for key, share in found.items() if share), None):
         raise RecipeError(
-            f"model: its config has layerdrop = {share:g}, so each rank would skip other layers, and sharded "
-            "ranks would wait for each other forever. Set model.overrides.layerdrop=0."
+            f"model: its config has {key} = {found[key]:g}, with which each rank leaves out other layers, and sharded "
+            f"ranks would wait for each other without end. Set model.overrides.{key}=0."
         )

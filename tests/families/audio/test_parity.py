@@ -112,7 +112,7 @@ def test_ranks_without_audio_wait_for_none(ranks: RankPool, tmp_path: Path, patt
     records = ranks.run(train, chosen, world=4, nodes=nodes)[0]
     np.testing.assert_allclose(curve(records, "loss", "grad_norm"), plain_loop(folder), rtol=WITHIN)
     alone = ranks.run(train, settings(folder, "one", **sections), world=1)[0]
-    measured = [[r["validation/loss"] for r in each if "validation/loss" in r] for each in (records, alone)]
+    measured = [[r["loss"] for r in each if r["kind"] == "validation"] for each in (records, alone)]
     assert measured[0]
     np.testing.assert_allclose(measured[0], measured[1], rtol=WITHIN)
 

@@ -10,8 +10,9 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fullshard.errors import RecipeError
 from fullshard.families.audio.fresh_processor import SETTINGS, fit_tokens, fresh_processor
-from fullshard.families.audio.processor import load_audio_processor
+from fullshard.families.audio.processor import because, load_audio_processor
 from fullshard.families.audio.sizes import tiny_audio
 from fullshard.hf.architecture.config import load_config
 from fullshard.multimodal.processor import has_processor
@@ -39,12 +40,45 @@ class AudioLM(TowerModel):
         code = self.trust_remote_code
         return load_audio_processor(folder, tokenizer, config=config, trust_remote_code=code, where=where)
 
+    def build(self, *, processor: Any) -> nn.Module:
+        from fullshard.hf.adapters.edits import adapter_config, has_adapters
+
+        try:
+            module: Any = super().build(processor=processor)
+        except RecipeError as error:
+            if isinstance(error.__cause__, ImportError):
+                raise RecipeError(
+                    f"model: {self._config().model_type} cannot be built{because(error.__cause__)}"
+                ) from error
+            raise
+        if module.config.is_encoder_decoder and has_adapters(module):
+            # peft's classes for tasks hand tokens to the encoder, which takes audio.
+            adapter_config(module).task_type = None
+        return module  # type: ignore[no-any-return]
+
     def _auto(self, config: Any) -> str:
         return "AutoModelForSpeechSeq2Seq" if config.is_encoder_decoder else self.auto
 
+    def longest(self, module: nn.Module) -> int | None:
+        model: Any = module
+        positions = getattr(model.config, "max_target_positions", None)
+        return int(positions) if positions else super().longest(module)
+
+    def load_with(self, folder: str, *, adapter: bool) -> str | None:
+        line = super().load_with(folder, adapter=adapter)
+        return line.replace(self.auto, self._auto(self._config())) if line else None
+
     def _bind(self, module: nn.Module) -> None:
-        super()._bind(module)
+        model: Any = module
+        if model.config.is_encoder_decoder:
+            from fullshard.families.audio.speech_decoder import bind_speech
+
+            model.towers = bind_speech(module)
+        else:
+            super()._bind(module)
         _share_position_tables(module)
+        for tower in model.towers["audio"]:
+            _keep_dtype(module.get_submodule(tower))
 
     def _unused(self, module: nn.Module, processor: Any) -> list[str]:
         from fullshard.families.audio.unused import unused
@@ -76,6 +110,19 @@ def _share_position_tables(module: nn.Module) -> None:
     for kept in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         if names := getattr(model, kept, None):
             setattr(model, kept, [name for name in names if name != "embed_positions"])
+
+
+def _keep_dtype(tower: nn.Module) -> None:
+    """Lets parts of a tower that normalise by stored numbers give back the dtype that they got: the numbers stay in
+    fp32 in any precision, and the next layer's weights do not."""
+    for part in tower.modules():
+        if any(b.is_floating_point() for b in part.buffers(recurse=False)) and not any(True for _ in part.parameters()):
+            part.register_forward_hook(_as_given)
+
+
+def _as_given(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+    given = inputs[0] if inputs else None
+    return output.to(given.dtype) if hasattr(output, "to") and hasattr(given, "dtype") else output
 
 
 __all__ = ["AudioLM"]

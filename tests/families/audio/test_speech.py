@@ -1,0 +1,115 @@
+"""Whisper trains under the same objective, with the numbers of a plain loop; its prompt is not learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from peft import PeftModel
+
+from fullshard.contracts.data import IGNORE
+from fullshard.errors import DataError, RecipeError
+from fullshard.families.audio.encoders.transcripts import Transcripts
+from fullshard.families.audio.models.audio_lm import AudioLM
+from tests.families.audio.small import RATE, WORDS, loaded, model_folder, plain_loop, settings, tone
+from tests.ranks import RankPool
+from tests.small import curve, train
+
+WITHIN = 2e-6
+PREFIX = "<|startoftranscript|><|en|><|transcribe|><|notimestamps|>"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("speech")
+    model_folder(path / "model", "whisper")
+    (path / "clips").mkdir()
+    lines = []
+    for number in range(12):
+        soundfile.write(path / "clips" / f"{number}.wav", tone(number, seconds=0.3 + 0.1 * (number % 4)), RATE, "FLOAT")
+        lines.append({"audio_path": f"{number}.wav", "text": " ".join(WORDS[: 1 + number % 4])})
+    (path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def opened(folder: Path, **more: Any) -> Any:
+    processor = AudioLM(path=str(folder / "model")).load_processor(folder / "model", where="model.path")
+    return Transcripts(audio_root=folder / "clips", **more).open(processor, length=64)
+
+
+def plain_inputs(folder: Path) -> list[dict[str, Any]]:
+    """What Transformers' model takes for each record: the loss begins after the prompt."""
+    processor = opened(folder).processor
+    tokenizer, found = processor.tokenizer, []
+    for line in (folder / "chats.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        clip = soundfile.read(folder / "clips" / record["audio_path"], dtype="float32")[0]
+        ids = tokenizer(PREFIX + record["text"] + tokenizer.eos_token, return_tensors="pt")["input_ids"]
+        labels = ids.clone()
+        labels[:, :4] = -100
+        made = processor.extractor(clip, sampling_rate=RATE, return_tensors="pt")
+        found.append({"decoder_input_ids": ids, "input_features": made["input_features"], "labels": labels})
+    return found
+
+
+def run(ranks: RankPool, folder: Path, name: str, *, world: int = 1, **sections: Any) -> Any:
+    encode = {"kind": "transcripts", "audio_root": str(folder / "clips")}
+    data = {"encode": encode, "sequence_length": 64}
+    return curve(ranks.run(train, settings(folder, name, data=data, **sections), world=world)[0], "loss", "grad_norm")
+
+
+def test_the_prompt_is_not_learned(folder: Path) -> None:
+    encoder = opened(folder)
+    [sample] = encoder.encode({"audio_path": "1.wav", "text": "one two"}).samples
+    tokenizer = encoder.processor.tokenizer
+    assert tokenizer.decode(sample["input_ids"]) == f"{PREFIX}one two{tokenizer.eos_token}"
+    learned = sample["labels"][sample["labels"] != IGNORE]
+    assert tokenizer.decode(learned) == f"one two{tokenizer.eos_token}"
+    assert (sample["labels"][:3] == IGNORE).all()
+    assert encoder.encode({"audio_path": "1.wav", "text": " "}).dropped
+
+
+def test_bad_transcripts_are_named(folder: Path) -> None:
+    encoder = opened(folder)
+    for record, message in [
+        ({"audio_path": "1.wav"}, "no transcript"),
+        ({"text": "one"}, "one clip, found 0 clips"),
+        ({"audio_path": ["1.wav", "2.wav"], "text": "one"}, "one clip, found 2 clips"),
+        ({"audio_path": "1.wav", "text": 3}, "must be a string"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            encoder.encode(record)
+    with pytest.raises(RecipeError, match="no <|fr|>"):
+        opened(folder, language="fr")
+
+
+def test_it_trains_as_in_a_plain_loop(ranks: RankPool, folder: Path) -> None:
+    """12 records in steps of 8: the second step is filled up with rows of no weight on some ranks."""
+    inputs = plain_inputs(folder)
+    expected = plain_loop(folder, steps=1, inputs=inputs)
+    for world in (1, 4):
+        found = run(ranks, folder, f"full{world}", world=world)
+        np.testing.assert_allclose(found[:1], expected, rtol=WITHIN)
+        np.testing.assert_allclose(found, run(ranks, folder, "full1"), rtol=WITHIN)
+    frozen = run(ranks, folder, "frozen", world=2, model={"towers": {"audio": {"freeze": True}}})
+    np.testing.assert_allclose(
+        frozen[:1], plain_loop(folder, steps=1, inputs=inputs, frozen=("model.encoder",)), rtol=WITHIN
+    )
+
+
+def test_exports_load_and_give_the_same_logits(ranks: RankPool, folder: Path) -> None:
+    run(ranks, folder, "exported", world=2)
+    run(ranks, folder, "adapted", world=2, model={"lora": {"r": 4}, "towers": {"audio": {"lora": True}}})
+    model = loaded(folder / "runs" / "exported" / "model")
+    adapted = PeftModel.from_pretrained(loaded(folder / "model"), folder / "runs" / "adapted" / "model")
+    assert any("encoder" in name and "lora" in name for name, _ in adapted.named_parameters())
+    row = {key: value for key, value in plain_inputs(folder)[0].items() if key != "labels"}
+    with torch.no_grad():
+        first = loaded(folder / "model")(**row).logits
+        assert not torch.allclose(model(**row).logits, first)
+        assert not torch.allclose(adapted(**row).logits, first)
