@@ -121,7 +121,7 @@ def _keep_dtype(tower: nn.Module) -> None:
 
 
 def _as_given(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-    given = inputs[0] if inputs else None
+    given: Any = inputs[0] if inputs else output
     return output.to(given.dtype) if hasattr(output, "to") and hasattr(given, "dtype") else output
 
 
