@@ -31,6 +31,11 @@ def last_answer(sample: Features) -> tuple[Features, list[int]]:
     return before, sample["labels"][learned[learned >= begin]].tolist()
 
 
+def stop_tokens(tokenizer: Any, answers: Sequence[Sequence[int]]) -> set[int]:
+    """The tokens that end an answer: the tokenizer's, and special ones with which the chat template ends answers."""
+    return {tokenizer.eos_token_id, *(row[-1] for row in answers if row[-1] in tokenizer.added_tokens_decoder)}
+
+
 @no_grad
 def greedy(inputs: EvaluationInputs, prompts: Sequence[Features], *, tokens: int, ends: set[int]) -> list[list[int]]:
     """At most so many tokens after each prompt, on every rank. The ranks share the prompts. Either all prompts have
@@ -82,4 +87,4 @@ def _extended(batch: Batch, token: int) -> Batch:
     }
 
 
-__all__ = ["greedy", "last_answer"]
+__all__ = ["greedy", "last_answer", "stop_tokens"]
