@@ -80,17 +80,29 @@ def make_balance(data: Prepared, *, per_device: int, world: int) -> Balance:
     return Balance(tokens, media, has_media, data.train.fixed_length, per_device, world)
 
 
+def chosen(choice: str | None, data: Prepared) -> str:
+    """The balance in force: none, batches or steps."""
+    automatic = "batches" if data.collator.media_feature and data.train.fixed_length is None else "none"
+    return choice or automatic
+
+
 def balanced(choice: str | None, data: Prepared, *, per_device: int, world: int) -> dict[str, Any]:
     """The loader's settings for data.balance."""
-    balance = make_balance(data, per_device=per_device, world=world)
-    if choice is None:
-        choice = "batches" if balance.has_media is not None and balance.fixed_length is None else "none"
+    balance, wanted = make_balance(data, per_device=per_device, world=world), chosen(choice, data)
     found: dict[str, Any] = {"numbers": balance.numbers}
-    if choice != "none":
+    if wanted != "none":
         found["even"] = balance.even
-    if choice == "steps":
+    if wanted == "steps":
         found["spread"] = balance.spread
     return found
 
 
-__all__ = ["Balance", "balanced", "make_balance"]
+def described(choice: str | None, data: Prepared) -> list[tuple[str, str]]:
+    """A line for the header of a run, unless rows keep their order."""
+    wanted = chosen(choice, data)
+    words = "rows of similar length share a micro-batch, and ranks get about as many images"
+    more = "; all steps have as many rows with images" if wanted == "steps" else ""
+    return [] if wanted == "none" else [("balance", f"{wanted}: {words}{more}")]
+
+
+__all__ = ["Balance", "balanced", "chosen", "described", "make_balance"]

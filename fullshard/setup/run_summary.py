@@ -16,6 +16,7 @@ from fullshard.contracts.world import World
 from fullshard.control.triggers import Due
 from fullshard.dist.recompute import of_block
 from fullshard.formatting.plural import counted
+from fullshard.multimodal import balance
 from fullshard.recipe import Recipe
 from fullshard.setup.built import Built
 from fullshard.setup.inputs import RunInputs
@@ -44,10 +45,12 @@ def header_rows(
     for line in [*inputs.data.report, *inputs.plan.describe()]:
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
+    rows += balance.described(recipe.data.balance, inputs.data)
     workers = f"{counted(built.workers, 'loader process')} per rank" if built.workers else NO_WORKERS
     rows += [("workers", workers), ("optimizer", _optimizer(recipe, inputs))]
     names = [name for name, _ in built.model.module.named_parameters()]
-    rows += [("group", line) for line in describe_groups(recipe.optimizer.by_name or [], names)]
+    groups = [*(recipe.optimizer.by_name or []), *recipe.model.groups(built.model.module)]
+    rows += [("group", line) for line in describe_groups(groups, names)]
     if recipe.ema:
         rows.append(("ema", recipe.ema.describe(evaluated=bool(_running(recipe, inputs)))))
     rows += [
@@ -70,7 +73,11 @@ def resolved(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> R
         checkpoint["best"] = recipe.checkpoint.best.model_copy(update={"mode": parts.validation.best.mode})
     sections: dict[str, dict[str, Any]] = {
         "sharding": {"strategy": model.plan.layout.strategy, "compile": model.plan.compile},
-        "data": {"encode": inputs.data.encoder.settings, "workers": built.workers},
+        "data": {
+            "encode": inputs.data.encoder.settings,
+            "workers": built.workers,
+            "balance": balance.chosen(recipe.data.balance, inputs.data),
+        },
         "topology": {"device": world.device.type, "backend": world.backend, "devices": world.local_size},
         "checkpoint": checkpoint,
     }
@@ -97,9 +104,8 @@ def _recompute(built: Built) -> str:
     plan = built.model.plan
     asked = plan.activation_checkpointing
     if plan.recompute:
-        return (
-            f"activation checkpointing {asked}, except for {counted(len(plan.recompute), 'block')} in optimizer.groups"
-        )
+        count = counted(len(plan.recompute), "block")
+        return f"activation checkpointing {asked}, except for {count} that optimizer.groups or model.towers name"
     if asked == "none" or not plan.wrap.blocks:
         return "off" if asked == "none" else f"off: {NO_BLOCKS}"
     whole = sum(of_block(block, asked, plan.wrap.units) != asked for block in plan.wrap.blocks)

@@ -59,7 +59,7 @@ def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, 
 def image_quantities(store: Store) -> list[Quantity]:
     """Samples, images, and the tokens of images, by which the cost of the towers is reckoned."""
     return [
-        Quantity("samples", "samples", np.ones(len(store))),
+        Quantity("samples", "smp", np.ones(len(store))),
         Quantity("images", "img", store.sizes("image_sizes")),
         Quantity("image_tokens", "", store.flat("image_tokens")),
     ]
