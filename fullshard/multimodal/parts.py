@@ -62,7 +62,8 @@ class Medium:
         return [self._held(part) for part in parts if self._is_part(part)]
 
     def _held(self, part: Mapping[str, Any]) -> Any:
-        value = next((part[key] for key in self.values if part.get(key) is not None), None)
+        key = next((key for key in self.values if part.get(key) is not None), "")
+        value = f"data:;base64,{part[key]}" if key == "base64" else part.get(key)
         if value is None and self.whole:
             rest = {key: value for key, value in part.items() if key != "type" and value is not None}
             return rest or None

@@ -17,6 +17,7 @@ from fullshard.families.vision.fresh_processor import fresh_processor
 from fullshard.families.vision.sizes import tiny_vision
 from fullshard.families.vision.sources.desktop_episodes import DesktopEpisodes
 from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, train_tokenizer
+from tests.small import recipe
 
 MODELS = [
     "qwen2_5_vl",
@@ -102,33 +103,21 @@ def write_recordings(path: Path, *, episodes: int) -> Path:
 
 def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     """A recipe over the records in their own order."""
-    base: dict[str, Any] = {
-        "name": name,
-        "output": str(folder / "runs"),
-        "model": {"kind": "vlm", "path": str(folder / "model")},
+    own: dict[str, Any] = {
+        "model": {"kind": "vlm"},
         "objective": {"kind": "vision_lm"},
         "data": {
             "train": str(folder / "chats.jsonl"),
             "encode": {"kind": "image_chat", "image_root": str(folder / "images")},
             "sequence_length": 512,
-            "shuffle": False,
-            "pack": False,
-            "cache": str(folder / "cache"),
-            "holdout": 0,
         },
         "batch": {"per_device": 2, "global": 8},
         "duration": {"steps": 3},
         "optimizer": {"lr": 1e-3},
         "schedule": {"kind": "constant"},
-        "precision": "fp32",
-        "topology": {"device": "cpu"},
-        "evaluate": {"every_epochs": None, "parts": []},
-        "checkpoint": {"every_steps": None, "best": None},
-        "log": {"every_steps": 1, "sinks": []},
     }
-    return {k: {**v, **sections.get(k, {})} if isinstance(v, dict) else v for k, v in base.items()} | {
-        k: v for k, v in sections.items() if k not in base
-    }
+    both = {key: {**own.get(key, {}), **sections.get(key, {})} for key in own | sections}
+    return recipe(folder, name=name, **both)
 
 
 def plain_loop(

@@ -49,9 +49,10 @@ def record(*images: str, text: str = "What colour?") -> dict[str, Any]:
 
 def chosen(folder: Path, records: list[dict[str, Any]], **sections: Any) -> dict[str, Any]:
     (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    encode = sections.pop("encode", {})
     found = settings(folder, "run", **{"duration": {"steps": 1}, **sections})
-    found["data"]["encode"] |= sections.get("encode", {})
-    return {name: value for name, value in found.items() if name != "encode"}
+    found["data"]["encode"] |= encode
+    return found
 
 
 def outcome(folder: Path, records: list[dict[str, Any]], **sections: Any) -> str:

@@ -89,9 +89,10 @@ def test_what_is_learned_of_each_form(folder: Path, record: dict[str, Any], expe
 
 
 def test_a_data_uri_is_the_image_itself(folder: Path) -> None:
-    uri = "data:image/png;base64," + base64.b64encode(png("red")).decode()
-    [sample] = opened(folder).encode(asked([{"type": "image", "image": uri}, TEXT])).samples
-    assert sample["image_data"].tobytes() == png("red")
+    encoded = base64.b64encode(png("red")).decode()
+    for held in ({"image": f"data:image/png;base64,{encoded}"}, {"base64": encoded}):
+        [sample] = opened(folder).encode(asked([{"type": "image", **held}, TEXT])).samples
+        assert sample["image_data"].tobytes() == png("red")
 
 
 def test_several_turns_learn_every_answer(folder: Path) -> None:
