@@ -1,4 +1,4 @@
-"""The tensors of several samples' media as one batch. Must not know what they mean."""
+"""Joins the media tensors of several samples into one batch. Must not know what they mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def combine(samples: Sequence[Mapping[str, Any]], *, along: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    """Concatenates each tensor along its own dimension; the others are padded with zeros to the largest."""
+    """Concatenates each tensor along its dimension in `along`; the other dimensions are padded with zeros."""
     import torch
 
     names = list(dict.fromkeys(name for sample in samples for name in sample))

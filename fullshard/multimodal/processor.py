@@ -59,7 +59,7 @@ class ImageTextProcessor:
 
     @functools.cached_property
     def image_token_id(self) -> int:
-        """The token that the model replaces by a part of an image: the special token that repeats."""
+        """The token that the model replaces by a patch of an image: the special token that repeats."""
         tokens = self._tokens(self.image_texts([(256, 256)])[0])
         return Counter(t for t in tokens if t in self.tokenizer.added_tokens_decoder).most_common(1)[0][0]
 
@@ -74,13 +74,13 @@ class ImageTextProcessor:
             except (ValueError, IndexError, StopIteration):
                 continue
         raise RecipeError(
-            f"model: {type(self.whole).__name__} does not say which text stands for an image, so images cannot be "
-            "placed among the tokens. This model is not supported."
+            f"model: {type(self.whole).__name__} has no placeholder for images that fullshard knows, so images cannot "
+            "be placed among the tokens. This model is not supported."
         )
 
     @functools.cached_property
     def takes_suffix(self) -> bool:
-        """Whether it lays out a question as prefix and an answer as suffix, as PaliGemma's does, without a chat
+        """Whether it lays out question and answer as prefix and suffix, as PaliGemma's does, without a chat
         template."""
         return "suffix" in get_type_hints(self.whole.valid_processor_kwargs)["text_kwargs"].__annotations__
 
@@ -116,7 +116,7 @@ class ImageTextProcessor:
         return {name: value for name, value in found.items() if name not in _OF_TEXT}
 
     def positions(self, ids: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
-        """(tokens, 3): time, height and width of each token, for a model that counts so; (tokens, 0) for others."""
+        """(tokens, 3): time, height and width of each token, for a model with M-RoPE; (tokens, 0) for others."""
         if self._rope is None:
             return np.empty((len(ids), 0), dtype=np.int32)
         import torch
@@ -127,7 +127,7 @@ class ImageTextProcessor:
         return np.ascontiguousarray(found[:, 0].T.numpy().astype(np.int32))
 
     def follow(self, config: Any) -> None:
-        """Learns from the model's class how it counts positions, and which kinds of tokens it tells apart."""
+        """Takes from the model's class how it counts positions, and whether it takes token types."""
         base = _base_class(config)
         self.takes_types = "token_type_ids" in inspect.signature(base.forward).parameters
         if hasattr(base, "get_rope_index"):
@@ -218,8 +218,13 @@ class _ImageTexts:
     """The patches of each image, for a processor that counts them."""
 
 
+<<<<<<< HEAD
 class Recorder:
     """A tokenizer that remembers the text it was given."""
+=======
+class _Recorder:
+    """A tokenizer that records the text of the last call."""
+>>>>>>> 746fcc1 (Vision: plainer English)
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.text = tokenizer, ""

@@ -1,7 +1,7 @@
-"""One call of the attention kernel for all images of a tower that tells them apart by bounds.
+"""One attention call for all images of a tower that separates them by bounds (`cu_seqlens`).
 
-Without it Transformers calls the kernel once for each image or window of such a tower. CUDA, bf16 or fp16. Must not
-know model names, batches or ranks.
+Without it Transformers calls the kernel once for each image or window. CUDA, bf16 or fp16. Must not know model names,
+batches or ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import nn
 from fullshard.hf.architecture.varlen_attention import register
 
 NAME = "fullshard_flash_varlen"
-"""Transformers takes a name with "flash" in it for a kernel that handles bounds."""
+"""Transformers passes bounds to a kernel with "flash" in its name."""
 
 
 def use_bounds(tower: nn.Module) -> bool:
-    """Switches a tower to one call for all of its images, if it brings bounds; says whether it does."""
+    """Switches a tower that has bounds to one call for all of its images. Returns whether it has."""
     if not any("cu_seqlens" in signature(part.forward).parameters for part in tower.modules()):
         return False
     name = register(NAME)
@@ -27,7 +27,7 @@ def use_bounds(tower: nn.Module) -> bool:
             config._attn_implementation_internal = name
 
     def without(module: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The decoder's bounds, which Transformers hands to every part, are not the tower's."""
+        """Drops the decoder's bounds, which Transformers passes to every part."""
         return arguments, {key: value for key, value in named.items() if not key.startswith("cu_seq_lens")}
 
     tower.register_forward_pre_hook(without, with_kwargs=True)

@@ -1,8 +1,8 @@
 """Towers: the language model, the encoder of each medium and the projector between them, found by structure.
 
-A tower is the outermost module that was built from a part of the config (`vision_config`: the tower `vision`). The
-projector is what belongs to none of them; where a tower holds its own, it is what follows the tower's blocks and ends
-in the width of the language model. Must not know model names, data or ranks.
+A tower is the outermost module built from a part of the config (`vision_config`: the tower `vision`). The projector is
+everything outside the towers. If nothing is outside, it is the part of a tower after its blocks whose output is as wide
+as the language model. Must not know model names, data or ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LANGUAGE, PROJECTOR = "language", "projector"
 
 
 class Tower(Section):
-    """What is done with one tower."""
+    """Settings of one tower."""
 
     freeze: bool = False
     """Do not train it."""
@@ -36,7 +36,7 @@ class Tower(Section):
 
 
 def find(module: nn.Module) -> dict[str, list[str]]:
-    """The modules of each tower, by the tower's name; a module inside another's belongs to the inner one."""
+    """The names of each tower's modules. A module inside two towers belongs to the inner one."""
     model: Any = module
     text = model.config.get_text_config(decoder=True)
     parts = {name.removesuffix("_config"): getattr(model.config, name) for name in model.config.sub_configs}
@@ -97,7 +97,7 @@ def check_blocks(module: nn.Module, settings: Mapping[str, Tower], towers: Mappi
 
 
 def freeze(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> None:
-    """Freezes the parameters of towers that say so."""
+    """Freezes the towers with `freeze: true`."""
     for name, parameter in module.named_parameters():
         tower = settings.get(tower_of(name, towers) or "")
         if tower is not None and tower.freeze:
@@ -105,7 +105,7 @@ def freeze(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str
 
 
 def groups(settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> list[Group]:
-    """Parameter groups for towers with a learning rate or recomputation of their own, inner modules first."""
+    """Parameter groups for towers that set a learning rate or recomputation, inner modules first."""
     found = [
         (max(name.count(".") for name in towers[kind]), Group(match=_patterns(towers[kind]), **own))
         for kind, tower in settings.items()
@@ -115,7 +115,7 @@ def groups(settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> li
 
 
 def _patterns(names: list[str]) -> list[str]:
-    # A parameter of the model itself has no module of its own.
+    # A parameter of the model itself is in no submodule.
     return [pattern for name in names for pattern in (f"{name}.*", name)]
 
 
@@ -130,7 +130,7 @@ def without_adapters(settings: Mapping[str, Tower], towers: Mapping[str, list[st
 
 
 def _outermost(module: nn.Module, taken: list[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold none of the taken ones, the largest."""
+    """The largest modules that contain none of the taken ones."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
         if _within(name, taken):

@@ -1,5 +1,5 @@
-"""Parameters of a tower that the model never runs, such as the last layers of a vision encoder whose inner states are
-taken, or its pooling head. They cannot learn. Must not know model names or ranks.
+"""Parameters of a tower that the model never uses, such as a vision encoder's pooling head, or its last layers if the
+model takes the states of an earlier one. They get no gradient. Must not know model names or ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import nn
 
 
 def unused(module: nn.Module, inputs: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Which of these parameters the image features do not depend on, found by one pass without values; none where the
-    model cannot run so."""
+    """Which of these parameters the image features do not depend on, found by one pass on the meta device; empty if the
+    model cannot run there."""
     model: Any = module
     parameters = {name: module.get_parameter(name) for name in names}
     trained = {name: p.requires_grad for name, p in parameters.items()}
@@ -25,7 +25,7 @@ def unused(module: nn.Module, inputs: Mapping[str, Any], names: Collection[str])
             found = model.base_model.get_image_features(**empty)
         reached = {id(p) for tensor in _tensors(found) for p in _leaves(tensor)}
     except Exception:
-        # What depends on values cannot run without them; the proof of the first update has the last word.
+        # A model that branches on values cannot run without them. The proof of the first update finds what is missed.
         return []
     finally:
         for name, parameter in parameters.items():

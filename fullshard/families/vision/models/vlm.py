@@ -44,11 +44,11 @@ class Vlm(TransformersModel):
     prompt_media: ClassVar[tuple[str, ...]] = ("image",)
 
     towers: dict[str, Tower] = Field(default_factory=dict)
-    """What is done with language, vision and projector: {vision: {freeze: true}, projector: {lr: 1e-4}}."""
+    """Settings of language, vision and projector: {vision: {freeze: true}, projector: {lr: 1e-4}}."""
     min_pixels: int | None = Field(None, ge=1)
-    """Images with fewer pixels are enlarged, where the processor can; null: the processor's own."""
+    """Images with fewer pixels are scaled up, if the processor can; null: the processor's own limit."""
     max_pixels: int | None = Field(None, ge=1)
-    """Images with more pixels are reduced, where the processor can; null: the processor's own."""
+    """Images with more pixels are scaled down, if the processor can; null: the processor's own limit."""
     image_processor: dict[str, Any] = Field(default_factory=dict)
     """Settings of the image processor to change, by Transformers' names: {do_image_splitting: false}."""
 
@@ -86,7 +86,7 @@ class Vlm(TransformersModel):
         return module  # type: ignore[no-any-return]
 
     def _freeze_unused(self, module: nn.Module, processor: Any) -> None:
-        """Freezes what the model never runs: it would get no gradient."""
+        """Freezes parameters that the model never uses: they would get no gradient."""
         from PIL import Image
 
         from fullshard.multimodal.unused import unused
@@ -96,7 +96,7 @@ class Vlm(TransformersModel):
             module.get_parameter(name).requires_grad_(False)
         if found:
             count = counted(len(found), "parameter")
-            logger.info("%s of the towers, such as %s, are not used by the model and stay as they are", count, found[0])
+            logger.info("The model does not use %s of its towers, such as %s: frozen", count, found[0])
 
     def lay_out(self, text: str | None, messages: Any, files: Files, processor: Any) -> Row | None:
         from fullshard.families.vision.prompts import image_prompt

@@ -1,6 +1,6 @@
-"""Drawn pictures with questions about the colour, shape and number of what is on them. Nothing is downloaded.
+"""Drawn pictures with questions about the colour, shape and number of the shapes. Nothing is downloaded.
 
-Every record follows from its number, so two ranges of numbers share no picture by accident of order. Must not know
+The number of a record determines its picture, so different ranges of numbers give different pictures. Must not know
 tokens, batches or ranks.
 """
 
@@ -19,7 +19,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), 
 SHAPES = ("circle", "square", "triangle")
 NUMBERS = ("one", "two", "three", "four")
 _GRID = 2
-"""Pictures have as many places for shapes along each side."""
+"""Places for shapes along each side of a picture."""
 
 
 class Shapes(Source):
