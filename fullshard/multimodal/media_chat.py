@@ -52,8 +52,8 @@ class OpenMediaChat(OpenChat):
     def _encode(self, record: Record) -> Encoded:
         raise NotImplementedError
 
-    def _text_of(self, medium: Any) -> str:
-        """What is tokenized for one medium."""
+    def _texts_of(self, media: Sequence[Any]) -> list[str]:
+        """The text of each medium of a sample before it is tokenized."""
         raise NotImplementedError
 
     def _sample(self, tokens: Features, media: Sequence[Any]) -> Features:
@@ -71,7 +71,11 @@ class OpenMediaChat(OpenChat):
     def _sampled(self, rendered: Rendered, media: Sequence[Any]) -> Encoded:
         pairs = [self._with_media(layout, media) for layout in rendered.layouts]
         tokens = self._tokenise([layout for layout, _ in pairs])
-        samples = [self._sample(each, shown) for each, (_, shown) in zip(tokens, pairs, strict=True)]
+        return self._fitted(tokens, [shown for _, shown in pairs], rendered)
+
+    def _fitted(self, tokens: Sequence[Features], shown: Sequence[Sequence[Any]], rendered: Rendered) -> Encoded:
+        """The samples of these tokens, each with its media, cut to the sequence length."""
+        samples = [self._sample(each, media) for each, media in zip(tokens, shown, strict=True)]
         # Which samples are cut or left out depends on tokens and labels alone.
         whole = [token_samples([each], length=self.length) for each in tokens]
         return Encoded(
@@ -91,7 +95,7 @@ class OpenMediaChat(OpenChat):
                 f"the conversation contains {mark!r} more often than it has {noun}s; the model reads that as one. "
                 "Remove it from the texts."
             )
-        text, spans, covered = replaced(layout.text, mark, [self._text_of(each) for each in shown], layout.spans)
+        text, spans, covered = replaced(layout.text, mark, self._texts_of(shown) if shown else [], layout.spans)
         return replace(layout, text=text, spans=spans, media=covered), shown
 
 

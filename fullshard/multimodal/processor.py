@@ -218,13 +218,8 @@ class _ImageTexts:
     """The patches of each image, for a processor that counts them."""
 
 
-<<<<<<< HEAD
 class Recorder:
-    """A tokenizer that remembers the text it was given."""
-=======
-class _Recorder:
     """A tokenizer that records the text of the last call."""
->>>>>>> 746fcc1 (Vision: plainer English)
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.text = tokenizer, ""

@@ -27,25 +27,26 @@ logger = logging.getLogger(__name__)
 
 
 class TowerModel(TransformersModel):
-    """A model of which some samples need only a part."""
+    """A model with parts that only some samples need."""
 
     towers: dict[str, Tower] = Field(default_factory=dict)
-    """What is done with the language model, each encoder and the projector: {projector: {lr: 1e-4}}."""
+    """Settings of language, vision or audio, and projector: {vision: {freeze: true}, projector: {lr: 1e-4}}."""
 
     def build(self, *, processor: Any) -> nn.Module:
         module: Any = super().build(processor=processor)
         towers.check_names(self.towers, module.towers, model=type(module).__name__)
+        towers.check_blocks(module, self.towers, module.towers)
         towers.freeze(module, self.towers, module.towers)
         found = self._unused(module, processor) if processor is not None else []
         for name in found:
             module.get_parameter(name).requires_grad_(False)
         if found:
             count = counted(len(found), "parameter")
-            logger.info("%s of the towers, such as %s, are not used by the model and stay as they are", count, found[0])
+            logger.info("The model does not use %s of its towers, such as %s: frozen", count, found[0])
         return module  # type: ignore[no-any-return]
 
     def _unused(self, module: nn.Module, processor: Any) -> list[str]:
-        """Parameters that the model never runs: they would get no gradient."""
+        """Parameters that the model never uses: they would get no gradient."""
         return []
 
     def groups(self, module: nn.Module) -> list[Group]:

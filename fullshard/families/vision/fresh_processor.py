@@ -8,18 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.errors import RecipeError
+from fullshard.multimodal.media_chat import plain_template
 from fullshard.multimodal.processor import ImageTextProcessor, assemble
-
-TEMPLATE = (
-    "{{% macro said(content) %}}{{% if content is string %}}{{{{ content }}}}{{% else %}}{{% for part in content %}}"
-    "{{% if part['type'] == 'image' %}}{{{{ {image!r} }}}}{{% else %}}{{{{ part['text'] }}}}{{% endif %}}"
-    "{{% endfor %}}{{% endif %}}{{% endmacro %}}"
-    "{{% for message in messages %}}{{% if message['role'] == 'assistant' %}}{{{{ 'Assistant:' }}}}"
-    "{{% generation %}}{{{{ ' ' + said(message['content']) + eos_token }}}}{{% endgeneration %}}"
-    "{{% else %}}{{{{ message['role'] | capitalize + ': ' + said(message['content']) }}}}{{% endif %}}{{{{ '\\n' }}}}"
-    "{{% endfor %}}{{% if add_generation_prompt %}}{{{{ 'Assistant:' }}}}{{% endif %}}"
-)
-"""The chat template of a model from scratch."""
 
 
 def fresh_processor(config: Any, tokenizer: Any) -> ImageTextProcessor:
@@ -41,7 +31,7 @@ def fresh_processor(config: Any, tokenizer: Any) -> ImageTextProcessor:
     if named_tokens := _NAMED.get(kind):
         tokenizer.add_special_tokens({}, replace_extra_special_tokens=False)
         tokenizer._set_model_specific_special_tokens(named_tokens)
-    settings = {**whole, "chat_template": TEMPLATE.format(image=placeholder)}
+    settings = {**whole, "chat_template": plain_template("image", placeholder)}
     parts = {"image_processor": image_class(**images), "tokenizer": tokenizer}
     return ImageTextProcessor(assemble(PROCESSOR_MAPPING_NAMES[kind], parts, settings), {})
 

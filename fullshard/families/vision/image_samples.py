@@ -19,6 +19,7 @@ from fullshard.errors import DataError
 from fullshard.formatting.plural import counted
 from fullshard.images.reading import Picture, read_again
 from fullshard.multimodal.combine import combine
+from fullshard.multimodal.media_chat import TooLong
 from fullshard.text.tokens import collate_tokens
 
 MEDIA = "media."
@@ -30,7 +31,7 @@ def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, 
     ids = tokens["input_ids"]
     places = np.flatnonzero(ids == processor.image_token_id)
     if len(places) and places[-1] >= length:
-        raise DataError(
+        raise TooLong(
             f"{counted(len(pictures), 'image')} and the text before the last of them take "
             f"{counted(int(places[-1]) + 1, 'token')}, but data.sequence_length = {length:,}. Raise it, give fewer or "
             "smaller images (model.max_pixels), or set data.encode.too_long = skip to leave such records out."

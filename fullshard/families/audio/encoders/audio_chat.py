@@ -133,8 +133,8 @@ class OpenAudioChat(OpenMediaChat):
         self.medium.check_places(text.count(placeholder), range(clips))
         return Layout(text, [(len(prompt), len(text))] if len(text) > len(prompt) else [], marked=False)
 
-    def _text_of(self, medium: Clip) -> str:
-        return str(self.processor.clip_text(medium.samples))
+    def _texts_of(self, media: Sequence[Clip]) -> list[str]:
+        return [str(self.processor.clip_text(clip.samples)) for clip in media]
 
     def _sample(self, tokens: Features, media: Sequence[Clip]) -> Features:
         return audio_sample(tokens, media, self.processor, length=self.length)

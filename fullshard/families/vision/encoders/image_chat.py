@@ -7,21 +7,20 @@ not know ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from fullshard.contracts.data import DropReason, Encoded, Features, Quantity, Record, Store, token_samples
+from fullshard.contracts.data import DropReason, Encoded, Features, Quantity, Record, Store
 from fullshard.errors import DataError
 from fullshard.families.vision import record_images as found_images
-from fullshard.families.vision.fresh_processor import TEMPLATE
 from fullshard.families.vision.image_samples import ImageCollator, image_passages, image_quantities, image_sample
 from fullshard.families.vision.prefix_layout import moved_images, prefix_sample
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, look_at
-from fullshard.multimodal.spans import replaced
-from fullshard.text.chat import FORMS, ChatEncoder, OpenChat
+from fullshard.multimodal.media_chat import OpenMediaChat, TooLong
+from fullshard.multimodal.parts import Medium
+from fullshard.text.chat import FORMS, ChatEncoder
 from fullshard.text.conversation import LISTS, Message
-from fullshard.text.rendering import Layout, Rendered, Template, render
+from fullshard.text.rendering import Rendered
 
 TOO_LONG = DropReason(
     "with images that need more than data.sequence_length",
@@ -79,10 +78,11 @@ def _images_of(record: Record) -> list[Any]:
     return [*in_parts, *found_images.image_columns(record)]
 
 
-class OpenImageChat(OpenChat):
-    """Renders conversations, puts in what stands for each image, and tokenizes them."""
+class OpenImageChat(OpenMediaChat):
+    """Renders conversations, puts in the text of each image, and tokenizes them."""
 
     settings: ImageChat
+    medium: ClassVar[Medium] = found_images.MEDIUM
 
     def __init__(self, settings: ImageChat, processor: Any, *, length: int) -> None:
         super().__init__(settings, processor, length=length)
@@ -97,9 +97,6 @@ class OpenImageChat(OpenChat):
             return f"none, the prefix and suffix of {type(self.processor.whole).__name__}"
         return super().chat_template()
 
-    def encode_many(self, records: Sequence[Record]) -> list[Encoded]:
-        return [self._encode(record) for record in records]
-
     def collator(self, store: Store) -> ImageCollator:
         return ImageCollator(self.settings, self.processor, root=self.settings.image_root, length=self.length)
 
@@ -112,20 +109,25 @@ class OpenImageChat(OpenChat):
         return [(words, size) for words, size in [*found, ("", len(sample["input_ids"]) - at)] if size]
 
     def annotate_processor(self) -> None:
-        if self._is_plain and not self.processor.takes_suffix:
-            self._tokenizer.chat_template = self._plain()
-
-    def _plain(self) -> str:
-        return TEMPLATE.format(image=self.processor.placeholder)
+        if not self.processor.takes_suffix:
+            super().annotate_processor()
 
     def _encode(self, record: Record) -> Encoded:
         messages, images = self.settings.with_images(record)
         try:
-            return self._sampled(messages, self._read(images), record)
-        except Unreadable:
-            if self.settings.unreadable == "error":
+            pictures = self._read(images)
+            if self.processor.takes_suffix:
+                noted = ["an image after text; the model reads images first"] if moved_images(messages) else []
+                tokens = prefix_sample(messages, pictures, self.processor)
+                return self._fitted([tokens], [pictures], Rendered([], noted=noted))
+            return self._sampled(self._rendered(messages, record), pictures)
+        except (Unreadable, TooLong) as error:
+            choice, why = self.settings.unreadable, UNREADABLE
+            if isinstance(error, TooLong):
+                choice, why = self.settings.too_long, TOO_LONG
+            if choice == "error":
                 raise
-            return Encoded(dropped=[UNREADABLE])
+            return Encoded(dropped=[why])
 
     def _read(self, images: Sequence[Any]) -> list[Picture]:
         """Every image, read to its end."""
@@ -136,53 +138,11 @@ class OpenImageChat(OpenChat):
             raise damaged
         return [picture for picture in pictures if isinstance(picture, Picture)]
 
-    def _sampled(self, messages: list[Message], pictures: list[Picture], record: Record) -> Encoded:
-        if self.processor.takes_suffix:
-            noted = ["an image after text; the model reads images first"] if moved_images(messages) else []
-            tokens = prefix_sample(messages, pictures, self.processor)
-            return self._fitted([tokens], [pictures], Rendered([], noted=noted))
-        _, template = super()._to_render(record)
-        template = Template(self._plain(), template.special_tokens, template.variables) if self._is_plain else template
-        rendered = render(messages, template)
-        layouts, shown = zip(*(self._with_images(layout, pictures) for layout in rendered.layouts), strict=True)
-        return self._fitted(self._tokenise(list(layouts)), shown, rendered)
+    def _texts_of(self, media: Sequence[Picture]) -> list[str]:
+        return list(self.processor.image_texts([picture.size for picture in media]))
 
-    def _fitted(self, tokens: Sequence[Features], shown: Sequence[list[Picture]], rendered: Rendered) -> Encoded:
-        """The samples, cut to the sequence length."""
-        try:
-            samples = [
-                image_sample(each, some, self.processor, length=self.length)
-                for each, some in zip(tokens, shown, strict=True)
-            ]
-        except DataError:
-            if self.settings.too_long == "error":
-                raise
-            return Encoded(dropped=[TOO_LONG])
-        return self._counted(tokens, samples, rendered)
-
-    def _counted(self, tokens: Sequence[Features], samples: list[Features], rendered: Any) -> Encoded:
-        # Which samples are cut or left out depends on tokens and labels alone.
-        whole = [token_samples([each], length=self.length) for each in tokens]
-        return Encoded(
-            [sample for sample, found in zip(samples, whole, strict=True) if found.samples],
-            sum(found.truncated for found in whole),
-            [reason for found in whole for reason in found.dropped],
-            rendered.lost,
-            rendered.noted,
-        )
-
-    def _with_images(self, layout: Layout, pictures: list[Picture]) -> tuple[Layout, list[Picture]]:
-        """The layout with the texts of its images, and those images: a part of a conversation may have fewer."""
-        mark = self.processor.placeholder
-        shown = pictures[: layout.text.count(mark)]
-        texts = self.processor.image_texts([picture.size for picture in shown]) if shown else []
-        if layout.text.count(mark) > len(shown):
-            raise DataError(
-                f"the conversation contains {mark!r} more often than it has images; the model reads that as an image. "
-                "Remove it from the texts."
-            )
-        text, spans, media = replaced(layout.text, mark, texts, layout.spans)
-        return replace(layout, text=text, spans=spans, media=media), shown
+    def _sample(self, tokens: Features, media: Sequence[Picture]) -> Features:
+        return image_sample(tokens, media, self.processor, length=self.length)
 
 
 __all__ = ["ImageChat"]
