@@ -62,14 +62,14 @@ def _continue(inputs: EvaluationInputs, prompt: Features, *, tokens: int, ends: 
         likeliest = int(inputs.objective.next_token_logits(inputs.model, batch)[0].argmax())
         if not (made and made[-1] in ends):
             made.append(likeliest)
-            batch = _extended(batch, likeliest)
+            batch = _extended(batch, likeliest, token_type=getattr(inputs.processor, "text_type", 0))
         # Ranks that are done run along until all are.
         if not any_rank(made[-1] not in ends, inputs.device):
             break
     return made
 
 
-def _extended(batch: Batch, token: int) -> Batch:
+def _extended(batch: Batch, token: int, *, token_type: int) -> Batch:
     """The batch of one row with one more token of text."""
     import torch
 
@@ -83,7 +83,7 @@ def _extended(batch: Batch, token: int) -> Batch:
         **longer("position_ids", lambda old: old[0, -1] + 1),
         # Time, height and width of a text token are one more than the largest before it.
         **longer(f"{MEDIA}mrope", lambda old: old.max() + 1),
-        **longer(f"{MEDIA}token_type_ids", lambda _: 0),
+        **longer(f"{MEDIA}token_type_ids", lambda _: token_type),
     }
 
 

@@ -85,8 +85,8 @@ class ImageTextProcessor:
         return "suffix" in get_type_hints(self.whole.valid_processor_kwargs)["text_kwargs"].__annotations__
 
     @property
-    def pad_type(self) -> int:
-        """The token type of padding. Type 0 of a prefix would be visible to all of it."""
+    def text_type(self) -> int:
+        """The token type of generated tokens and of padding. A prefix has type 0, and would see them all."""
         return int(self.takes_suffix)
 
     def image_texts(self, sizes: Sequence[tuple[int, int]]) -> list[str]:
@@ -112,7 +112,7 @@ class ImageTextProcessor:
     def features(self, images: Sequence[Any]) -> dict[str, Any]:
         """The tensors of the images of one sample, as the model takes them."""
         text = _BETWEEN.join([self.placeholder] * len(images))
-        found = self._processed(text, images)
+        found = self.processed(text, images)
         return {name: value for name, value in found.items() if name not in _OF_TEXT}
 
     def positions(self, ids: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -174,16 +174,17 @@ class ImageTextProcessor:
         recorder = Recorder(self.tokenizer)
         self.whole.tokenizer = recorder
         try:
-            found = self._processed(text, [Image.new("RGB", size) for size in sizes])
+            found = self.processed(text, [Image.new("RGB", size) for size in sizes])
         finally:
             self.whole.tokenizer = recorder.tokenizer
         return recorder.text, found.get("image_grid_thw")
 
-    def _processed(self, text: str, images: Sequence[Any]) -> Any:
+    def processed(self, text: str, images: Sequence[Any], **settings: Any) -> Any:
+        """What Transformers' processor makes of one text and its images."""
         with warnings.catch_warnings():
             # PaliGemma's makes a NumPy array of a tensor.
             warnings.simplefilter("ignore", DeprecationWarning)
-            return self.whole(text=[text], images=[list(images)], return_tensors="pt")
+            return self.whole(text=[text], images=[list(images)], return_tensors="pt", **settings)
 
     def _tokens(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

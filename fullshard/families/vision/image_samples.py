@@ -87,7 +87,7 @@ class ImageCollator(Collator):
                 positions[row, : len(sample["mrope"])] = torch.from_numpy(sample["mrope"].astype(np.int64))
             batch[f"{MEDIA}mrope"] = positions
         if "token_type_ids" in samples[0]:
-            types = torch.full((rows, width), self._processor.pad_type, dtype=torch.long)
+            types = torch.full((rows, width), self._processor.text_type, dtype=torch.long)
             for row, sample in enumerate(samples):
                 found = sample["token_type_ids"].astype(np.int64)
                 types[row, : len(found)] = torch.from_numpy(found)

@@ -41,20 +41,33 @@ def moved_images(messages: Sequence[Message]) -> bool:
     return "image" in kinds[kinds.index("text") :] if "text" in kinds else False
 
 
+def question_of(messages: Sequence[Message], name: str) -> str:
+    """The question of a conversation that is to be answered."""
+    _check_roles(messages, ["user"], name)
+    return _text(messages[0])
+
+
 def _question_and_answer(messages: Sequence[Message], name: str) -> tuple[str, str]:
-    roles = [message["role"] for message in messages]
-    if roles != ["user", "assistant"]:
-        raise DataError(
-            f"{name} takes one question and one answer, and the conversation has the roles {join_words(roles)}. Split "
-            "it into records with one user message and one assistant message each, or use a model with a chat template."
-        )
+    _check_roles(messages, ["user", "assistant"], name)
     question, answer = messages
     if more := [key for key in answer if key not in ("role", "content") and answer[key]]:
         raise DataError(f"{name} answers with text alone, and the answer has {join_words(more)}. Remove the record.")
     if any(part.get("type") == "image" for part in _parts(answer)):
         raise DataError(f"{name} reads images in the question, and the answer has one. Move it or remove the record.")
-    first, second = ("".join(str(part.get("text", "")) for part in _parts(message)) for message in (question, answer))
-    return first, second
+    return _text(question), _text(answer)
+
+
+def _check_roles(messages: Sequence[Message], wanted: list[str], name: str) -> None:
+    roles = [message["role"] for message in messages]
+    if roles != wanted:
+        raise DataError(
+            f"{name} takes one question and one answer, and the conversation has the roles {join_words(roles)}. Give "
+            f"{join_words(f'one {role} message' for role in wanted)}, or use a model with a chat template."
+        )
+
+
+def _text(message: Message) -> str:
+    return "".join(str(part.get("text", "")) for part in _parts(message))
 
 
 def _parts(message: Message) -> list[dict[str, Any]]:
@@ -62,4 +75,4 @@ def _parts(message: Message) -> list[dict[str, Any]]:
     return content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
 
 
-__all__ = ["moved_images", "prefix_sample"]
+__all__ = ["moved_images", "prefix_sample", "question_of"]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.errors import DataError, SetupError
 from fullshard.families.vision import record_images
 from fullshard.families.vision.encoders.image_chat import ImageChat
+from fullshard.families.vision.prefix_layout import question_of
 from fullshard.formatting.plural import counted
 from fullshard.images.reading import quiet, reason
 from fullshard.multimodal.prompts import Row
@@ -26,11 +27,14 @@ def image_prompt(text: str | None, messages: list[Message] | None, names: Sequen
     else:
         record = {"messages": messages, "images": list(names) or None}
         messages, images = ImageChat().with_images(record)
-        laid_out = _rendered(messages, processor.tokenizer) if images else ""
+        if processor.takes_suffix:
+            laid_out = processor.placeholder * len(images) + question_of(messages, type(processor.whole).__name__)
+        else:
+            laid_out = _rendered(messages, processor.tokenizer) if images else ""
     if not images:
         return None
     pictures = [_opened(image) for image in images]
-    return _row(processor.whole, laid_out, pictures)
+    return _row(processor, laid_out, pictures)
 
 
 def _marked(text: str, names: Sequence[str], placeholder: str) -> str:
@@ -50,12 +54,13 @@ def _rendered(messages: list[Message], tokenizer: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-def _row(whole: Any, text: str, pictures: list[Image.Image]) -> Row:
-    kinds = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in whole.model_input_names else {}
+def _row(processor: Any, text: str, pictures: list[Image.Image]) -> Row:
+    names = processor.whole.model_input_names
+    kinds = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in names else {}
     # Templates write special tokens themselves, and training adds none.
-    found = whole(text=[text], images=[pictures], add_special_tokens=False, return_tensors="pt", **kinds)
+    found = processor.processed(text, pictures, add_special_tokens=False, **kinds)
     tokens = found["input_ids"][0].tolist()
-    return Row(tokens, {k: v for k, v in found.items() if k not in ("input_ids", "attention_mask")})
+    return Row(tokens, {k: v for k, v in found.items() if k not in ("input_ids", "attention_mask", "labels")})
 
 
 def _opened(value: Any) -> Image.Image:

@@ -142,9 +142,11 @@ def by_transformers(folder: Path, record: dict[str, Any], tokens: int) -> list[i
 def test_answers_are_shown_with_their_pictures(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
     """The first samples with images, at every validation, also from packed rows, with the tokens of Transformers."""
     model_folder(tmp_path / "model", architecture)
-    records = write_records(tmp_path, [0, 1, 0, 2, 1, 1])
+    prefix = "paligemma" in architecture  # needs images, has no chat template, does not pack
+    records = write_records(tmp_path, [1] * 6 if prefix else [0, 1, 0, 2, 1, 1])
+    numbers, end = ((0, 1, 2), "") if prefix else ((1, 3, 4), " Assistant:")
     chosen = settings(tmp_path, "run", duration={"steps": 2}, optimizer={"lr": 1e-4}, log={"sinks": ["tensorboard"]})
-    chosen["data"] |= {"validation": str(records), "pack": True, "sequence_length": 400}
+    chosen["data"] |= {"validation": str(records), "pack": not prefix, "sequence_length": 400}
     chosen["evaluate"] = {"every_steps": 1, "parts": [{"kind": "answers", "show": 3, "show_tokens": 5}]}
     ranks.run(train, chosen, world=2)
     run = tmp_path / "runs" / "run"
@@ -155,16 +157,19 @@ def test_answers_are_shown_with_their_pictures(ranks: RankPool, tmp_path: Path, 
     tokenizer = Vlm(path=str(tmp_path / "model")).load_processor(tmp_path / "model", where="model").tokenizer
     (run / "images").symlink_to(tmp_path / "images")
     rows = [line.split(" | ") for line in (run / "pictures" / "answers-2.md").read_text().splitlines()[2:]]
-    for row, number in zip(rows, (1, 3, 4), strict=True):
+    for row, number in zip(rows, numbers, strict=True):
         made = by_transformers(run, lines[number], 5)
-        assert row[1].endswith(f"What colour is this? {number} Assistant:")
+        assert row[1].endswith(f"What colour is this? {number}{end}")
         assert row[2] == lines[number]["messages"][1]["content"]
         assert row[3] == " ".join(tokenizer.decode(made, skip_special_tokens=True).split())
     events = EventAccumulator(str(run / "logs"))
     events.Reload()
     assert [event.step for event in events.Images("answers")] == [1, 2]
-    assert "What colour is this? 4" in events.Tensors("answers/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert (
+        f"What colour is this? {numbers[-1]}"
+        in events.Tensors("answers/text_summary")[0].tensor_proto.string_val[0].decode()
+    )
     with Image.open(run / "pictures" / "answers-2.png") as sheet:
         pixels = np.asarray(sheet.convert("RGB")).reshape(-1, 3)
     colours = {tuple(map(int, pixel)) for pixel in np.unique(pixels, axis=0)}
-    assert {(0, 128, 0), (0, 0, 0), (255, 0, 0)} <= colours, "the drawn pictures are on it"
+    assert {(0, 128, 0), (255, 0, 0), (0, 0, 255) if prefix else (0, 0, 0)} <= colours, "the drawn pictures are on it"

@@ -32,7 +32,7 @@ def test_new_tokens_are_placed_as_the_processor_places_them(tmp_path: Path, arch
     collator = encoder.collator(sample)  # type: ignore[arg-type]
     batch, whole = (collator.collate([each], length=None) for each in (before, sample))
     for token in answer:
-        batch = _extended(batch, token)
+        batch = _extended(batch, token, token_type=processor.text_type)
     size = batch["input_ids"].shape[1]
     for name in ("input_ids", "position_ids", "media.mrope", "media.token_type_ids", "media.pixel_values"):
         if name in whole:

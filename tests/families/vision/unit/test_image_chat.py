@@ -187,7 +187,7 @@ def test_a_question_is_a_prefix_and_its_answer_a_suffix(folder: Path) -> None:
         (asked("What colour?"), "PaliGemmaProcessor needs at least one"),
         (asked([PART, TEXT], [PART]), "PaliGemmaProcessor reads images in the question"),
         (asked([PART, TEXT], system="Be brief."), "the roles system, user and assistant"),
-        ({"messages": asked([PART, TEXT])["messages"] * 2}, "one user message and one assistant message each"),
+        ({"messages": asked([PART, TEXT])["messages"] * 2}, "Give one user message and one assistant message"),
     ],
 )
 def test_what_has_no_prefix_and_suffix_is_refused(folder: Path, record: dict[str, Any], expected: str) -> None:
