@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
@@ -82,7 +82,11 @@ class ImageTextProcessor:
     def takes_suffix(self) -> bool:
         """Whether it lays out question and answer as prefix and suffix, as PaliGemma's does, without a chat
         template."""
-        return "suffix" in get_type_hints(self.whole.valid_processor_kwargs)["text_kwargs"].__annotations__
+        call = inspect.signature(type(self.whole).__call__).parameters.get("kwargs")
+        # Transformers names the settings of a call in one of these places, by version.
+        kinds = [getattr(self.whole, "valid_processor_kwargs", None), *get_args(call.annotation if call else None)]
+        texts = [get_type_hints(kind).get("text_kwargs") for kind in kinds if isinstance(kind, type)]
+        return any("suffix" in getattr(text, "__annotations__", {}) for text in texts)
 
     @property
     def text_type(self) -> int:
