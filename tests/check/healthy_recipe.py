@@ -20,36 +20,36 @@ from fullshard.cli import app
 from tests import small
 
 By = Literal["check", "train", "trial", "launch"]
-"""Who must find it: `check --quick`, `train` on one rank, ranks of the pool, or ranks that `check` has started."""
+"""Who must find it: `check --quick`, `train` on one rank, ranks of the pool, or ranks that `check` starts."""
 
 
 @dataclass
-class Seed:
-    """A case in the making: its own copy of a healthy place, and a recipe over it."""
+class Workspace:
+    """A copy of the healthy folder with a recipe over it, for a test to break."""
 
     folder: Path
     patch: pytest.MonkeyPatch
     recipe: dict[str, Any]
     words: list[str] = field(default_factory=list)
-    """What follows the recipe on the command line."""
-    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """What is taken for the time of the case, and given back after it."""
+    """Further words of the command line, after the recipe."""
+    cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Closed after the test: ports, files and limits that it holds."""
 
     def set(self, section: str, **values: Any) -> None:
         self.recipe[section] = {**self.recipe.get(section, {}), **values}
 
-    def speak(self) -> None:
-        """From token files to question-answer pairs, for a model that has a tokenizer."""
+    def use_texts(self) -> None:
+        """Switches from token files to question-answer pairs, for a model that has a tokenizer."""
         self.set("model", path=str(self.folder / "spoken"))
         self.set("data", train=str(self.folder / "pairs.jsonl"), sequence_length=128)
 
-    def lines(self, *records: Any, name: str = "train.jsonl") -> Path:
+    def write_records(self, *records: Any, name: str = "train.jsonl") -> Path:
         path = self.folder / name
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return path
 
-    def module(self, name: str, text: str) -> None:
-        """Code of the user's own; the name must be new in this process."""
+    def write_module(self, name: str, text: str) -> None:
+        """Writes a module of the user; its name must be new in this process."""
         (self.folder / f"{name}.py").write_text(text)
         self.patch.syspath_prepend(str(self.folder))
 
@@ -58,11 +58,11 @@ class Seed:
         path.write_text(yaml.safe_dump(self.recipe, sort_keys=False))
         return path
 
-    def ask(self, command: str, *options: str) -> Result:
-        """The command in this process, from inside the folder."""
-        return self.ask_for(str(self.write()), command, *options, *self.words)
+    def run(self, command: str, *options: str) -> Result:
+        """Runs the command in this process, from inside the folder."""
+        return self.run_on(str(self.write()), command, *options, *self.words)
 
-    def ask_for(self, recipe: str, command: str, *options: str) -> Result:
+    def run_on(self, recipe: str, command: str, *options: str) -> Result:
         """The same for any recipe."""
         self.patch.chdir(self.folder)
         words = [command, recipe, *options]
@@ -72,10 +72,10 @@ class Seed:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What one mistake is, and what must be said about it."""
+    """A mistake, and what the command must say about it."""
 
     area: str
-    make: Callable[[Seed], None]
+    make: Callable[[Workspace], None]
     section: str
     check: str
     says: tuple[str, ...]
@@ -89,7 +89,7 @@ class Mistake:
         return f"{self.area}-{self.make.__name__}"
 
 
-def healthy_place(folder: Path) -> Path:
+def healthy_folder(folder: Path) -> Path:
     """A model of tokens with token files, and a model with a tokenizer with texts and question-answer pairs."""
     from pydoc_data.topics import topics
 
@@ -113,17 +113,17 @@ def healthy_place(folder: Path) -> Path:
     return folder
 
 
-def seed_in(folder: Path, healthy: Path, patch: pytest.MonkeyPatch) -> Seed:
-    """A copy of the healthy place to do harm in."""
+def workspace_in(folder: Path, healthy: Path, patch: pytest.MonkeyPatch) -> Workspace:
+    """A copy of the healthy folder, for a test to break."""
     shutil.copytree(healthy, folder, dirs_exist_ok=True)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CXX"):
         patch.delenv(name, raising=False)
     patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # several nodes set it
-    return Seed(folder, patch, small.recipe(folder))
+    return Workspace(folder, patch, small.recipe(folder))
 
 
-def everything(folder: Path) -> dict[str, int | None]:
-    """What lies in a folder, but for the data cache and compiled Python, which are meant to stay."""
+def files_in(folder: Path) -> dict[str, int | None]:
+    """The files in a folder, without the data cache and compiled Python, which may stay."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))

@@ -14,7 +14,7 @@ from fullshard.check.command import trial_rank
 from fullshard.recipes.read import read
 
 
-def trial(settings: list[dict[str, Any]], told: str, folder: str, largest_file: int | None = None) -> int:
+def trial(settings: list[dict[str, Any]], report: str, folder: str, largest_file: int | None = None) -> int:
     """This rank's trial of its recipe, with the user's files of `folder` on the path; its exit code. Where files may
     not grow beyond `largest_file` bytes, writing fails as on a full disk."""
     sys.path.insert(0, folder)
@@ -24,12 +24,12 @@ def trial(settings: list[dict[str, Any]], told: str, folder: str, largest_file: 
         reading = read(settings[int(os.environ["RANK"])])
         if largest_file is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, before[1]))
-        return trial_rank(reading, Path(told))
+        return trial_rank(reading, Path(report))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         sys.path.remove(folder)
 
 
-def collected(told: Path) -> dict[int, list[dict[str, Any]]]:
+def collected(report: Path) -> dict[int, list[dict[str, Any]]]:
     """What the ranks wrote."""
-    return {int(file.stem): json.loads(file.read_text()) for file in sorted(told.glob("[0-9]*.json"))}
+    return {int(file.stem): json.loads(file.read_text()) for file in sorted(report.glob("[0-9]*.json"))}

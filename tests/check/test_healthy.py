@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +12,18 @@ from safetensors.torch import load_file, save_file
 from fullshard.check.command import _merged
 from fullshard.config import families
 from tests.check import on_ranks
-from tests.check.healthy_recipe import Seed, everything, healthy_place, seed_in
+from tests.check.healthy_recipe import Workspace, files_in
 from tests.families.embedding import vision
 from tests.ranks import RankPool
 from tests.slow import only_first
 
-HEALTHY: dict[str, Callable[[Seed], None]] = {}
+HEALTHY: dict[str, Callable[[Workspace], None]] = {}
 TRIED: list[str] = []
 """Those that are also tried on two ranks."""
 
 
-def healthy(*, tried: bool = False) -> Callable[[Callable[[Seed], None]], Callable[[Seed], None]]:
-    def put(make: Callable[[Seed], None]) -> Callable[[Seed], None]:
+def healthy(*, tried: bool = False) -> Callable[[Callable[[Workspace], None]], Callable[[Workspace], None]]:
+    def put(make: Callable[[Workspace], None]) -> Callable[[Workspace], None]:
         HEALTHY[make.__name__] = make
         if tried:
             TRIED.append(make.__name__)
@@ -33,168 +32,158 @@ def healthy(*, tried: bool = False) -> Callable[[Callable[[Seed], None]], Callab
     return put
 
 
-def _scratch(seed: Seed, architecture: str) -> None:
-    seed.recipe["model"] = {"architecture": architecture, "size": "tiny", "overrides": {"vocab_size": 97}}
+def _scratch(workspace: Workspace, architecture: str) -> None:
+    workspace.recipe["model"] = {"architecture": architecture, "size": "tiny", "overrides": {"vocab_size": 97}}
 
 
-def _stored_as(seed: Seed, dtype: torch.dtype) -> None:
-    file = seed.folder / "model" / "model.safetensors"
+def _stored_as(workspace: Workspace, dtype: torch.dtype) -> None:
+    file = workspace.folder / "model" / "model.safetensors"
     save_file({name: t.to(dtype) for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
-    config = json.loads((seed.folder / "model" / "config.json").read_text())
+    config = json.loads((workspace.folder / "model" / "config.json").read_text())
     config["dtype"] = str(dtype).removeprefix("torch.")
-    (seed.folder / "model" / "config.json").write_text(json.dumps(config))
+    (workspace.folder / "model" / "config.json").write_text(json.dumps(config))
 
 
 @healthy(tried=True)
-def qwen3_full(seed: Seed) -> None:
-    seed.recipe["sharding"] = {"strategy": "full"}
+def qwen3_full(workspace: Workspace) -> None:
+    workspace.recipe["sharding"] = {"strategy": "full"}
 
 
 @healthy(tried=True)
-def llama_grad_op_packed_bf16(seed: Seed) -> None:
-    _scratch(seed, "llama")
-    seed.recipe["sharding"] = {"strategy": "grad_op"}
-    seed.recipe["precision"] = "bf16"
-    seed.set("data", pack=True)
+def llama_grad_op_packed_bf16(workspace: Workspace) -> None:
+    _scratch(workspace, "llama")
+    workspace.recipe["sharding"] = {"strategy": "grad_op"}
+    workspace.recipe["precision"] = "bf16"
+    workspace.set("data", pack=True)
 
 
 @healthy(tried=True)
-def gpt2_replicated_fp16(seed: Seed) -> None:
-    _scratch(seed, "gpt2")
-    seed.recipe["sharding"] = {"strategy": "none"}
-    seed.recipe["precision"] = "fp16"
+def gpt2_replicated_fp16(workspace: Workspace) -> None:
+    _scratch(workspace, "gpt2")
+    workspace.recipe["sharding"] = {"strategy": "none"}
+    workspace.recipe["precision"] = "fp16"
 
 
 @healthy(tried=True)
-def mixtral_hybrid(seed: Seed) -> None:
-    _scratch(seed, "mixtral")
-    seed.recipe["sharding"] = {"strategy": "hybrid"}
+def mixtral_hybrid(workspace: Workspace) -> None:
+    _scratch(workspace, "mixtral")
+    workspace.recipe["sharding"] = {"strategy": "hybrid"}
 
 
 @healthy()
-def qwen3_moe_from_scratch(seed: Seed) -> None:
-    _scratch(seed, "qwen3_moe")
-    seed.recipe["precision"] = "bf16"
+def qwen3_moe_from_scratch(workspace: Workspace) -> None:
+    _scratch(workspace, "qwen3_moe")
+    workspace.recipe["precision"] = "bf16"
 
 
 @healthy()
-def gemma_with_tied_head(seed: Seed) -> None:
-    _scratch(seed, "gemma")
-    seed.set("data", pack=True)
+def gemma_with_tied_head(workspace: Workspace) -> None:
+    _scratch(workspace, "gemma")
+    workspace.set("data", pack=True)
 
 
 @healthy()
-def phi3_from_scratch(seed: Seed) -> None:
-    _scratch(seed, "phi3")
+def phi3_from_scratch(workspace: Workspace) -> None:
+    _scratch(workspace, "phi3")
 
 
 @healthy(tried=True)
-def adapters_on_chat(seed: Seed) -> None:
-    seed.speak()
-    seed.set("model", lora={"r": 2})
-    seed.set("data", encode="chat")
-    seed.recipe["precision"] = "bf16"
+def adapters_on_chat(workspace: Workspace) -> None:
+    workspace.use_texts()
+    workspace.set("model", lora={"r": 2})
+    workspace.set("data", encode="chat")
+    workspace.recipe["precision"] = "bf16"
 
 
 @healthy()
-def packed_chat_with_validation(seed: Seed) -> None:
-    seed.speak()
-    seed.set("data", encode="chat", pack=True, holdout=0.2, shuffle=True)
-    seed.recipe["evaluate"] = {"every_epochs": 1}
-    seed.recipe["checkpoint"] = {}
-    seed.recipe["duration"] = {"epochs": 2}
-    seed.set("batch", **{"global": 4})
+def packed_chat_with_validation(workspace: Workspace) -> None:
+    workspace.use_texts()
+    workspace.set("data", encode="chat", pack=True, holdout=0.2, shuffle=True)
+    workspace.recipe["evaluate"] = {"every_epochs": 1}
+    workspace.recipe["checkpoint"] = {}
+    workspace.recipe["duration"] = {"epochs": 2}
+    workspace.set("batch", **{"global": 4})
 
 
 @healthy()
-def text_with_prompts(seed: Seed) -> None:
-    seed.speak()
-    seed.set("data", train=str(seed.folder / "texts.jsonl"), holdout=0.1, pack=True)
-    seed.recipe["evaluate"] = {"parts": ["loss", {"kind": "sample", "prompts": ["The"], "tokens": 4}]}
-    seed.set("batch", **{"global": 8})
+def text_with_prompts(workspace: Workspace) -> None:
+    workspace.use_texts()
+    workspace.set("data", train=str(workspace.folder / "texts.jsonl"), holdout=0.1, pack=True)
+    workspace.recipe["evaluate"] = {"parts": ["loss", {"kind": "sample", "prompts": ["The"], "tokens": 4}]}
+    workspace.set("batch", **{"global": 8})
 
 
 @healthy()
-def a_tokenizer_of_its_own(seed: Seed) -> None:
-    seed.recipe["model"] = {"architecture": "qwen3", "size": "tiny", "tokenizer": {"train": {"vocab_size": 400}}}
-    seed.set("data", train=str(seed.folder / "texts.jsonl"), pack=True)
+def a_tokenizer_of_its_own(workspace: Workspace) -> None:
+    workspace.recipe["model"] = {"architecture": "qwen3", "size": "tiny", "tokenizer": {"train": {"vocab_size": 400}}}
+    workspace.set("data", train=str(workspace.folder / "texts.jsonl"), pack=True)
 
 
 @healthy(tried=True)
-def frozen_embedding_and_recomputation(seed: Seed) -> None:
-    seed.set("model", freeze=["model.embed_tokens.*", "model.layers.0.*"])
-    seed.recipe["sharding"] = {"activation_checkpointing": "full"}
+def frozen_embedding_and_recomputation(workspace: Workspace) -> None:
+    workspace.set("model", freeze=["model.embed_tokens.*", "model.layers.0.*"])
+    workspace.recipe["sharding"] = {"activation_checkpointing": "full"}
 
 
 @healthy(tried=True)
-def adapters_on_stored_bf16(seed: Seed) -> None:
-    _stored_as(seed, torch.bfloat16)
-    seed.set("model", lora={"r": 2, "targets": ["q_proj", "v_proj"]})
-    seed.recipe["precision"] = "bf16"
-    seed.recipe["sharding"] = {"activation_checkpointing": "selective"}
+def adapters_on_stored_bf16(workspace: Workspace) -> None:
+    _stored_as(workspace, torch.bfloat16)
+    workspace.set("model", lora={"r": 2, "targets": ["q_proj", "v_proj"]})
+    workspace.recipe["precision"] = "bf16"
+    workspace.recipe["sharding"] = {"activation_checkpointing": "selective"}
 
 
 @healthy(tried=True)
-def trained_from_stored_fp16(seed: Seed) -> None:
-    _stored_as(seed, torch.float16)
-    seed.recipe["precision"] = "fp16"
+def trained_from_stored_fp16(workspace: Workspace) -> None:
+    _stored_as(workspace, torch.float16)
+    workspace.recipe["precision"] = "fp16"
 
 
 @healthy()
-def wrapped_by_name(seed: Seed) -> None:
-    seed.recipe["sharding"] = {"wrap": ["Qwen3DecoderLayer"], "forward_prefetch": True, "strategy": "full"}
-    seed.words = ["--devices", "2"]
+def wrapped_by_name(workspace: Workspace) -> None:
+    workspace.recipe["sharding"] = {"wrap": ["Qwen3DecoderLayer"], "forward_prefetch": True, "strategy": "full"}
+    workspace.words = ["--devices", "2"]
 
 
 @healthy()
-def eight_bit_adam(seed: Seed) -> None:
-    seed.recipe["optimizer"] = {"kind": "adamw_8bit", "lr": 1e-3}
+def eight_bit_adam(workspace: Workspace) -> None:
+    workspace.recipe["optimizer"] = {"kind": "adamw_8bit", "lr": 1e-3}
 
 
 @healthy()
-def wandb_without_network(seed: Seed) -> None:
-    seed.set("log", sinks=["tensorboard", {"kind": "wandb", "mode": "offline"}])
+def wandb_without_network(workspace: Workspace) -> None:
+    workspace.set("log", sinks=["tensorboard", {"kind": "wandb", "mode": "offline"}])
 
 
 @healthy()
-def opt_with_learned_positions(seed: Seed) -> None:
-    _scratch(seed, "opt")
-    seed.recipe["schedule"] = {"kind": "cosine", "warmup": 0.1, "floor": 0.1}
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return healthy_place(tmp_path_factory.mktemp("healthy"))
-
-
-@pytest.fixture
-def seed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seed:
-    return seed_in(tmp_path, place, monkeypatch)
+def opt_with_learned_positions(workspace: Workspace) -> None:
+    _scratch(workspace, "opt")
+    workspace.recipe["schedule"] = {"kind": "cosine", "warmup": 0.1, "floor": 0.1}
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_nothing_is_found(name: str, seed: Seed) -> None:
-    HEALTHY[name](seed)
-    before = everything(seed.folder)
-    result = seed.ask("check", "--quick", "--json")
-    told = json.loads(result.stdout)
-    assert [f for f in told["findings"] if f["level"] != "ok"] == []
-    assert {f["section"] for f in told["findings"]} == {"environment", "recipe", "model", "data"}
-    assert (told["correct"], result.exit_code) == (True, 0)
-    assert everything(seed.folder) == before
+def test_nothing_is_found(name: str, workspace: Workspace) -> None:
+    HEALTHY[name](workspace)
+    before = files_in(workspace.folder)
+    result = workspace.run("check", "--quick", "--json")
+    report = json.loads(result.stdout)
+    assert [f for f in report["findings"] if f["level"] != "ok"] == []
+    assert {f["section"] for f in report["findings"]} == {"environment", "recipe", "model", "data"}
+    assert (report["correct"], result.exit_code) == (True, 0)
+    assert files_in(workspace.folder) == before
 
 
 @pytest.mark.parametrize("name", only_first(TRIED))
-def test_nothing_is_found_on_two_ranks(name: str, seed: Seed, ranks: RankPool) -> None:
-    HEALTHY[name](seed)
-    told = seed.folder / "told"
-    told.mkdir()
-    before = everything(seed.folder)
-    assert ranks.run(on_ranks.trial, [seed.recipe] * 2, str(told), str(seed.folder), world=2) == [0, 0]
-    found = _merged(on_ranks.collected(told), 0)
+def test_nothing_is_found_on_two_ranks(name: str, workspace: Workspace, ranks: RankPool) -> None:
+    HEALTHY[name](workspace)
+    report = workspace.folder / "report"
+    report.mkdir()
+    before = files_in(workspace.folder)
+    assert ranks.run(on_ranks.trial, [workspace.recipe] * 2, str(report), str(workspace.folder), world=2) == [0, 0]
+    found = _merged(on_ranks.collected(report), 0)
     assert [f for f in found if f.level != "ok"] == []
     assert {"longest batch", "checkpoint", "memory", "exchange", "shared files"} <= {f.check for f in found}
-    assert {name: size for name, size in everything(seed.folder).items() if not name.startswith("told/")} == before
+    assert {name: size for name, size in files_in(workspace.folder).items() if not name.startswith("report/")} == before
 
 
 SHORT = ("data.sequence_length=128", "batch.per_device=2", "batch.global=4", "topology.device=cpu")
@@ -216,14 +205,14 @@ BROUGHT = {
 
 
 @pytest.mark.parametrize("name", sorted(families.recipes()))
-def test_a_built_in_recipe_is_healthy(name: str, seed: Seed) -> None:
+def test_a_built_in_recipe_is_healthy(name: str, workspace: Workspace) -> None:
     if name == "embedding-8b":
-        vision.vision_folder(seed.folder / "vision", kind="qwen3_vl")
-        vision.pictures(seed.folder / "seen")
-    result = seed.ask_for(name, "check", "--quick", "--json", *BROUGHT[name])
-    told = json.loads(result.stdout)
-    assert [f for f in told["findings"] if f["level"] != "ok"] == []
-    assert (told["correct"], result.exit_code) == (True, 0)
+        vision.vision_folder(workspace.folder / "vision", kind="qwen3_vl")
+        vision.pictures(workspace.folder / "seen")
+    result = workspace.run_on(name, "check", "--quick", "--json", *BROUGHT[name])
+    report = json.loads(result.stdout)
+    assert [f for f in report["findings"] if f["level"] != "ok"] == []
+    assert (report["correct"], result.exit_code) == (True, 0)
 
 
 def test_there_are_enough() -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import small
-from tests.check.healthy_recipe import Seed, healthy_place, seed_in
+from tests.check.healthy_recipe import Workspace
 from tests.ranks import RankPool
 
-CASES: dict[str, tuple[str, Callable[[Seed], None]]] = {}
+CASES: dict[str, tuple[str, Callable[[Workspace], None]]] = {}
 """The check that must warn, and what is done to the recipe."""
 
 
-def case(check: str) -> Callable[[Callable[[Seed], None]], Callable[[Seed], None]]:
-    def put(make: Callable[[Seed], None]) -> Callable[[Seed], None]:
+def case(check: str) -> Callable[[Callable[[Workspace], None]], Callable[[Workspace], None]]:
+    def put(make: Callable[[Workspace], None]) -> Callable[[Workspace], None]:
         CASES[make.__name__] = check, make
         return make
 
@@ -26,124 +26,116 @@ def case(check: str) -> Callable[[Callable[[Seed], None]], Callable[[Seed], None
 
 
 @case("learning rate")
-def lr_of_a_hundred(seed: Seed) -> None:
-    seed.set("optimizer", lr=100)
+def lr_of_a_hundred(workspace: Workspace) -> None:
+    workspace.set("optimizer", lr=100)
 
 
 @case("leakage")
-def validation_that_is_train(seed: Seed) -> None:
-    seed.set("data", validation=str(seed.folder / "train.jsonl"))
-    seed.set("evaluate", parts=["loss"])
+def validation_that_is_train(workspace: Workspace) -> None:
+    workspace.set("data", validation=str(workspace.folder / "train.jsonl"))
+    workspace.set("evaluate", parts=["loss"])
 
 
 @case("leakage")
-def every_validation_record_is_trained_on(seed: Seed) -> None:
-    lines = (seed.folder / "train.jsonl").read_text().splitlines(keepends=True)
-    (seed.folder / "validation.jsonl").write_text("".join(lines[:9]))
-    seed.set("data", validation=str(seed.folder / "validation.jsonl"))
-    seed.set("evaluate", parts=["loss"])
+def every_validation_record_is_trained_on(workspace: Workspace) -> None:
+    lines = (workspace.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (workspace.folder / "validation.jsonl").write_text("".join(lines[:9]))
+    workspace.set("data", validation=str(workspace.folder / "validation.jsonl"))
+    workspace.set("evaluate", parts=["loss"])
 
 
 @case("duplicates")
-def nearly_all_records_repeat_one(seed: Seed) -> None:
-    lines = (seed.folder / "train.jsonl").read_text().splitlines(keepends=True)
-    (seed.folder / "train.jsonl").write_text("".join([lines[0]] * 63 + lines[1:2]))
+def nearly_all_records_repeat_one(workspace: Workspace) -> None:
+    lines = (workspace.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (workspace.folder / "train.jsonl").write_text("".join([lines[0]] * 63 + lines[1:2]))
 
 
 @case("batch")
-def one_record(seed: Seed) -> None:
-    lines = (seed.folder / "train.jsonl").read_text().splitlines(keepends=True)
-    (seed.folder / "train.jsonl").write_text(lines[0])
+def one_record(workspace: Workspace) -> None:
+    lines = (workspace.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (workspace.folder / "train.jsonl").write_text(lines[0])
 
 
 @case("validation")
-def nearly_everything_is_held_out(seed: Seed) -> None:
-    seed.set("data", holdout=0.99)
-    seed.set("evaluate", parts=["loss"])
-    seed.recipe["batch"] = {"per_device": 1}
+def nearly_everything_is_held_out(workspace: Workspace) -> None:
+    workspace.set("data", holdout=0.99)
+    workspace.set("evaluate", parts=["loss"])
+    workspace.recipe["batch"] = {"per_device": 1}
 
 
 @case("no effect")
-def held_out_for_no_evaluation(seed: Seed) -> None:
-    seed.set("data", holdout=0.1)
+def held_out_for_no_evaluation(workspace: Workspace) -> None:
+    workspace.set("data", holdout=0.1)
 
 
 @case("workers")
-def far_more_workers_than_cores(seed: Seed) -> None:
-    seed.set("data", workers=2 * len(os.sched_getaffinity(0)) + 1)
+def far_more_workers_than_cores(workspace: Workspace) -> None:
+    workspace.set("data", workers=2 * len(os.sched_getaffinity(0)) + 1)
 
 
 @case("no effect")
-def offload_on_a_cpu(seed: Seed) -> None:
-    seed.set("sharding", cpu_offload=True)
+def offload_on_a_cpu(workspace: Workspace) -> None:
+    workspace.set("sharding", cpu_offload=True)
 
 
 @case("no effect")
-def a_key_of_fsdp1(seed: Seed) -> None:
-    seed.set("sharding", use_orig_params=True)
+def a_key_of_fsdp1(workspace: Workspace) -> None:
+    workspace.set("sharding", use_orig_params=True)
 
 
 @case("no effect")
-def warm_up_as_long_as_the_run(seed: Seed) -> None:
-    seed.set("schedule", warmup=50)
-    seed.recipe["duration"] = {"steps": 2}
+def warm_up_as_long_as_the_run(workspace: Workspace) -> None:
+    workspace.set("schedule", warmup=50)
+    workspace.recipe["duration"] = {"steps": 2}
 
 
 @case("weight decay")
-def weight_decay_of_ten(seed: Seed) -> None:
-    seed.set("optimizer", weight_decay=10, lr=1e-4)
+def weight_decay_of_ten(workspace: Workspace) -> None:
+    workspace.set("optimizer", weight_decay=10, lr=1e-4)
 
 
-@pytest.fixture(scope="module")
-def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return healthy_place(tmp_path_factory.mktemp("healthy"))
-
-
-@pytest.fixture
-def seed(healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seed]:
-    seed = seed_in(tmp_path, healthy, monkeypatch)
-    seed.recipe["duration"] = {"steps": 1}
-    seed.set("checkpoint", at_end=False)
-    with seed.held:
-        yield seed
+@pytest.fixture(autouse=True)
+def _one_step(workspace: Workspace) -> None:
+    workspace.recipe["duration"] = {"steps": 1}
+    workspace.set("checkpoint", at_end=False)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_train_says_what_check_warns_of(name: str, seed: Seed) -> None:
+def test_train_says_what_check_warns_of(name: str, workspace: Workspace) -> None:
     check, make = CASES[name]
-    make(seed)
-    told = json.loads(seed.ask("check", "--quick", "--json").stdout)
-    warnings = [finding for finding in told["findings"] if finding["level"] == "warning"]
+    make(workspace)
+    report = json.loads(workspace.run("check", "--quick", "--json").stdout)
+    warnings = [finding for finding in report["findings"] if finding["level"] == "warning"]
     assert check in {finding["check"] for finding in warnings}
-    result = seed.ask("train", "--devices", "1")
+    result = workspace.run("train", "--devices", "1")
     print(result.output)
     assert result.exit_code == 0
     for finding in warnings:
         sentence = f"warning {finding['check']}: {finding['text']} {finding['remedy']}"
         assert " ".join(result.stdout.split()).count(sentence) == 1
-        assert logged(seed.folder / "runs" / "run" / "log.txt").count(sentence) == 1
+        assert logged(workspace.folder / "runs" / "run" / "log.txt").count(sentence) == 1
     # Nothing is said a second time in other words.
     assert result.stdout.count("warning") == len(warnings)
 
 
-def test_a_run_without_a_mistake_warns_of_nothing(seed: Seed) -> None:
-    result = seed.ask("train", "--devices", "1")
+def test_a_run_without_a_mistake_warns_of_nothing(workspace: Workspace) -> None:
+    result = workspace.run("train", "--devices", "1")
     assert (result.exit_code, "warning" in result.stdout) == (0, False)
 
 
-def test_several_ranks_warn_once(seed: Seed, ranks: RankPool) -> None:
-    seed.set("optimizer", lr=100)
-    ranks.run(small.train, seed.recipe, world=2)
-    log = logged(seed.folder / "runs" / "run" / "log.txt")
+def test_several_ranks_warn_once(workspace: Workspace, ranks: RankPool) -> None:
+    workspace.set("optimizer", lr=100)
+    ranks.run(small.train, workspace.recipe, world=2)
+    log = logged(workspace.folder / "runs" / "run" / "log.txt")
     assert log.count("warning") == log.count("warning learning rate: optimizer.lr = 100") == 1
 
 
-def test_a_run_that_dies_before_its_header_has_warned(seed: Seed) -> None:
-    seed.set("optimizer", lr=100)
-    earlier = seed.folder / "runs" / "run"
+def test_a_run_that_dies_before_its_header_has_warned(workspace: Workspace) -> None:
+    workspace.set("optimizer", lr=100)
+    earlier = workspace.folder / "runs" / "run"
     earlier.joinpath("checkpoint-1").mkdir(parents=True)
     earlier.joinpath("checkpoint-1", "manifest.json").write_text("{}")  # not whole
-    result = seed.ask("train", "--devices", "1")
+    result = workspace.run("train", "--devices", "1")
     print(result.output)
     assert result.exit_code == 2
     assert "warning: learning rate: optimizer.lr = 100" in " ".join(result.stdout.split())
