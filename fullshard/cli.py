@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["--help", "-h"]},
-    help="Train models with PyTorch FSDP: one recipe, one command, from a laptop to many nodes.",
+    help="Train models with PyTorch FSDP2: one recipe, one command, from a laptop to many nodes.",
 )
 
 

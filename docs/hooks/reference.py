@@ -175,6 +175,15 @@ def commands_page() -> str:
     command = typer.main.get_command(app)
     context = typer.Context(command, info_name="fullshard")
     whole = get_docs_for_click(obj=command, ctx=context, indent=1, name="fullshard", title="fullshard")
-    # Typer cuts the sentences of this list; each command's own section has them whole.
-    whole = re.sub(r"^\* `([a-z]+)`: .*\.\.\.$", r"* `\1`", whole, flags=re.MULTILINE)
+    # Typer shortens the sentences of its lists of commands.
+    whole = re.sub(r"^\* `([a-z-]+)`: .*\.\.\.$", lambda found: _listed(command, found[1]), whole, flags=re.MULTILINE)
     return _COMMANDS + "\n" + whole.replace("```console\n$ ", "```text\n").replace("\n\n\n", "\n\n")
+
+
+def _listed(group: Any, name: str) -> str:
+    """A command's line in a list, with the first sentence of its help."""
+    commands = {
+        **group.commands,
+        **{k: v for sub in group.commands.values() for k, v in getattr(sub, "commands", {}).items()},
+    }
+    return f"* `{name}`: {commands[name].get_short_help_str(limit=200)}"

@@ -217,7 +217,7 @@ def _variables(environ: Mapping[str, str], *, gpus: int, nodes: int, compiled: b
     for name, value, why in slowing:
         yield warning("variables", f"{name}={value}: {why}.", f"Unless you need it: unset {name}")
     if not slowing:
-        yield ok("variables", "none that slows down training")
+        yield ok("variables", "none that slow down training")
 
 
 def _hub(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[Finding]:

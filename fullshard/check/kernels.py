@@ -43,7 +43,7 @@ def attention(
         others += ["flash_attention_2"] if installed and not no_flash else []
         left = [name for name in others if name != chosen.split()[0]]
         lacking = f"; no flash kernels: {no_flash}" if no_flash and gpus else ""
-        why = " where the model has it" if asked == "auto" else ", as requested"
+        why = " if the model supports it" if asked == "auto" else ", as requested"
         yield ok("attention", f"{chosen}{why}; also available: {', '.join(left)}{lacking}")
 
 

@@ -65,11 +65,12 @@ class Report(Screen):
         return any(finding.level == "error" for _, finding in self.found)
 
     def section(self, title: str, findings: Iterable[Finding]) -> None:
-        """Shows a section, each line as it is found."""
-        self._show(Text(f"\n{title}", style="bold"))
+        """Shows a section, each line as it is found; no heading without a line."""
         for finding in findings:
             if any(finding.level == "error" and finding.text == other.text for _, other in self.found):
                 continue  # two checks may find the same error
+            if title.lower() not in {section for section, _ in self.found}:
+                self._show(Text(f"\n{title}", style="bold"))
             self.found.append((title.lower(), finding))
             self._line(finding)
 

@@ -139,11 +139,11 @@ def _shape(batch: Batch) -> str:
 def _memory(world: World) -> list[Finding]:
     peaks = reduce.gather_objects(peak_memory(world.device))
     highest = max(range(len(peaks)), key=peaks.__getitem__)
-    text = f"peak {size(peaks[highest])} on rank {highest}" if len(peaks) > 1 else f"peak {size(peaks[0])}"
+    where = f", on rank {highest}" if len(peaks) > 1 else ""
     if world.device.type != "cuda":
-        return [ok("memory", f"{text} of process memory")]
+        return [ok("memory", f"process memory peaks at {size(peaks[highest])}{where}")]
     total = torch.cuda.get_device_properties(world.device).total_memory
-    text += f" of {size(total)}"
+    text = f"peak {size(peaks[highest])} of {size(total)}{where}"
     if peaks[highest] <= FULL * total:
         return [ok("memory", text)]
     advice = "Lower batch.per_device and raise batch.accumulate, or set sharding.activation_checkpointing: full."

@@ -34,9 +34,10 @@ def explain(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")] = False,
 ) -> None:
-    """Explain an error: why it happens, what to do, and which recipe keys matter.
+    """Explain an error: why it happens, and what to do.
 
-    Without an argument, lists the known errors. Exit code 1: no known error in the text.
+    Also names the recipe keys that matter. Without an argument, lists the known errors. Exit code 1: no known error in
+    the text.
     """
     if not words:
         _list(as_json)

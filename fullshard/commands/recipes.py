@@ -78,7 +78,7 @@ def copy_recipe(
 
 @recipes.command("schema")
 def recipe_schema() -> None:
-    """Print the JSON schema of recipes, for completion and checks in an editor."""
+    """Print the JSON schema of recipes, for editors."""
     from fullshard.commands.schema import schema
     from fullshard.recipe import Recipe
 

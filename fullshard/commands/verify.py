@@ -29,7 +29,7 @@ def verify(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for machines.")] = False,
 ) -> None:
-    """Check that a checkpoint is complete and that no byte has changed.
+    """Check that a checkpoint is complete and unchanged.
 
     Reads all files, compares sizes and checksums with the manifest, and the stored tensors with its list. Changes
     nothing.

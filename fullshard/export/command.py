@@ -43,7 +43,7 @@ def export(
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Write the model of CHECKPOINT as files that other libraries load.
+    """Write the model of CHECKPOINT for other libraries.
 
     hf is a folder for Transformers, adapter one for PEFT; merged is a whole model with the adapters added to its
     weights; state is one file (.safetensors, .pt) with every tensor under the name that it has in training. Needs no

@@ -55,6 +55,11 @@ def test_sections_come_in_order_and_the_verdict_last(workspace: Workspace) -> No
     assert all(line.startswith("  ✓ ") for line in marked)
 
 
+def test_a_section_without_findings_has_no_heading(workspace: Workspace) -> None:
+    workspace.set("data", train=str(workspace.folder / "missing.jsonl"))
+    assert titles(workspace.run("check", "--quick").stdout) == ["Environment", "Recipe", "Data"]
+
+
 def test_findings_are_marked_with_where_and_what_to_do(workspace: Workspace) -> None:
     workspace.set("optimizer", lr=10)
     workspace.set("model", freeze=["nothing.*"])
@@ -63,7 +68,7 @@ def test_findings_are_marked_with_where_and_what_to_do(workspace: Workspace) -> 
     assert result.exit_code == 2
     assert "! learning rate optimizer.lr = 10: adamw would move" in said
     assert "usual rates are up to 0.1. Use 3e-4 for training from scratch" in said
-    assert "✗ model model.freeze[0] = 'nothing.*' matches none" in said
+    assert "✗ model model.freeze[0] = 'nothing.*' matches no parameter" in said
     assert said.endswith("1 problem, 1 warning. Nothing was trained, and no files were left behind.")
     assert "Setup is CORRECT" not in said
 

@@ -51,7 +51,7 @@ Images = Annotated[
 ]
 Checkpoint = Annotated[
     str | None,
-    typer.Option(metavar="STEP|best|latest", help="Which checkpoint. Default: the latest, or RUN/model if none."),
+    typer.Option(metavar="STEP|best|latest", help="Which checkpoint. Default: the latest, or RUN/model without one."),
 ]
 Devices = Annotated[str, typer.Option(metavar="N|0,1|auto", help="Ranks: a number, GPU ids, or auto for every GPU.")]
 BatchSize = Annotated[int, typer.Option(min=1, metavar="N", help="Images that each rank makes at once.")]

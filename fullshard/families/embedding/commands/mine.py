@@ -79,12 +79,13 @@ def mine(
     batch_size: BatchSize = 32,
     device: Device = None,
 ) -> None:
-    """Mine hard negatives for the pairs of DATA with MODEL, and write them to OUT.
+    """Mine hard negatives for the pairs of DATA with MODEL.
 
-    Every query searches the corpus: all positives of DATA, and the documents of --corpus. Its hits are ranked without
-    its own positives, those of equal queries, and a document equal to the query; these are never negatives. The hardest
-    hits between the two ranks that satisfy --margin and the scores are added to the negatives of the pair. The first
-    hits are often unmarked correct answers; the default skips nine of them.
+    Writes the pairs with their negatives to OUT. Every query searches the corpus: all positives of DATA, and the
+    documents of --corpus. Its hits are ranked without its own positives, those of equal queries, and a document equal
+    to the query; these are never negatives. The hardest hits between the two ranks that satisfy --margin and the scores
+    are added to the negatives of the pair. The first hits are often unmarked correct answers; the default skips nine of
+    them.
 
     OUT has the columns query, positive, negatives and label; others are not kept. It appears only when complete.
     """
