@@ -106,10 +106,17 @@ def freeze(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str
 
 def groups(settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> list[Group]:
     """Parameter groups for towers that set a learning rate or recomputation, inner modules first."""
-    found = [
-        (max(name.count(".") for name in towers[kind]), Group(match=_patterns(towers[kind]), **own))
+    own = {
+        kind: {k: v for k in ("lr", "recompute") if (v := getattr(tower, k)) is not None}
         for kind, tower in settings.items()
-        if (own := {k: v for k in ("lr", "recompute") if (v := getattr(tower, k)) is not None})
+    }
+    # A tower inside another is a group as well, or it would take the outer one's.
+    outer = [name for kind, values in own.items() if values for name in towers[kind]]
+    inside = [kind for kind, names in towers.items() if any(_within(n, outer) and n not in outer for n in names)]
+    found = [
+        (max(name.count(".") for name in towers[kind]), Group(match=_patterns(towers[kind]), **own.get(kind, {})))
+        for kind in dict.fromkeys([*own, *inside])
+        if own.get(kind) or kind in inside
     ]
     return [group for _, group in sorted(found, key=lambda pair: -pair[0])]
 

@@ -68,6 +68,18 @@ def fit_tokens(config: Any, processor: Any) -> None:
         for name in ("audio_token_id", "audio_token_index"):
             if hasattr(part, name):
                 setattr(part, name, processor.audio_token_id)
+    if hasattr(getattr(config, "audio_config", None), "vocab_offset"):
+        _fit_offsets(config, processor.tokenizer)
+
+
+def _fit_offsets(config: Any, tokenizer: Any) -> None:
+    """For a model whose last tokens have their own embeddings, those of images before those of audio."""
+    for name in _TOKENS[config.model_type]:
+        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(getattr(tokenizer, name)))
+    config.vision_config.vocab_offset, config.audio_config.vocab_offset = config.eoi_token_id, config.eoa_token_id
+    config.vision_config.vocab_size = config.eoa_token_id - config.eoi_token_id
+    config.audio_config.vocab_size = len(tokenizer) - config.eoa_token_id
+    config.text_config.vocab_size_per_layer_input = config.eoi_token_id
 
 
 def _mel(audio: Any) -> dict[str, Any]:

@@ -48,7 +48,6 @@ EXTRA: dict[str, dict[str, Any]] = {
         },
     },
     "gemma3n": {
-        "audio_soft_tokens_per_image": 16,
         "text_config": {
             "hidden_size_per_layer_input": 8,
             "laurel_rank": 8,

@@ -5,6 +5,7 @@ Found by trying: a tiny model of the same architecture runs one clip forward and
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -18,18 +19,20 @@ def unused(config: Any, names: list[str]) -> list[str]:
 
     if config.model_type not in SETTINGS or config.is_encoder_decoder:
         return []
-    with torch.random.fork_rng(devices=[]):
-        reached = _reached(type(config)(**tiny_audio(type(config)())))
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        reached = _reached(config.model_type)
     return [name for name in names if _without_number(name) not in reached]
 
 
-def _reached(config: Any) -> set[str]:
+@functools.cache
+def _reached(kind: str) -> set[str]:
     """The parameters of a small model that one clip and one word give a gradient to, and those that never have one."""
     import numpy as np
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import AutoModelForMultimodalLM, PreTrainedTokenizerFast
+    from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedTokenizerFast
 
+    config: Any = CONFIG_MAPPING[kind](**tiny_audio(CONFIG_MAPPING[kind]()))
     words = Tokenizer(WordLevel({"<unk>": 0, "word": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="<unk>")
     processor = fresh_processor(config, tokenizer)

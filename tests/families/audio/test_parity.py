@@ -37,6 +37,20 @@ def test_each_model_trains_as_in_a_plain_loop(ranks: RankPool, tmp_path: Path, a
     np.testing.assert_allclose(losses(ranks, folder, "run"), plain_loop(folder), rtol=WITHIN)
 
 
+@pytest.mark.slow
+def test_gemma_trains_as_in_a_plain_loop(ranks: RankPool, tmp_path: Path) -> None:
+    """188 tokens for every clip; its vision tower is a stand-in."""
+    from tests.families.audio.gemma import train_gemma
+
+    folder = made(tmp_path, "gemma3n")
+    runs = {}
+    for world in (1, 2):
+        chosen = settings(folder, f"run{world}", data={"sequence_length": 768})
+        runs[world] = curve(ranks.run(train_gemma, chosen, world=world)[0], "loss", "grad_norm")
+    np.testing.assert_allclose(runs[1], plain_loop(folder), rtol=WITHIN)
+    np.testing.assert_allclose(runs[2], runs[1], rtol=WITHIN)
+
+
 @pytest.mark.parametrize(
     "architecture", ["qwen2_audio", *(pytest.param(m, marks=pytest.mark.slow) for m in MODELS[1:])]
 )

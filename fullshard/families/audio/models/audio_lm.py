@@ -6,6 +6,7 @@ objectives, ranks or sharding.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,6 +30,13 @@ class AudioLM(TowerModel):
     loader: ClassVar[str | None] = "transformers.AutoModelForMultimodalLM.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
     usual: ClassVar[dict[str, Any] | None] = {"objective": {"kind": "audio_lm"}, "evaluate": {"parts": ["loss"]}}
+
+    @classmethod
+    def recognises(cls, folder: Path) -> bool:
+        if not super().recognises(folder) or not has_processor(folder):
+            return False
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return bool(config.get("audio_config")) or "num_mel_bins" in config
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
         tokenizer = super().load_processor(folder, where=where)

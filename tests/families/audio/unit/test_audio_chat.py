@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,13 @@ import torch
 from transformers import Phi4MultimodalFeatureExtractor, VoxtralConfig, VoxtralProcessor, WhisperFeatureExtractor
 
 from fullshard.contracts.data import IGNORE
+from fullshard.data.prepare import prepare
+from fullshard.data.sources.files import Files
 from fullshard.errors import DataError
 from fullshard.families.audio.encoders.audio_chat import AudioChat
 from fullshard.families.audio.models.audio_lm import AudioLM
 from fullshard.families.audio.processor import ChunkProcessor
+from fullshard.multimodal.balance import balanced
 from tests.families.audio.small import RATE, model_folder, tone
 
 SECONDS = 0.08
@@ -249,3 +253,28 @@ def test_the_row_that_touches_the_tower_has_no_loss(folder: Path) -> None:
     assert (rows[1]["labels"] == IGNORE).all()
     assert "media.input_features" in collator.collate(rows, length=None)
     assert collator.touching([sample]) == [sample]
+
+
+def test_clips_and_seconds_are_counted_and_clips_of_similar_length_share_a_batch(folder: Path, tmp_path: Path) -> None:
+    lines = [
+        {**PAIR, "audio_array": tone(n, seconds=0.1 * (1 + n % 4)).tolist(), "sampling_rate": RATE} for n in range(8)
+    ]
+    (tmp_path / "clips.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = prepare(
+        train=Files(path=str(tmp_path / "clips.jsonl")).open(),
+        validation=None,
+        encode=AudioChat(),
+        processor=opened(folder).processor,
+        length=256,
+        pack=False,
+        holdout=0,
+        seed=0,
+        cache=tmp_path / "cache",
+        say=lambda _: None,
+    )
+    found = {each.name: each.amounts for each in data.quantities}
+    assert found["clips"].tolist() == [1] * 8
+    np.testing.assert_allclose(found["audio_seconds"], [0.1 * (1 + n % 4) for n in range(8)], rtol=1e-6)
+    order = balanced(None, data, per_device=2, world=1)["even"](np.arange(8))
+    seconds = found["audio_seconds"][order].reshape(4, 2)
+    assert (seconds[:, 0] == seconds[:, 1]).all()

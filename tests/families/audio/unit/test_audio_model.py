@@ -16,6 +16,7 @@ from fullshard.families.audio.unused import unused
 from fullshard.hf.adapters.settings import Lora
 from fullshard.multimodal import towers
 from tests.families.audio.small import model_folder
+from tests.small import model_folder as text_folder
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,25 @@ def test_towers_inside_the_language_model_are_found() -> None:
     never = unused(config, names)
     assert all("image_embed" in name or "for_vision_speech" in name for name in never)
     assert {name for name in names if "image_embed" in name} <= set(never)
+
+
+def test_a_tower_inside_another_keeps_its_own_rate() -> None:
+    """Without a setting of its own it has that of the optimizer, not the outer tower's."""
+    found = {"language": ["model", "lm_head"], "audio": ["model.extend.encoder"], "projector": ["model.extend.up"]}
+    groups = towers.groups({"language": towers.Tower(lr=1e-5), "projector": towers.Tower(lr=1e-3)}, found)
+
+    def rate(name: str) -> float | None:
+        return next(group.lr for group in groups if group.holds(name))
+
+    assert rate("model.layers.0.weight") == rate("lm_head.weight") == 1e-5
+    assert rate("model.extend.up.weight") == 1e-3
+    assert rate("model.extend.encoder.weight") is None
+
+
+def test_a_folder_is_recognised_by_its_config(tmp_path: Path) -> None:
+    assert AudioLM.recognises(model_folder(tmp_path / "audio", "qwen2_audio"))
+    assert AudioLM.recognises(model_folder(tmp_path / "speech", "whisper"))
+    assert not AudioLM.recognises(text_folder(tmp_path / "text"))
 
 
 def test_layers_that_are_dropped_at_random_are_refused() -> None:
