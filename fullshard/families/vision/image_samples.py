@@ -24,6 +24,8 @@ from fullshard.text.tokens import collate_tokens
 
 MEDIA = "media."
 """The prefix of a batch's keys that go to the model as they are."""
+ORIGIN = "fullshard: origin"
+"""The text in a PNG that says where its picture is from."""
 
 
 def image_sample(tokens: Features, pictures: Sequence[Picture], processor: Any, *, length: int) -> Features:
@@ -189,18 +191,19 @@ def image_passages(sample: Features, processor: Any, *, root: Path | None, noun:
     """Each image of a sample for a person to read: `[image 64x48 from cat.png]`, its first token and the token after
     its last."""
     stored = stored_images(sample)
-    sizes = [read_again(data, is_file=is_file, root=root)[2].size for data, is_file in stored]
+    images = [read_again(data, is_file=is_file, root=root)[2] for data, is_file in stored]
+    spans = image_spans(sample["input_ids"], [image.size for image in images], processor)
     found = []
-    for (data, is_file), size, span in zip(
-        stored, sizes, image_spans(sample["input_ids"], sizes, processor), strict=True
-    ):
-        origin = f"from {data.decode()}" if is_file else f"from {counted(len(data), 'byte')} in the record"
-        found.append((f"[{noun} {size[0]}x{size[1]} {origin}]", *span))
+    for (data, is_file), image, span in zip(stored, images, spans, strict=True):
+        content = f"{counted(len(data), 'byte')} in the record"
+        origin = data.decode() if is_file else image.info.get(ORIGIN, content)
+        found.append((f"[{noun} {image.width}x{image.height} from {origin}]", *span))
     return found
 
 
 __all__ = [
     "MEDIA",
+    "ORIGIN",
     "ImageCollator",
     "image_passages",
     "image_quantities",

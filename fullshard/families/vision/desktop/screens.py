@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import io
 import os
 import re
 import threading
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fullshard.config.problems import found
 from fullshard.errors import DataError, missing_package
 from fullshard.families.vision.desktop.events import ImageRef
+from fullshard.families.vision.image_samples import ORIGIN
 from fullshard.images.reading import Given, Unreadable, place, read_again, reason
 
 if TYPE_CHECKING:
@@ -94,8 +96,16 @@ def _located(path: str, root: Path | None, episode_path: str) -> str:
 
 
 def given(ref: ImageRef, *, root: Path | None) -> Given:
-    """A located screen for `images.reading.look_at`, which reads it to the end; a frame of a video is decoded here."""
-    return Given(_frame(*ref, root=root) if isinstance(ref, tuple) else ref, COLUMN)
+    """A located screen for `images.reading.look_at`, which reads it to the end. A frame of a video is decoded here; its
+    PNG says where it is from."""
+    if not isinstance(ref, tuple):
+        return Given(ref, COLUMN)
+    from PIL.PngImagePlugin import PngInfo
+
+    origin, file = PngInfo(), io.BytesIO()
+    origin.add_text(ORIGIN, f"{ref[0]} at {ref[1] / _SECOND:.3f} s")
+    _frame(*ref, root=root).save(file, format="PNG", pnginfo=origin)
+    return Given(file.getvalue(), COLUMN)
 
 
 def load(ref: ImageRef, *, root: Path | None) -> Image.Image:

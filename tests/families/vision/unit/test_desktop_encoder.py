@@ -98,6 +98,10 @@ def test_screens_are_files_bytes_data_uris_or_frames_of_a_video(folder: Path, tm
     pixels = encoder.collator(None).collate([sample], length=None)["media.pixel_values"]
     assert len(pixels) == 4
     assert all((one == pixels[0]).all() for one in pixels)
+    said = [words.split("  ")[-1] for words, _ in encoder.passages(sample) if "screen" in words]
+    of_bytes = f"[screen 32x32 from {len(content)} bytes in the record]"
+    frame = "[screen 32x32 from clip.mkv at 0.100 s]"
+    assert said == [of_bytes, "[screen 32x32 from one.png]", of_bytes, frame]
 
 
 def test_a_window_without_a_screen_is_skipped_and_counted_or_kept(folder: Path) -> None:
