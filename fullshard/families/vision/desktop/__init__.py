@@ -1,4 +1,4 @@
-"""Desktop recordings as training data. Nothing here knows models, tokenizers or ranks.
+"""Desktop recordings as training data. Nothing here knows models or ranks.
 
 rows.py  →  episodes.py  →  windows.py, with one of the event formats
 a row       its episode     text with event tokens, and screens
@@ -7,6 +7,7 @@ events.py          what can happen: a screen, a key, a mouse
 factorized.py, hierarchical.py, json_events.py
                    the event formats: events to text and back
 screens.py         pictures of screens: files, bytes, frames of videos
-transcript.py      a window for a person to read
-actions.py         what a model should have predicted, by type, and what guessing would get
+spans.py           tokens back to events
+transcript.py      the tokens of a window in words
+actions.py         scores of predicted actions by type, and the frequency baseline
 """

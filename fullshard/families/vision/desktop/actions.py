@@ -1,4 +1,4 @@
-"""What an action does, in one word by type, to score predictions: the key, the button, the direction, the wheel.
+"""The meaning of an action, to score predictions: the key, the button, the direction of movement or of the wheel.
 
 Must not know models, windows or files.
 """
@@ -30,7 +30,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Score:
-    """Right answers out of all."""
+    """Correct predictions out of all."""
 
     correct: int
     total: int
@@ -46,7 +46,7 @@ def direction(dx: int, dy: int) -> str:
 
 
 def meanings(events: Iterable[Event]) -> list[Meaning | None]:
-    """What each event of a sequence does. None: not an action, or a pointer whose last position is not known."""
+    """The meaning of each event in a sequence. None: not an action, or a pointer whose last position is unknown."""
     found, last = list[Meaning | None](), None
     for event in events:
         found.append(_meaning(event, last))
@@ -79,7 +79,7 @@ def _down(pressed: bool) -> str:
 
 
 def meaning_of_text(text: str, form: EventFormat, *, last: Mouse | None = None) -> Meaning | None:
-    """What the first event of a text does, after the pointer event `last`. None: it is not an action, as a model may
+    """The meaning of the first event in a text, after the pointer event `last`. None: not an action; a model may
     write anything."""
     event = _first(text, form)
     return _meaning(event, last) if event else None
@@ -99,7 +99,7 @@ def _first(text: str, form: EventFormat) -> Event | None:
 
 
 def accuracy(expected: Sequence[Meaning | None], predicted: Sequence[Meaning | None]) -> dict[str, Score]:
-    """Right predictions for each type of what was expected, and for all."""
+    """Correct predictions for each expected type, and for all."""
     counts: dict[str, list[bool]] = defaultdict(list)
     for wanted, got in zip(expected, predicted, strict=True):
         if wanted is not None:
@@ -109,9 +109,9 @@ def accuracy(expected: Sequence[Meaning | None], predicted: Sequence[Meaning | N
 
 
 def baseline(expected: Sequence[Meaning | None], seen: Sequence[Meaning | None]) -> dict[str, Score]:
-    """What always giving the most frequent answer of `seen` would get.
+    """The score of always predicting the most frequent action in `seen`.
 
-    For a type it is that type's most frequent answer, as if the type were known."""
+    For a type it is the most frequent action of that type, as if the type were known."""
     known = [one for one in seen if one is not None]
     guesses = dict.fromkeys((one.type for one in known), None) | {ALL: None}
     best = {name: Counter(one for one in known if name in (ALL, one.type)).most_common(1) for name in guesses}

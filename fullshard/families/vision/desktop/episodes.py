@@ -1,4 +1,4 @@
-"""Rows to episodes: the rows of one recording, together and in order of time.
+"""Groups rows into episodes: the rows of one recording, in chronological order.
 
 Must not know tokens or windows.
 """
@@ -41,8 +41,8 @@ class Episodes:
             path = rows[index].get("episode_path")
             if not isinstance(path, str) or not path:
                 raise DataError(
-                    f"{rows.where(index)}: 'episode_path' must be the name of the recording, found {found(path)}. Name "
-                    "it."
+                    f"{rows.where(index)}: 'episode_path' must be the name of the recording, found {found(path)}. Give "
+                    "it a name."
                 )
             if path in self._found and path != last and not finished:
                 raise DataError(
@@ -107,6 +107,6 @@ def _in_order(key: str, value: int, last: dict[str, int], path: str, *, least_st
     if value < before + least_step:
         raise DataError(
             f"{key!r} = {value} comes after {before} in the episode {path!r}, but the rows of an episode must be in "
-            "order of time. Sort the rows by episode_path and timestamp_ns."
+            "chronological order. Sort the rows by episode_path and timestamp_ns."
         )
     last[key] = value

@@ -1,4 +1,4 @@
-"""What happens in a desktop recording: screens, keys, mouse, and the state of windows.
+"""The events of a desktop recording: screens, keys, mouse, and the state of windows.
 
 Must not know rows, tokens or files.
 """
@@ -41,7 +41,7 @@ class Key:
 
 @dataclass(frozen=True)
 class RawMouse:
-    """What the mouse itself reports: movement, buttons and wheel, before the system turns it into a position."""
+    """What the mouse reports: movement, buttons and wheel, before the system turns it into a position."""
 
     timestamp_ns: int
     dx: int
@@ -77,7 +77,7 @@ class Info:
 
 Event = Screen | Key | RawMouse | Mouse | Info
 Action = Key | RawMouse | Mouse
-"""What a model learns to do."""
+"""What a model learns to predict."""
 
 _KEYS = {
     **{8: "Backspace", 9: "Tab", 13: "Enter", 27: "Esc", 45: "Insert", 46: "Delete", 91: "Windows"},
@@ -97,7 +97,7 @@ def key_name(key: int) -> str:
 
 
 def buttons_of(flags: int) -> list[tuple[str, bool]]:
-    """The buttons that raw mouse flags name, and whether each goes down."""
+    """The buttons in raw mouse flags, and whether each goes down."""
     found = []
     for flag, name in PRESS_FLAGS.items():
         found += [(name, True)] if flags & flag else []

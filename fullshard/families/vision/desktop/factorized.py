@@ -1,4 +1,4 @@
-"""Factorized event tokens: every part of an event has tokens of its own.
+"""Factorized event tokens: separate tokens for each part of an event.
 
 Keys are `<VK_0>` to `<VK_255>`, mouse flags three hexadecimal digits `<MB_0>` to `<MB_15>`, numbers a sign and decimal
 digits `<0>` to `<9>`: dx = -64 is `<SIGN_MINUS><0><0><6><4>`. Time repeats every 10 s.
@@ -12,7 +12,7 @@ from fullshard.families.vision.desktop.token_format import Reader, TokenFormat
 
 
 class Factorized(TokenFormat):
-    """Few tokens, used for one thing each."""
+    """Few tokens, each with one meaning."""
 
     time_bases = (10, 10, 10)
     move_bases = (2, 10, 10, 10)

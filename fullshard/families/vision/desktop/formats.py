@@ -1,7 +1,4 @@
-"""The event formats by the names that recipes use.
-
-Must not know what any of them writes.
-"""
+"""The event formats, by the names that recipes use. Must not know how any of them encodes."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fullshard.families.vision.desktop.token_format import Reader, TokenFormat
 
 
 class Hierarchical(TokenFormat):
-    """The smallest vocabulary; what a number means follows from its place."""
+    """The smallest vocabulary; what a number means depends on its place."""
 
     time_bases = (16, 10, 10)
     move_bases = (20, 10, 10)

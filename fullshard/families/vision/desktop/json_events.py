@@ -18,7 +18,7 @@ from fullshard.families.vision.desktop.token_format import EVENT_END, EVENT_STAR
 
 
 class JsonEvents:
-    """Text that any tokenizer can read; also for the state of windows."""
+    """Plain text that any tokenizer can encode; can hold the state of windows too."""
 
     clock_ns = 2**63
 

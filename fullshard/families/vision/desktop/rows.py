@@ -1,8 +1,8 @@
-"""Rows of desktop recordings to events, in three forms.
+"""Reads the rows of desktop recordings, in three forms.
 
-    events      one row for each event: episode_path, topic, timestamp_ns, message_type, message (or mcap_message)
-    binned      one row for each time bin: episode_path, bin_idx, timestamp_ns, state (screens), actions
-    tokenised   one row for each finished window: input_ids, attention_mask, images, episode_path
+    events      one row per event: episode_path, topic, timestamp_ns, message_type, message (or mcap_message)
+    binned      one row per time bin: episode_path, bin_idx, timestamp_ns, state (screens), actions
+    tokenised   one row per finished window: input_ids, attention_mask, images, episode_path
 
 Must not know episodes, files or tokens.
 """
@@ -35,7 +35,7 @@ TYPES = ("ScreenCaptured", "KeyboardEvent", "MouseEvent", "RawMouseEvent", *_INF
 
 @dataclass(frozen=True)
 class Tokenised:
-    """A window that was made elsewhere."""
+    """A window that was tokenised elsewhere."""
 
     episode_path: str
     input_ids: list[int]
@@ -44,7 +44,7 @@ class Tokenised:
 
 
 def form_of(record: Record) -> Form | None:
-    """The form of a record, by its keys; None: this is not a row of a desktop recording."""
+    """The form of a record, by its keys; None: not a row of a desktop recording."""
     keys = {key for key, value in record.items() if value is not None}
     if keys >= {"episode_path", "timestamp_ns", "message_type"} and keys & set(_MESSAGES):
         return "events"
@@ -54,7 +54,7 @@ def form_of(record: Record) -> Form | None:
 
 
 def events_of(row: Record) -> list[Event]:
-    """The events of a row, in order of time."""
+    """The events of a row, in chronological order."""
     form = form_of(row)
     if form == "events":
         return [_event_of(row)]
@@ -73,7 +73,7 @@ def _event_of(row: Record) -> Event:
 
 
 def _bin_events(row: Record) -> list[Event]:
-    """Screens at the start of the bin, then actions at their own time or, without one, at the start of the bin."""
+    """Screens at the start of the bin, then actions at their timestamps, or at the start if they have none."""
     start, events = whole(row, "timestamp_ns"), list[Event]()
     for name in ("state", "actions"):
         entries = row.get(name) or []
@@ -154,7 +154,7 @@ def _mouse(message: Mapping[str, Any], timestamp_ns: int, key: str) -> Mouse:
 
 
 def message_of(event: Event) -> tuple[str, dict[str, Any]]:
-    """The message type and the message of an event: what `event` reads. A screen keeps its time only."""
+    """The message type and message of an event, the inverse of `event`. Of a screen only the time is kept."""
     match event:
         case Key():
             return TYPES[1], {"event_type": "press" if event.pressed else "release", "vk": event.key}
@@ -191,7 +191,7 @@ def tokenised(row: Record) -> Tokenised:
 def _numbers(values: Any, name: str) -> list[int]:
     if not isinstance(values, list) or not all(isinstance(one, int) and one >= 0 for one in values):
         raise DataError(
-            f"{name!r} must be a list of whole numbers, none below 0, found {found(values)}. Write it again."
+            f"{name!r} must be a list of non-negative integers, found {found(values)}. Write the row again."
         )
     return values
 
@@ -205,7 +205,7 @@ def whole(
     within: str = "",
     default: int | None = None,
 ) -> int:
-    """A whole number of a message."""
+    """An integer of a message, or an error that names its key."""
     value = default if message.get(name) is None else message[name]
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         key = f"{within}.{name}" if within else name

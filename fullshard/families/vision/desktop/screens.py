@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from PIL import Image
 
 COLUMN = "screen"
-"""What errors about an image call it."""
+"""What errors call the image."""
 _SECOND = 10**9
 _FAR = 2
-"""Seconds: a frame further ahead than this is looked for from the nearest key frame, not decoded up to."""
+"""Seconds: a frame further ahead than this is reached by seeking a key frame, not by decoding all frames between."""
 _OPEN_VIDEOS = 4
 
 
 def reference(message: Mapping[str, Any]) -> ImageRef:
-    """The picture that a screen message refers to: `media_ref: {uri, pts_ns}`."""
+    """Where the picture of a screen message is: `media_ref: {uri, pts_ns}`."""
     media = message.get("media_ref")
     uri = media.get("uri") if isinstance(media, Mapping) else None
     if not isinstance(media, Mapping) or not isinstance(uri, str) or not uri.strip():
@@ -74,7 +74,8 @@ def _embedded(uri: str) -> bytes:
 
 
 def located(ref: ImageRef, *, root: Path | None, episode_path: str) -> ImageRef:
-    """A reference whose path starts at `root`. As written it starts there or, as in recordings, beside its episode."""
+    """A reference whose path starts at `root`. In the row it starts there or, as recorders write it, beside its
+    episode."""
     if isinstance(ref, bytes):
         return ref
     path = ref if isinstance(ref, str) else ref[0]

@@ -55,11 +55,11 @@ class EventFormat(Protocol):
         ...
 
     def takes(self, event: Event) -> bool:
-        """Whether there is a text for this kind of event."""
+        """Whether the format can encode this kind of event."""
         ...
 
     def rounded(self, event: Event) -> list[Event]:
-        """What the text of an event says; several events if one cannot hold all of it."""
+        """What remains of an event after encoding; several events if one cannot hold all of it."""
         ...
 
     def encode(self, event: Event) -> str:
@@ -81,9 +81,9 @@ def bodies(text: str) -> Iterator[str]:
 
 
 class TokenFormat:
-    """Time wraps around: it is counted in units of 10 ms up to `time_bases`. Movement beyond ±1,999 pixels and turns of
-    the wheel beyond ±9 notches become several events of the same time. The wheel is rounded to notches; nothing else
-    is lost."""
+    """Time is counted in units of 10 ms and wraps around at the product of `time_bases`. Movement beyond ±1,999 pixels
+    and turns of the wheel beyond ±9 notches become several events with the same time. The wheel is rounded to notches;
+    nothing else is lost."""
 
     time_bases: tuple[int, ...]
     move_bases: tuple[int, ...]
@@ -179,7 +179,7 @@ class TokenFormat:
         return Mouse(time, action, x, y, dx=dx, dy=dy)
 
     def _digits(self, value: int, bases: Sequence[int]) -> list[str]:
-        """A number from 0 on, the highest digit first."""
+        """A non-negative number, the highest digit first."""
         found = []
         for base in reversed(bases):
             value, digit = divmod(value, base)
@@ -207,14 +207,14 @@ class TokenFormat:
 
 
 class Reader:
-    """The tokens of an event, one by one."""
+    """Reads the tokens of an event one by one."""
 
     def __init__(self, body: str) -> None:
         self._body = body
         self.left = re.findall(r"<[^<>]*>|[^<]+|<", body)[::-1]
 
     def one_of(self, allowed: Sequence[str]) -> int:
-        """The number of the next token among those allowed here."""
+        """The index of the next token among those allowed here."""
         token = self.left.pop() if self.left else "its end"
         if token not in allowed:
             raise ValueError(f"{token} cannot be here in the event {self._body!r}")

@@ -1,4 +1,4 @@
-"""Episodes to windows: whole events in order of time, as many as fit, of one episode only.
+"""Cuts episodes into windows: as many whole events as fit, in chronological order, never from two episodes.
 
 A window is a list of segments: text with event tokens, and screens. Lengths come from the caller. Must not know
 tokenizers, image processors or files.
@@ -33,12 +33,12 @@ class Text:
     text: str
     trained: bool
     event: Event | None
-    """What it says; None for the start and the end of an episode."""
+    """The event it encodes; None for the start and the end of an episode."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """A picture to put here."""
+    """A picture between texts."""
 
     ref: ImageRef
     tokens: int
@@ -62,13 +62,13 @@ class Window:
 
     @property
     def learned(self) -> bool:
-        """Whether it has an action to learn."""
+        """Whether it has an action to train on."""
         return any(isinstance(segment, Text) and segment.trained for segment in self.segments)
 
 
 @dataclass
 class Cut:
-    """The windows of an episode, and what is not in them."""
+    """The windows of an episode, and what they leave out."""
 
     windows: list[Window] = field(default_factory=list)
     events: Counter[str] = field(default_factory=Counter)
@@ -90,15 +90,15 @@ def cut(
 ) -> Cut:
     """Cuts an episode into windows of at most `length` tokens.
 
-    `action_shift_ns` is added to the time of every action before events are sorted: with a positive shift a model sees
-    later screens before an action. `use_info` writes the state of windows too, if the format has text for it."""
+    `action_shift_ns` is added to the time of every action before events are sorted: a positive shift lets the model see
+    later screens before an action. `use_info` includes the state of windows, if the format can encode it."""
     done, open_segments, tokens = Cut(), list[Segment](), 0
 
     def close() -> None:
         nonlocal open_segments, tokens
         window = Window(episode.path, open_segments, tokens)
         if not any(segment.event for segment in open_segments):
-            pass  # the start or the end of an episode alone
+            pass  # only the start or the end of an episode
         elif without_image == "skip" and not window.images:
             done.skipped[NO_IMAGE] += 1
         else:
@@ -127,7 +127,7 @@ def _written(
     use_info: bool,
     counts: Counter[str],
 ) -> Iterator[list[Segment]]:
-    """The segments of each event, which belong together."""
+    """The segments of each event; a window holds all or none of them."""
     yield [Text(EPISODE_START, trained=False, event=None)]
     for event in _chosen(_shifted(episode.events, shift_ns), form, use_info, counts):
         text = form.encode(event)
@@ -154,7 +154,7 @@ def _shifted(events: Sequence[Event], shift_ns: int) -> Sequence[Event]:
 
 
 def _chosen(events: Sequence[Event], form: EventFormat, use_info: bool, counts: Counter[str]) -> Iterator[Event]:
-    """Without what the format cannot say, and without pointer events if the same movement is there as raw events."""
+    """Leaves out what the format cannot encode, and pointer events if the same movement is recorded as raw events."""
     has_raw = any(isinstance(event, RawMouse) for event in events)
     for event in events:
         if isinstance(event, Info) and not (use_info and form.takes(event)):

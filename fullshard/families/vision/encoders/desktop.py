@@ -1,4 +1,4 @@
-"""Recordings of a desktop: screens, keys and mouse as event tokens and images; only actions are learned.
+"""Recordings of a desktop: screens, keys and mouse as event tokens and images; the loss is on actions only.
 
 Rows of a source become whole episodes, and episodes become windows of at most `data.sequence_length` tokens, the
 samples. Rows may also hold windows that were tokenised elsewhere. Must not know ranks.
@@ -68,11 +68,11 @@ class Desktop(Encoder):
     unreadable: Literal["error", "skip"] = "error"
     """A screen that is missing or damaged stops the run, or its episode is left out and counted."""
     without_image: Literal["keep", "skip"] = "skip"
-    """What becomes of a window without a screen."""
+    """Keep or skip windows without a screen."""
     action_shift_ms: int = 0
-    """Added to the time of every action: with a positive number a model sees later screens before it acts."""
+    """Added to the time of every action: a positive number lets the model see later screens before it acts."""
     use_info: bool = False
-    """Write the state of windows as well, with format: json."""
+    """Include the state of windows; needs format: json."""
 
     def arranged(self, records: Records) -> Records:
         return Episodes(records)
@@ -83,7 +83,7 @@ class Desktop(Encoder):
     def texts(self, record: Record) -> list[str]:
         form = FORMATS[self.format]
         if self.format != "json" or _is_finished(record):
-            return ["desktop"]  # every event has tokens of its own, or is tokenised already
+            return ["desktop"]  # events have their own tokens, or are tokenised already
         return [form.encode(event) for event in read_episode(record, image_root=self.image_root).events]
 
     def quantities(self, store: Store) -> list[Quantity]:

@@ -1,4 +1,4 @@
-"""How often the next action on a desktop is predicted, by its type, beside always giving the most frequent one.
+"""The accuracy of predicted desktop actions by type, next to the frequency baseline.
 
 Each token is predicted after the true tokens before it. Keys, buttons and the direction of a movement are compared, not
 the exact time or distance. All ranks run every forward pass together. Must not know FSDP or how the model was trained.
@@ -41,7 +41,7 @@ class Actions(Evaluation):
         if not hasattr(encoder, "format") or not hasattr(objective, "likeliest"):
             raise RecipeError(
                 "evaluate.parts: actions needs recordings of a desktop, found data.encode.kind = "
-                f"{encoder.kind()}. Use data.encode: desktop with objective: vision_lm, or leave actions out."
+                f"{encoder.kind()}. Use data.encode: desktop with objective: vision_lm, or remove actions."
             )
 
     @no_grad

@@ -1,7 +1,8 @@
 """Generated desktop recordings: a pointer goes to buttons and clicks them, then letters are typed into a field.
 
-Every action follows from the screen before it: where the button is, whether the pointer is on it, which letter is asked
-for, whether a button or key is down. Screens are drawn when a record is read. Must not know tokens, batches or ranks.
+Every action can be read off the screen before it: where the button is, whether the pointer is on it, which letter is
+asked for, whether a button or key is down. Screens are drawn when a record is read. Must not know tokens, batches or
+ranks.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ class DesktopEpisodes(Source):
     """Rows `episode_path, topic, timestamp_ns, message_type, message`: screens (PNG), mouse and keys."""
 
     episodes: int = Field(200, ge=1)
-    """How many recordings."""
+    """The number of recordings."""
     start: int = Field(0, ge=0)
-    """The number of the first one; give data.validation others than data.train."""
+    """The number of the first one; use different ones for data.train and data.validation."""
     seed: int = Field(0, ge=0, lt=2**63)
-    """Decides what happens in each recording."""
+    """The random seed of the recordings."""
     size: int = Field(64, ge=32, le=1024, multiple_of=8)
     """The width and height of the screen in pixels."""
     cells: Literal[4, 8] = 8
@@ -118,7 +119,7 @@ def _recording(number: int, settings: DesktopEpisodes) -> Iterator[_Row]:
 
 
 def _actions(rng: np.random.Generator, cells: int) -> Iterator[tuple[_View, Key | RawMouse]]:
-    """What is seen, and what to do then; movement is in cells."""
+    """Each screen and the action that follows; movement is in cells."""
     pointer = _cell(rng.integers(cells, size=2))
     view = _View(pointer, pointer, colour=(), background=tuple(rng.integers(10, 60, size=3).tolist()))
     for _ in range(_TARGETS):

@@ -278,9 +278,9 @@ def test_tokenised_rows_lose_their_padding() -> None:
         ({"attention_mask": [0, 0, 0, 0]}, "'attention_mask' has no 1."),
         (
             {"input_ids": [1, -1, 2, 3]},
-            "'input_ids' must be a list of whole numbers, none below 0, found [1, -1, 2, 3].",
+            "'input_ids' must be a list of non-negative integers, found [1, -1, 2, 3].",
         ),
-        ({"input_ids": "abc"}, "'input_ids' must be a list of whole numbers"),
+        ({"input_ids": "abc"}, "'input_ids' must be a list of non-negative integers"),
         ({"images": "a.png"}, "'images' must be a list of screens, found a string."),
         ({"images": ["a.png"]}, "'images[0]' is not JSON"),
     ],
