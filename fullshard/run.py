@@ -189,7 +189,7 @@ def _lock(recipe: Recipe, held: contextlib.ExitStack, *, console: Console) -> No
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        console.warn(f"{recipe.output} has no file locks: see that no other run uses {recipe.folder}.")
+        console.warn(f"{recipe.output} has no file locks: make sure that no other run uses {recipe.folder}.")
 
 
 def _on_main(recipe: Recipe, world: World, act: Callable[[], Any]) -> Any:
@@ -271,7 +271,7 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
 def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bool) -> None:
     """What to try next, or how to continue."""
     if result.stopped == "signal":
-        console.say(f"Stopped by a signal at step {result.step}, saved. Run the same command again to continue:")
+        console.say(f"Stopped by a signal at step {result.step}, and saved. Run the same command again to continue:")
         console.whole(f"  {rerun.command(reading)}")
     else:
         console.next_steps(rerun.next_steps(reading, result, adapted=adapted))

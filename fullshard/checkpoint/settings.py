@@ -65,7 +65,7 @@ def remote_output(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe whose `output` is a URL, with the URL where it belongs: checkpoints go there, logs stay local."""
     output, checkpoint = str(recipe.get("output")), recipe.get("checkpoint") or {}
     if re.match(r"[a-z][a-z0-9]+:/(?!/)", output):
-        raise ValueError(f"output = {output!r} is a URL that has lost a slash; give it as text, not as a path")
+        raise ValueError(f"output = {output!r} is a URL that has lost a slash; give it as a string, not as a Path")
     settings = checkpoint.model_dump() if isinstance(checkpoint, Checkpoint) else checkpoint
     if "://" not in output or not isinstance(settings, dict):
         return recipe

@@ -60,7 +60,7 @@ def best_rule(
         raise RecipeError(
             f"checkpoint.best.metric = {best.metric!r}: no evaluation says whether lower or higher is better"
             f"{did_you_mean(best.metric, list(known))}. Write checkpoint.best: {{metric: {best.metric}, mode: max}} "
-            f'(or min), or have the evaluation say it: numbers = {{"{best.metric}": "max"}} in its class.'
+            f'(or min), or declare it in the evaluation: numbers = {{"{best.metric}": "max"}} in its class.'
         )
     return BestRule(best.metric, best.mode or "min")
 
@@ -71,8 +71,8 @@ def _said(part: Evaluation, objective: Objective, model: nn.Module) -> Numbers |
         isinstance(numbers, Mapping) and all(mode in ("min", "max") for mode in numbers.values())
     ):
         raise RecipeError(
-            f"evaluate.parts: {part.kind()} with objective.kind = {objective.kind()} says that it gives {numbers!r}. "
-            'It must say each number\'s name and direction, such as numbers = {"loss": "min", "accuracy": "max"}.'
+            f"evaluate.parts: {part.kind()} with objective.kind = {objective.kind()} declares {numbers!r}. "
+            'It must declare each number with its direction, such as numbers = {"loss": "min", "accuracy": "max"}.'
         )
     return numbers
 
@@ -146,7 +146,7 @@ def _forget_other_metric(rule: BestRule, progress: Progress, console: Console) -
     """Forgets values of another metric or direction: they cannot be compared."""
     by = f"{rule.mode} {rule.metric}"
     if progress.best_by not in (None, by):
-        console.note(f"checkpoint.best was by {progress.best_by} and is by {by}: the search for the best starts over.")
+        console.note(f"checkpoint.best changed from {progress.best_by} to {by}: the search for the best starts over.")
         progress.best = progress.best_step = progress.first = progress.previous = None
         progress.validations_without_gain = progress.only_worse = 0
     if progress.best_by is None and progress.best is not None:  # a checkpoint without the first value

@@ -125,7 +125,7 @@ def test_numbers_declared_without_directions_are_refused() -> None:
     class Old(CausalLM):
         numbers: ClassVar[Any] = ("loss", "mse")
 
-    with pytest.raises(RecipeError, match=r"It must say each number's name and direction, such as numbers = "):
+    with pytest.raises(RecipeError, match=r"It must declare each number with its direction, such as numbers = "):
         rule("mse", Loss(), objective=Old())
 
 
@@ -220,7 +220,7 @@ def test_changing_the_metric_forgets_the_old_best() -> None:
     progress.step = 20
     assert judge(BestRule("accuracy", "max"), progress, 0.5, patience=None, console=console) == ("done", True)
     assert (progress.best, progress.best_step) == (0.5, 20)
-    assert "checkpoint.best was by min loss and is by max accuracy" in out.getvalue()
+    assert "checkpoint.best changed from min loss to max accuracy" in out.getvalue()
 
 
 def test_a_checkpoint_without_a_first_value_can_be_resumed() -> None:

@@ -251,7 +251,7 @@ def test_what_devices_mean() -> None:
         ({"devices": 8}, "8 ranks on this node, but torch sees 4 GPUs"),
         ({"devices": [4]}, "this node has no GPU 4; its GPUs are numbered 0 to 3"),
         ({"devices": [0, 1], "num_gpus": 0}, "names GPUs, but this run is on the CPU: torch sees no GPU here"),
-        ({"devices": [0], "device": "cpu"}, "names GPUs, but this run is on the CPU. Give the number"),
+        ({"devices": [0], "device": "cpu"}, "names GPUs, but this run is on the CPU. Give a process count"),
         ({"device": "cuda", "num_gpus": 0}, "torch sees no GPU here"),
         ({"nodes": 2}, "--nodes 2 needs a place where the nodes meet"),
         (
