@@ -46,7 +46,6 @@ class Parts:
 
     learner: Learner
     lr: float
-    """The base learning rate."""
     lr_factor: Callable[[int, int], float]
     """The schedule: the factor of the learning rate at a step, of all steps."""
     windows: Callable[[int], Iterator[Any]]

@@ -208,7 +208,6 @@ class Recipe(Section):
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return self.output / self.name
 
     @property

@@ -269,7 +269,6 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
 
 
 def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bool) -> None:
-    """What to try next, or how to continue."""
     if result.stopped == "signal":
         console.say(f"Stopped by a signal at step {result.step}, and saved. Run the same command again to continue:")
         console.whole(f"  {rerun.command(reading)}")

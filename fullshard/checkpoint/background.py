@@ -144,7 +144,6 @@ class Background:
 
     @property
     def reserved(self) -> bool:
-        """Whether the memory was requested."""
         return self._opening is not None
 
     def reserve(self) -> None:

@@ -107,7 +107,6 @@ def _tensor_problems(checkpoint: Path, listed: dict[str, Any]) -> list[str]:
 
 
 def checksum(path: Path) -> str:
-    """The sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

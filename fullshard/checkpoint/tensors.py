@@ -31,7 +31,6 @@ def model_tensors(model: nn.Module, *, left_out: Collection[str] = ()) -> Tensor
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Optimizer state by parameter name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{names[parameter]}/{key}": value

@@ -74,7 +74,6 @@ def commands() -> dict[str, str]:
 
 
 def recipes() -> dict[str, Path]:
-    """The recipes of every family, by name."""
     found: dict[str, Path] = {}
     for path in (path for folder in paths("recipes") for path in sorted(folder.glob("*.yaml"))):
         if found.setdefault(path.stem, path) != path:
@@ -85,5 +84,4 @@ def recipes() -> dict[str, Path]:
 
 
 def presets() -> dict[str, Path]:
-    """The built-in presets by name."""
     return {path.stem: path for path in sorted((Path(__file__).parents[1] / "presets").glob("*.yaml"))}

@@ -59,7 +59,6 @@ class Settings:
     origins: dict[str, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
     _layer: str = "command line"
-    """The layer being merged."""
 
     def lay(self, values: Mapping[str, Any], layer: str) -> None:
         """Puts a layer on top; its values win, key by key."""

@@ -116,19 +116,21 @@ def group_of(groups: Sequence[Group], names: Iterable[str]) -> dict[str, int]:
     return {name: index for name, index in found.items() if index is not None}
 
 
+def matching_names(pattern: str, names: Sequence[str], *, where: str, noun: str = "parameter") -> list[str]:
+    """The names that a pattern matches; raises if there is no match."""
+    if matching := fnmatch.filter(names, pattern):
+        return matching
+    near, some = did_you_mean(pattern.strip("*"), names), ", ".join([*names[:3], "..."])
+    raise RecipeError(f"{where} matches no {noun}{near}. Names look like: {some}; * matches anything.")
+
+
 def _check_groups(groups: Sequence[Group], names: Sequence[str]) -> None:
     """Raises for a pattern that matches no parameter, or only those of groups before it."""
     taken = group_of(groups, names)
     for index, group in enumerate(groups):
         for pattern in group.match:
-            matching = fnmatch.filter(names, pattern)
             where = f"optimizer.groups[{index}].match: {pattern!r}"
-            if not matching:
-                raise RecipeError(
-                    f"{where} does not match any of the {counted(len(names), 'parameter')}"
-                    f"{did_you_mean(pattern.strip('*'), names)}. Names look like: {', '.join(names[:3])} ... "
-                    f"{names[-1]}; * matches anything."
-                )
+            matching = matching_names(pattern, names, where=where)
             if all(taken[name] < index for name in matching):
                 raise RecipeError(
                     f"{where} matches only parameters of earlier groups, such as {matching[0]}. A parameter belongs to "

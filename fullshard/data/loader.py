@@ -152,7 +152,6 @@ class Loader:
         return _or_raise(self._batches[FIXED, places, bool(self._media.any())])
 
     def turns(self, start_step: int) -> Iterator[Turn]:
-        """This rank's micro-batches, endlessly."""
         for step in count(start_step):
             epoch, rows = self.rows(step)
             yield from ((epoch, *turn) for turn in self._slices(rows))

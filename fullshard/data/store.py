@@ -98,7 +98,6 @@ class Store:
 
     @property
     def shared(self) -> Features:
-        """Arrays that belong to all samples."""
         file = self.folder / _SHARED
         if not file.is_file():
             return {}
@@ -106,11 +105,9 @@ class Store:
             return {name: found[name] for name in found.files}
 
     def sizes(self, name: str) -> np.ndarray:
-        """The number of entries of a feature in each sample."""
         return np.asarray(np.diff(self._starts[name]))
 
     def flat(self, name: str) -> np.ndarray:
-        """A feature of all samples, end to end."""
         return np.asarray(self._columns[name])
 
     def slice(self, index: int, start: int, stop: int | None) -> Features:

@@ -48,7 +48,6 @@ def some(found: Sequence[str]) -> str:
 
 
 def hosts() -> list[str]:
-    """The host of every rank."""
     return reduce.gather_objects(socket.gethostname())
 
 

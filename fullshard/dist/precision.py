@@ -78,7 +78,6 @@ class ResolvedPrecision:
 
 
 def resolve_precision(word: str, device: torch.device) -> ResolvedPrecision:
-    """What the word means on this device."""
     import torch
 
     if device.type != "cuda":

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in place."""
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
     return tensor
 
@@ -91,5 +90,4 @@ def host_group(timeout_s: float) -> Any:
 
 
 def barrier(device: torch.device) -> None:
-    """Waits for all ranks."""
     any_rank(False, device)

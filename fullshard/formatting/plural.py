@@ -25,7 +25,6 @@ def plural(number: float, noun: str) -> str:
 
 
 def were(number: int) -> str:
-    """`was` or `were`."""
     return "was" if number == 1 else "were"
 
 

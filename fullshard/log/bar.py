@@ -27,7 +27,6 @@ class Pace:
         self._began = self._first = self._last = clock()
 
     def step(self) -> None:
-        """One more step is done."""
         self.done += 1
         self._measured += 1
         self._last = self._clock()

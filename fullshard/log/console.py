@@ -143,7 +143,6 @@ class Console:
         return Bar(self, "Training", "loss", Pace(total_steps, clock=self.clock, done=done), run=self._run)
 
     def validation_bar(self, total: int) -> Bar:
-        """The bar of one validation."""
         return Bar(self, "Validation", "val_loss", Pace(total, clock=self.clock))
 
     def epoch_end(
@@ -169,7 +168,6 @@ class Console:
             self._emit(f"Validation: {', '.join(found)}")
 
     def new_best(self, value: float, metric: str = "loss") -> None:
-        """Better than every validation before it."""
         self._emit(f">>>>>> New Best Val {readable.title(metric)}: {readable.precise(value)}", style="green")
 
     def first_value(self, value: float, metric: str = "loss") -> None:

@@ -28,9 +28,7 @@ class Report:
     world: World
     meters: Meters = field(default_factory=Meters, init=False)
     workers: int = field(default=0, init=False)
-    """Loader processes of each rank."""
     _bar: Bar = field(init=False)
-    """The bar of the epoch."""
 
     def measure(
         self,
@@ -82,7 +80,6 @@ class Report:
         self.write({"kind": "event", "event": name, "step": step, **facts})
 
     def validation(self, numbers: Mapping[str, float], texts: Sequence[str], *, step: int, epoch: float) -> None:
-        """What the evaluations found."""
         if numbers:
             self.write({"kind": "validation", "step": step, "epoch": epoch, **numbers})
             self.console.validated(numbers)

@@ -5,14 +5,12 @@ Must not know how parameters are sharded.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from fullshard.config.part import did_you_mean
-from fullshard.contracts.optimizer import Optimizer
+from fullshard.contracts.optimizer import Optimizer, matching_names
 from fullshard.errors import RecipeError
 from fullshard.optim.adamw import Decay
 
@@ -66,14 +64,8 @@ class Muon(Optimizer):
             return found
         found = set()
         for index, pattern in enumerate(self.matrices):
-            matching = fnmatch.filter(matrices, pattern)
-            if not matching:
-                raise RecipeError(
-                    f"optimizer.matrices[{index}] = {pattern!r} does not match any of the {len(matrices)} trained "
-                    f"matrices{did_you_mean(pattern.strip('*'), matrices)}. Names look like: "
-                    f"{', '.join(matrices[:3])}; * matches anything."
-                )
-            found.update(matching)
+            where = f"optimizer.matrices[{index}] = {pattern!r}"
+            found.update(matching_names(pattern, matrices, where=where, noun="trained matrix"))
         return found
 
 

@@ -63,7 +63,6 @@ class Reading:
     """One line per setting of the command line or a preset: what replaced what."""
     preset: str | None = None
     command: tuple[str, ...] = ()
-    """The command line."""
     typed: Typed | None = None
     """The command line in parts, to be repeated with other settings; None for a recipe made in Python."""
 

@@ -31,7 +31,6 @@ class Built:
     proofs: list[str]
     """What was proven before the first step."""
     workers: int
-    """Loader processes of each rank."""
 
 
 def make_learner(

@@ -176,7 +176,6 @@ def intervals(due: Due, plan: StepPlan, done: int) -> list[str]:
 
 
 def _checkpoints(recipe: Recipe, inputs: RunInputs, built: Built) -> str:
-    """What will be saved, when, and how."""
     policy, best_rule, saver = recipe.checkpoint, built.parts.validation.best, built.parts.saves.saver
     when = intervals(built.parts.saves.due, inputs.plan, built.parts.progress.step)
     when += [f"at each best ({best_rule.describe()})"] if best_rule else []

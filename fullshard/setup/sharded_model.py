@@ -93,7 +93,6 @@ def state_bytes(recipe: Recipe, module: nn.Module) -> int:
 
 
 def sync_batchnorm(module: nn.Module, world: World, *, say: Callable[[str], None]) -> nn.Module:
-    """Shares batch-norm statistics over ranks."""
     if not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules()):
         say("sharding.sync_batchnorm has no effect: the model has no batch norm.")
         return module

@@ -19,9 +19,7 @@ class StepPlan:
     """How a run divides into steps."""
 
     num_rows: int
-    """Rows in one epoch."""
     per_device: int
-    """Rows in one micro-batch of one rank."""
     accumulate: int
     """Micro-batches of one rank in one step."""
     world: int
@@ -29,7 +27,6 @@ class StepPlan:
     steps_per_epoch: int
     """The partial last window of an epoch is a step."""
     total_steps: int
-    """Steps in the whole run."""
     packed: bool = False
     """Whether a row may hold several samples; otherwise it is one, and is called so."""
 
@@ -40,7 +37,6 @@ class StepPlan:
 
     @property
     def epochs(self) -> float:
-        """Passes over the data, as realised."""
         return self.total_steps / self.steps_per_epoch
 
     @property

@@ -5,7 +5,6 @@ Must not know where weights come from, ranks or objectives.
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 import re
 import warnings
@@ -15,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fullshard.config.part import did_you_mean
+from fullshard.contracts.optimizer import matching_names
 from fullshard.errors import RecipeError
 
 logger = logging.getLogger(__name__)
@@ -104,13 +104,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> int:
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     frozen = 0
     for index, pattern in enumerate(patterns):
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise RecipeError(
-                f"model.freeze[{index}] = {pattern!r} matches no parameter"
-                f"{did_you_mean(pattern.strip('*'), names)}. Names look like: {', '.join(names[:3])} ... {names[-1]}; "
-                "* matches anything."
-            )
+        matching = matching_names(pattern, names, where=f"model.freeze[{index}] = {pattern!r}")
         for name in matching:
             module.get_parameter(name).requires_grad_(False)
         frozen += len(matching)

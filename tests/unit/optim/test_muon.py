@@ -155,7 +155,7 @@ def test_every_parameter_has_one_group_and_vectors_do_not_decay() -> None:
 def test_no_matrix_or_no_match_is_an_error() -> None:
     with pytest.raises(RecipeError, match=r"no trained matrix is in a numbered block.*head\.weight"):
         Muon().taken([("head.weight", 2), ("norm.weight", 1)])
-    with pytest.raises(RecipeError, match=r"optimizer\.matrices\[0\] = 'blocks\.\*' does not match any of the 1"):
+    with pytest.raises(RecipeError, match=r"optimizer\.matrices\[0\] = 'blocks\.\*' matches no trained matrix"):
         Muon(matrices=["blocks.*"]).taken([("layers.0.weight", 2)])
 
 
