@@ -29,7 +29,7 @@ from fullshard.errors import DataError
 from fullshard.formatting.plural import counted
 
 _VERSION = 5
-_HELPERS = ("fullshard.data.", "fullshard.text.", "fullshard.images.", "fullshard.families.")
+_HELPERS = ("fullshard.data.", "fullshard.text.", "fullshard.images.", "fullshard.multimodal.", "fullshard.families.")
 """Packages with code that encoders share."""
 _SHARED = "shared.npz"
 _BATCH = 256

@@ -11,6 +11,8 @@ import pytest
 import fullshard
 from fullshard.contracts.data import Source
 
+pytestmark = pytest.mark.timeout(1800)  # two minutes each on two free cores
+
 MARGINS = {"actions": 0.5, "actions_key": 0.5, "actions_button": 0.3, "actions_movement": 0.3}
 """How far above its frequency baseline each share of predicted actions must be."""
 
