@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from typer.testing import CliRunner
 
 from fullshard.cli import app
+from fullshard.families.vision.encoders.desktop import Desktop
+from fullshard.families.vision.models.vlm import Vlm
+from fullshard.multimodal.processor import assemble
 from tests.families.vision.small import model_folder, plain_loop, processed, settings, write_records
+from tests.families.vision.test_generate import command
 from tests.near import assert_near
 from tests.ranks import RankPool
+from tests.slow import only_first
 from tests.small import train
 
 
@@ -69,3 +76,78 @@ def test_adapters_and_the_merged_model_answer_alike(ranks: RankPool, folder: Pat
     merged = AutoModelForImageTextToText.from_pretrained(out).eval()
     asked = question(folder)
     assert_near(merged(**asked).logits, adapted(**asked).logits)
+
+
+TOKENS = 8
+
+
+def desktop(folder: Path, name: str, **model: Any) -> dict[str, Any]:
+    """A run that adds the tokens of desktop events to the model's own."""
+    chosen = settings(folder, name, duration={"steps": 2}, optimizer={"lr": 1e-4}, model=model)
+    chosen["data"] |= {"train": {"kind": "desktop_episodes", "episodes": 3}, "encode": {"kind": "desktop"}}
+    return chosen
+
+
+def generated(ranks: RankPool, target: Path, picture: Path, prompt: str) -> list[int]:
+    """What our own model says, with its sharded weights."""
+    words = ["generate", str(target), "--raw", "--image", str(picture), "--prompt", prompt, "--json"]
+    [(code, said, told), *_] = ranks.run(command, *words, "--max-new-tokens", str(TOKENS), world=2)
+    assert code == 0, told
+    return json.loads(said)["tokens"]  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def by_transformers(model: Any, folder: Path, picture: Path, prompt: str) -> list[int]:
+    """The same with the exported model and processor in Transformers."""
+    processor = plain_processor(folder)
+    own = Vlm(path=str(folder.parents[2] / "model")).load_processor(folder, where="model.path")
+    kinds = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in processor.model_input_names else {}
+    with Image.open(picture) as image:
+        pictures = [[image.convert("RGB")]]
+    text, ends = own.placeholder + prompt, processor.tokenizer.eos_token_id
+    inputs = processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt", **kinds)
+    made = model.eval().generate(**inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=ends)
+    return made[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def plain_processor(folder: Path) -> Any:
+    """Transformers' own, without the video processor where that needs torchvision."""
+    try:
+        return AutoProcessor.from_pretrained(folder)
+    except ImportError:
+        parts = {"image_processor": AutoImageProcessor.from_pretrained(folder)}
+        parts["tokenizer"] = AutoTokenizer.from_pretrained(folder)
+        name = json.loads((folder / "processor_config.json").read_text())["processor_class"]
+        return assemble(name, parts, {})
+
+
+@pytest.mark.parametrize("architecture", only_first(["idefics3", "llava", "qwen2_5_vl", "gemma3"]))
+def test_a_new_vocabulary_is_exported(ranks: RankPool, tmp_path: Path, architecture: str) -> None:
+    """The whole model, adapters and merged adapters: each has the added tokens, and says what our own model says."""
+    base = model_folder(tmp_path / "model", architecture)
+    Image.new("RGB", (40, 56), "green").save(tmp_path / "picture.png")
+    picture, added = tmp_path / "picture.png", Desktop().added_tokens()
+    prompt = "".join(added[:6])
+    for name, model in (("whole", {}), ("adapted", {"lora": {"r": 4, "alpha": 8}})):
+        ranks.run(train, desktop(tmp_path, name, **model), world=2)
+    runs = tmp_path / "runs"
+    merged = runs / "adapted" / "merged"
+    result = CliRunner().invoke(app, ["export", str(runs / "adapted" / "last"), str(merged), "--as", "merged"])
+    assert result.exit_code == 0, result.output
+    tokenizer = AutoTokenizer.from_pretrained(runs / "adapted" / "model")
+    adapted = AutoModelForImageTextToText.from_pretrained(base)
+    assert adapted.get_input_embeddings().num_embeddings < len(tokenizer)
+    # Adapters leave new rows as they are: the mean of the others, as Transformers makes them.
+    adapted.resize_token_embeddings(len(tokenizer))
+    loaded = {
+        runs / "whole" / "model": AutoModelForImageTextToText.from_pretrained(runs / "whole" / "model"),
+        merged: AutoModelForImageTextToText.from_pretrained(merged),
+        runs / "adapted" / "model": PeftModel.from_pretrained(adapted, runs / "adapted" / "model"),
+    }
+    for folder, model in loaded.items():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert model.get_input_embeddings().num_embeddings == len(tokenizer)
+        assert [len(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in added] == [1] * len(added)
+        expected = generated(ranks, folder, picture, prompt)
+        assert by_transformers(model, folder, picture, prompt) == expected, folder
+        assert generated(ranks, folder.parent, picture, prompt) == expected, folder
