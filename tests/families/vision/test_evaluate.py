@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fullshard.cli import app
 from fullshard.families.vision.models.vlm import Vlm
 from fullshard.log.metrics import FILE, read
 from tests.families.vision.small import MODELS, model_folder, processed, settings, write_records
+from tests.families.vision.test_docs import PAGE
 from tests.ranks import RankPool
 from tests.shrunk_recipes import shrunk
 from tests.slow import one_in, only_first
@@ -69,6 +71,23 @@ def test_outside_training_the_numbers_are_the_same(ranks: RankPool, tmp_path: Pa
     assert evaluate(ranks, run / "last", world=2)["numbers"] == expected
     alone = evaluate(ranks, run / "last", world=1)["numbers"]
     assert alone == pytest.approx(expected, rel=1e-6)
+    if name == "vision":
+        documented(ranks, tmp_path)
+
+
+def documented(ranks: RankPool, folder: Path) -> None:
+    """The commands of the family's page, on the run that is there."""
+    message = {"role": "user", "content": [{"type": "image", "image": str(folder / "other.png")}]}
+    record = {"messages": [message, {"role": "assistant", "content": "red"}]}
+    (folder / "held_out.jsonl").write_text(json.dumps(record) + "\n")
+    for file in ("picture.png", "other.png"):
+        Image.new("RGB", (40, 40), "red").save(folder / file)
+    lines = [line for line in PAGE.splitlines() if line.startswith(("fullshard evaluate", "fullshard generate"))]
+    assert len(lines) == 4
+    for line in lines:
+        words = [str(folder / word) if (folder / word).exists() else word for word in shlex.split(line)[1:]]
+        [(code, _, told)] = ranks.run(command, *words, world=1)
+        assert code == 0, f"{line}: {told}"
 
 
 PATTERNS = {
