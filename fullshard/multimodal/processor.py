@@ -21,6 +21,7 @@ import numpy as np
 
 from fullshard.config.part import did_you_mean
 from fullshard.errors import DataError, RecipeError
+from fullshard.hf.hub import read_config
 
 _KEPT = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 _PLACEHOLDERS = ("image_token", "boi_token", "image_placeholder")
@@ -242,6 +243,14 @@ def has_processor(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _KEPT)
 
 
+def takes_audio(folder: Path) -> bool:
+    """Whether a folder is of a model that reads audio: by its config, or by the processor beside an adapter."""
+    if (config := read_config(folder)) is not None:
+        return bool(config.get("audio_config")) or "num_mel_bins" in config
+    kept = "".join((folder / name).read_text(encoding="utf-8") for name in _KEPT if (folder / name).is_file())
+    return '"feature_extractor' in kept and '"image_processor' not in kept
+
+
 def _base_class(config: Any) -> Any:
     """Transformers' class of the model without its head."""
     from transformers import AutoModel
@@ -321,4 +330,4 @@ def _own_settings(whole: Any) -> dict[str, Any]:
     return {name: getattr(whole, name) for name in known if name not in parts and hasattr(whole, name)}
 
 
-__all__ = ["ImageTextProcessor", "Recorder", "assemble", "has_processor", "load_processor"]
+__all__ = ["ImageTextProcessor", "Recorder", "assemble", "has_processor", "load_processor", "takes_audio"]

@@ -6,7 +6,6 @@ objectives, ranks or sharding.
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,7 @@ from fullshard.families.audio.fresh_processor import SETTINGS, fit_tokens, fresh
 from fullshard.families.audio.processor import because, load_audio_processor
 from fullshard.families.audio.sizes import tiny_audio
 from fullshard.hf.architecture.config import load_config
-from fullshard.multimodal.processor import has_processor
+from fullshard.multimodal.processor import has_processor, takes_audio
 from fullshard.multimodal.tower_model import TowerModel, config_from_scratch
 
 if TYPE_CHECKING:
@@ -33,10 +32,7 @@ class AudioLM(TowerModel):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        if not super().recognises(folder) or not has_processor(folder):
-            return False
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return bool(config.get("audio_config")) or "num_mel_bins" in config
+        return super().recognises(folder) and has_processor(folder) and takes_audio(folder)
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
         tokenizer = super().load_processor(folder, where=where)

@@ -15,7 +15,7 @@ from fullshard.errors import RecipeError
 from fullshard.families.vision.fresh_processor import SETTINGS, fresh_processor
 from fullshard.families.vision.sizes import tiny_vision
 from fullshard.hf.architecture.config import load_config
-from fullshard.multimodal.processor import has_processor, load_processor
+from fullshard.multimodal.processor import has_processor, load_processor, takes_audio
 from fullshard.multimodal.prompts import Files, Row
 from fullshard.multimodal.tower_model import TowerModel, config_from_scratch
 
@@ -42,7 +42,7 @@ class Vlm(TowerModel):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        return super().recognises(folder) and has_processor(folder)
+        return super().recognises(folder) and has_processor(folder) and not takes_audio(folder)
 
     def load_processor(self, folder: Path, *, where: str) -> Any:
         tokenizer = super().load_processor(folder, where=where)
