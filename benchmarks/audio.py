@@ -51,10 +51,34 @@ def write_data(folder: Path, count: int, *, tiny: bool) -> None:
             file.write(json.dumps({"audio_path": f"{number}.flac", **asked}) + "\n")
 
 
-def model_settings(*, tiny: bool) -> dict[str, Any]:
-    size = {"size": "tiny"} if tiny else {}
-    tokenizer = {"train": {"vocab_size": 2048}}
-    return {"kind": "audio_lm", "architecture": "phi4_multimodal", "tokenizer": tokenizer, "lora": "paper_r64", **size}
+def model_folder(folder: Path, *, precision: str, tiny: bool) -> Path:
+    """A model with random weights in the compute precision and its feature extractor, made once for both."""
+    import torch
+    from transformers import Phi4MultimodalForCausalLM
+
+    from fullshard.recipes.read import read
+
+    path = folder / "model"
+    if path.exists():
+        return path
+    size = {"size": "tiny"} if tiny else {"overrides": {"hidden_size": 3072, "num_hidden_layers": 32}}
+    scratch = {"kind": "audio_lm", "architecture": "phi4_multimodal", "tokenizer": {"train": {"vocab_size": 2048}}}
+    part: Any = read({"name": "scratch", "model": scratch | size, "data": {"train": "x"}}).recipe.model
+    part.prepare((folder / "chats.jsonl").read_text().splitlines(), cache=folder / "cache")
+    processor, config = part.processor(cache=folder / "cache"), part._config()
+    part._fit_vocabulary(config, processor)
+    base = torch.float32 if tiny else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    with torch.device("cpu" if tiny else "cuda"):
+        Phi4MultimodalForCausalLM._from_config(config, dtype=base).save_pretrained(path)
+    processor.save_pretrained(path)
+    if not tiny:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return path
+
+
+def model_settings(path: Path) -> dict[str, Any]:
+    return {"kind": "audio_lm", "path": str(path), "lora": "paper_r64"}
 
 
 def product(folder: Path, *, precision: str, steps: int, tiny: bool) -> dict[str, float]:
@@ -63,11 +87,12 @@ def product(folder: Path, *, precision: str, steps: int, tiny: bool) -> dict[str
     from fullshard.recipes.read import read
     from fullshard.run import execute
 
+    path = model_folder(folder, precision=precision, tiny=tiny)
     reading = read(
         {
             "name": "product",
             "output": str(folder),
-            "model": model_settings(tiny=tiny),
+            "model": model_settings(path),
             "objective": "audio_lm",
             "data": {
                 "train": str(folder / "chats.jsonl"),
@@ -106,16 +131,12 @@ def peer(folder: Path, *, precision: str, steps: int, tiny: bool) -> dict[str, f
 
     from fullshard.recipes.read import read
 
-    model_part: Any = read({"name": "peer", "model": model_settings(tiny=tiny), "data": {"train": "x"}}).recipe.model
-    texts = (folder / "chats.jsonl").read_text().splitlines()
-    model_part.prepare(texts, cache=folder / "cache")
-    processor = model_part.processor(cache=folder / "cache")
-    config = model_part._config()
-    model_part._fit_vocabulary(config, processor)
-    config.use_cache = False
+    path = model_folder(folder, precision=precision, tiny=tiny)
+    part: Any = read({"name": "peer", "model": model_settings(path), "data": {"train": "x"}}).recipe.model
+    processor = part.processor(cache=folder / "cache")
     base = torch.float32 if tiny else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    with torch.device("cpu" if tiny else "cuda"):
-        model = Phi4MultimodalForCausalLM._from_config(config, dtype=base)
+    model = Phi4MultimodalForCausalLM.from_pretrained(path, dtype=base).to("cpu" if tiny else "cuda")
+    model.config.use_cache = False
     settings = peft.LoraConfig(r=64, lora_alpha=128, lora_dropout=0.05, target_modules=LANGUAGE)
     adapted = peft.get_peft_model(model, settings)
     adapted.enable_input_require_grads()
@@ -137,7 +158,7 @@ def peer(folder: Path, *, precision: str, steps: int, tiny: bool) -> dict[str, f
         use_cpu=tiny,
         label_names=["labels"],
     )
-    timed = _timed()(adapted, arguments, train_dataset=Chats(folder, texts, processor), data_collator=Padded())
+    timed = _timed()(adapted, arguments, train_dataset=Chats(folder, processor), data_collator=Padded())
     timed.train()
     memory = torch.cuda.max_memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
     return {key: statistics.median(r[key] for r in timed.rates[WARMUP:]) for key in timed.rates[0]} | {"memory": memory}
@@ -184,8 +205,9 @@ def _timed() -> Any:
 class Chats:
     """The records, with their clip decoded and made into features."""
 
-    def __init__(self, folder: Path, lines: list[str], processor: Any) -> None:
-        self._folder, self._lines, self._processor = folder, lines, processor
+    def __init__(self, folder: Path, processor: Any) -> None:
+        self._folder, self._processor = folder, processor
+        self._lines = (folder / "chats.jsonl").read_text().splitlines()
 
     def __len__(self) -> int:
         return len(self._lines)

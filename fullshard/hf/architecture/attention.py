@@ -28,8 +28,15 @@ def choose_attention(module: nn.Module, asked: str, *, device: str, compute: tor
         )
     text = model.config.get_text_config(decoder=True)
     if able and (asked == "varlen" or (asked == "auto" and packed)):
-        # Only the decoder sees packed documents; a vision tower keeps its own kernel.
-        part = next((name for name in model.config.sub_configs if getattr(model.config, name) is text), None)
-        model.set_attn_implementation({part: register()} if part else register())
-        model.takes_bounds = True
+        use_varlen(module)
     return str(text._attn_implementation)
+
+
+def use_varlen(module: nn.Module) -> None:
+    """Switches the decoder to `varlen`. Only the decoder sees packed documents; a tower keeps its own kernel."""
+    model: Any = module
+    text = model.config.get_text_config(decoder=True)
+    # Transformers takes "" for the config of the whole model, without its parts.
+    part = next((name for name in model.config.sub_configs if getattr(model.config, name) is text), "")
+    model.set_attn_implementation({part: register()})
+    model.takes_bounds = True

@@ -1,0 +1,31 @@
+"""The kernel for packed rows is the decoder's alone: a tower has no bounds of documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fullshard.families.audio.models.audio_lm import AudioLM
+from fullshard.hf.architecture.attention import use_varlen
+from fullshard.hf.architecture.varlen_attention import NAME
+from tests.families.audio.small import model_folder
+
+
+@pytest.mark.parametrize("name", ["phi4_multimodal", "qwen2_audio", "voxtral"])
+def test_towers_keep_their_kernel(tmp_path: Path, name: str) -> None:
+    path = model_folder(tmp_path / name, name)
+    family = AudioLM(path=str(path))
+    module: Any = family.build(processor=family.load_processor(path, where="model.path"))
+    use_varlen(module)
+    assert module.config.get_text_config(decoder=True)._attn_implementation == NAME
+    towers = [part for names in (module.towers[kind] for kind in module.towers if kind != "language") for part in names]
+    kernels = {
+        part.config._attn_implementation
+        for tower in towers
+        for part in module.get_submodule(tower).modules()
+        if "attention" in type(part).__name__.lower() and hasattr(part, "config")
+    }
+    assert kernels
+    assert NAME not in kernels
