@@ -13,6 +13,7 @@ import numpy as np
 
 from fullshard.data.order import FILLER, rank_slices
 from fullshard.data.prepare import Prepared
+from fullshard.formatting.plural import join_words
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,15 @@ def make_balance(data: Prepared, *, per_device: int, world: int) -> Balance:
     # An objective that lays out its texts pads them itself.
     tokens = None if data.collator.settings.lays_out else amounts.get("tokens")
     feature = data.collator.media_feature
-    shown = [each.name for each in data.quantities if each.short and each.name not in ("tokens", "samples")]
-    media = {name: amounts[name] for name in shown} if feature else {}
+    media = {name: amounts[name] for name in _media(data)}
     has_media = data.train.entries(feature) > 0 if feature else None
     return Balance(tokens, media, has_media, data.train.fixed_length, per_device, world)
+
+
+def _media(data: Prepared) -> list[str]:
+    """The quantities that are images, clips, ..."""
+    shown = [each.name for each in data.quantities if each.short and each.name not in ("tokens", "samples")]
+    return shown if data.collator.media_feature else []
 
 
 def chosen(choice: str | None, data: Prepared) -> str:
@@ -100,9 +106,11 @@ def balanced(choice: str | None, data: Prepared, *, per_device: int, world: int)
 def described(choice: str | None, data: Prepared) -> list[tuple[str, str]]:
     """A line for the header of a run, unless rows keep their order."""
     wanted = chosen(choice, data)
-    words = "rows of similar length share a micro-batch, and ranks get about as many images"
-    more = "; all steps have as many rows with images" if wanted == "steps" else ""
-    return [] if wanted == "none" else [("balance", f"{wanted}: {words}{more}")]
+    media = join_words(name.replace("_", " ") for name in _media(data))
+    words = ["rows of similar length share a micro-batch"]
+    words += [f"ranks get about as many {media}"] if media else []
+    words += [f"steps have about as many rows with {media}"] if media and wanted == "steps" else []
+    return [] if wanted == "none" else [("balance", f"{wanted}: {join_words(words)}")]
 
 
 __all__ = ["Balance", "balanced", "chosen", "described", "make_balance"]

@@ -31,6 +31,23 @@ def test_an_unknown_tower_is_named() -> None:
         Vlm(architecture="llava", size="tiny", towers={"visoin": {"freeze": True}}).build(processor=None)
 
 
+@pytest.mark.parametrize("architecture", ["gemma3", "paligemma", "llava"])
+def test_a_kernel_without_a_mask_is_not_used_where_tokens_see_each_other(
+    monkeypatch: pytest.MonkeyPatch, architecture: str
+) -> None:
+    """Packed rows on a GPU run without masks, but Gemma 3 reads images in both directions."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    model = Vlm(architecture=architecture, size="tiny")
+    module = model.build(processor=None)
+    on_gpu: dict[str, Any] = {"device": "cuda", "compute": torch.bfloat16, "packed": True}
+    masked = architecture != "llava"
+    assert model.choose_kernels(module, **on_gpu) == ("sdpa" if masked else varlen_attention.NAME)
+    if masked:
+        asked = model.model_copy(update={"attention": "varlen"})
+        with pytest.raises(RecipeError, match="'varlen' has no mask, and .* reads some tokens in both directions"):
+            asked.choose_kernels(module, **on_gpu)
+
+
 def one_call_on_the_cpu(q: Any, k: Any, v: Any, bounds: Any, _: Any, longest: int, __: int, **settings: Any) -> Any:
     """What torch's kernel computes on a GPU: each sequence between two bounds attends to itself."""
     assert longest >= int(bounds.diff().max())
