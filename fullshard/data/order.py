@@ -36,8 +36,8 @@ def draws(samples: np.ndarray, *, seed: int, stream: int) -> np.ndarray:
     return (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
 
 
-def rank_slices(window: np.ndarray, *, per_device: int, rank: int, world: int) -> list[np.ndarray]:
-    """This rank's micro-batches of one step.
+def micro_batches(window: np.ndarray, *, per_device: int, world: int) -> np.ndarray:
+    """(micro-batches, places, ranks): the rows of one step.
 
     Every rank gets the same number of micro-batches, each with `per_device` places, so shapes never change. Neighbours
     in the window go to neighbouring ranks, which divides a partial window evenly.
@@ -46,4 +46,9 @@ def rank_slices(window: np.ndarray, *, per_device: int, rank: int, world: int) -
     num_batches = -(-len(window) // size)
     places = np.full(num_batches * size, FILLER, dtype=np.int64)
     places[: len(window)] = window
-    return list(places.reshape(num_batches, per_device, world)[:, :, rank])
+    return places.reshape(num_batches, per_device, world)
+
+
+def rank_slices(window: np.ndarray, *, per_device: int, rank: int, world: int) -> list[np.ndarray]:
+    """This rank's micro-batches of one step."""
+    return list(micro_batches(window, per_device=per_device, world=world)[:, :, rank])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fullshard.data.order import FILLER, rank_slices
+from fullshard.data.order import FILLER, micro_batches
 from fullshard.data.prepare import Prepared
 from fullshard.formatting.plural import join_words
 
@@ -59,14 +59,16 @@ class Balance:
 
     def numbers(self, rows: np.ndarray) -> dict[str, float]:
         """What is logged of a step's micro-batches, over all ranks: the share of padding, and the media of each."""
-        sizes = {"per_device": self.per_device, "world": self.world}
-        batches = [b for rank in range(self.world) for b in rank_slices(rows, rank=rank, **sizes)]
-        found = {f"{name}_per_micro_batch": float(each[rows].sum()) / len(batches) for name, each in self.media.items()}
+        places = micro_batches(rows, per_device=self.per_device, world=self.world)
+        batches = len(places) * self.world
+        found = {f"{name}_per_micro_batch": float(each[rows].sum()) / batches for name, each in self.media.items()}
         if self.tokens is None:
             return found
-        # A micro-batch without rows has the shape of the first one.
-        widths = [self.fixed_length or int(max(self.tokens[b[b != FILLER]], default=self.tokens[0])) for b in batches]
-        return {"padding": 1 - float(self.tokens[rows].sum()) / (sum(widths) * self.per_device), **found}
+        # A micro-batch without rows has the shape of the first row of all.
+        widths = np.where(places == FILLER, 0, self.tokens[places]).max(axis=1)
+        widths = np.where(widths == 0, self.tokens[0], widths) if self.fixed_length is None else self.fixed_length
+        total = self.per_device * np.broadcast_to(widths, (len(places), self.world)).sum()
+        return {"padding": 1 - float(self.tokens[rows].sum() / total), **found}
 
 
 def make_balance(data: Prepared, *, per_device: int, world: int) -> Balance:
