@@ -137,7 +137,7 @@ class TransformersModel(TokenHubModel):
             train_tokenizer(texts, training, folder=self._trained_tokenizer)
 
     def processor(self, *, cache: Path, fingerprint: str = "") -> Any:
-        """The tokenizer; None if the recipe names none and the model has none, which is enough for tokenised data."""
+        """The tokenizer; None if neither the recipe nor the model has one, which is enough for tokenised data."""
         from fullshard.hf.hub import local_folder
 
         if self.tokenizer and self.tokenizer.train:

@@ -226,7 +226,7 @@ def _is_written_list(text: str) -> bool:
 
 
 def _label(value: Any, column: str) -> float:
-    """A class or a similarity; NaN if there is none. In tables, numbers are text."""
+    """A class or a similarity; NaN without a label. In tables, numbers are text."""
     if is_empty(value):
         return math.nan
     try:

@@ -54,7 +54,7 @@ def _unet_widths(config: Any) -> tuple[int, int | None]:
 
 
 def text_for(module: Any, text: Text | None, noisy: torch.Tensor) -> Text | None:
-    """The texts, checked; a placeholder if there are none, for a pass whose result is not used."""
+    """The texts, checked; without texts a placeholder, for a pass whose result is not used."""
     if module.text_width is None:
         if text is not None:
             raise DataError(

@@ -89,8 +89,8 @@ class Diffusers(HubModel):
         name, settings = self._settings()
         with init_empty_weights(include_buffers=False):
             module: nn.Module = class_of(name).from_config(settings)
-        told = name == FLUX and settings.get("guidance_embeds")
-        if not told and self.guidance != GUIDANCE:
+        takes_guidance = name == FLUX and settings.get("guidance_embeds")
+        if not takes_guidance and self.guidance != GUIDANCE:
             raise RecipeError(
                 f"model.guidance = {self.guidance:g} is for models that take their guidance as an input (Flux with "
                 f"guidance_embeds), but {name} does not. Leave it out; images are guided by evaluate.parts and "

@@ -19,7 +19,7 @@ class Layout:
     """Rows for texts whose tokens are concatenated."""
 
     source: np.ndarray
-    """(rows, length): the index of the token at each position; PADDING if there is none."""
+    """(rows, length): the index of the token at each position, or PADDING."""
     positions: np.ndarray
     """(rows, length): position within the text; padding counts as a separate text."""
     places: np.ndarray

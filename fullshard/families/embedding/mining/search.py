@@ -103,7 +103,7 @@ def get_ready(device: str | None) -> None:
 
 
 def load(name: str, *, device: str | None) -> Any:
-    """The model as sentence-transformers loads it: a folder of its own, of Transformers, or of adapters."""
+    """The model as sentence-transformers loads it, from its own folder, one of Transformers, or one of adapters."""
     from sentence_transformers import SentenceTransformer
     from transformers.utils import logging
 
