@@ -173,7 +173,7 @@ def test_the_whole_check_on_a_plain_terminal(workspace: Workspace) -> None:
     assert files_in(workspace.folder) == before
 
 
-def test_under_torchrun_rank_0_tells_once(workspace: Workspace) -> None:
+def test_under_torchrun_only_rank_0_reports(workspace: Workspace) -> None:
     workspace.write_module("talks", TALKATIVE)
     workspace.recipe["objective"] = {"kind": "talks.Talkative"}
     workspace.write()
@@ -194,7 +194,7 @@ def cut(workspace: Workspace) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-def test_train_looks_before_ranks_meet(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_checks_before_ranks_connect(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
     join = world.join
 
@@ -213,7 +213,9 @@ def test_train_looks_before_ranks_meet(workspace: Workspace, monkeypatch: pytest
     assert not (workspace.folder / "runs" / "run").exists()
 
 
-def test_train_on_two_ranks_refuses_before_they_meet(workspace: Workspace, capfd: pytest.CaptureFixture[str]) -> None:
+def test_train_on_two_ranks_refuses_before_they_connect(
+    workspace: Workspace, capfd: pytest.CaptureFixture[str]
+) -> None:
     cut(workspace)
     before = files_in(workspace.folder)
     result = workspace.run("train", "--devices", "2")

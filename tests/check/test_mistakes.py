@@ -971,7 +971,7 @@ def test_ranks_find(case: Mistake, workspace: Workspace, ranks: RankPool) -> Non
 
 
 @pytest.mark.parametrize("case", one_in(99, (m for m in MISTAKES if m.by == "launch")), ids=lambda m: m.name)
-def test_check_finds_on_ranks_of_its_own(
+def test_check_finds_on_ranks_that_it_starts(
     case: Mistake, workspace: Workspace, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case.make(workspace)

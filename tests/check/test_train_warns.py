@@ -101,7 +101,7 @@ def _one_step(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_train_says_what_check_warns_of(name: str, workspace: Workspace) -> None:
+def test_train_shows_the_warnings_of_check(name: str, workspace: Workspace) -> None:
     check, make = CASES[name]
     make(workspace)
     report = json.loads(workspace.run("check", "--quick", "--json").stdout)
@@ -118,7 +118,7 @@ def test_train_says_what_check_warns_of(name: str, workspace: Workspace) -> None
     assert result.stdout.count("warning") == len(warnings)
 
 
-def test_a_run_without_a_mistake_warns_of_nothing(workspace: Workspace) -> None:
+def test_a_healthy_run_has_no_warnings(workspace: Workspace) -> None:
     result = workspace.run("train", "--devices", "1")
     assert (result.exit_code, "warning" in result.stdout) == (0, False)
 
@@ -130,7 +130,7 @@ def test_several_ranks_warn_once(workspace: Workspace, ranks: RankPool) -> None:
     assert log.count("warning") == log.count("warning learning rate: optimizer.lr = 100") == 1
 
 
-def test_a_run_that_dies_before_its_header_has_warned(workspace: Workspace) -> None:
+def test_a_run_that_fails_before_its_header_still_warns(workspace: Workspace) -> None:
     workspace.set("optimizer", lr=100)
     earlier = workspace.folder / "runs" / "run"
     earlier.joinpath("checkpoint-1").mkdir(parents=True)

@@ -184,7 +184,7 @@ def test_starting_over_keeps_the_old_run(copy: Path) -> None:
     assert [record["step"] for record in new if record["kind"] == "train"] == [1, 2, 3]
 
 
-def test_a_longer_duration_goes_on_from_the_checkpoint(copy: Path) -> None:
+def test_a_longer_duration_continues_from_the_checkpoint(copy: Path) -> None:
     before = (copy / "quickstart" / "metrics.jsonl").read_text().splitlines()
     said = " ".join(command(f"duration.steps={STEPS + 2}", "log.every_steps=1").split())
     assert f"Resuming from runs/quickstart/checkpoint-{STEPS}" in said

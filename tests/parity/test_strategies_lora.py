@@ -70,7 +70,7 @@ def test_only_adapters_are_trained(runs: dict[int, list[dict[str, Any]]]) -> Non
     assert losses[-1] < losses[0]
 
 
-def test_the_number_of_ranks_does_not_show(runs: dict[int, list[dict[str, Any]]]) -> None:
+def test_the_adapter_does_not_depend_on_the_number_of_ranks(runs: dict[int, list[dict[str, Any]]]) -> None:
     reference = torch.tensor(curve(runs[1][0]["records"], "loss", "grad_norm"), dtype=torch.float64)
     for world in (2, 4):
         found = torch.tensor(curve(runs[world][0]["records"], "loss", "grad_norm"), dtype=torch.float64)

@@ -108,7 +108,7 @@ def test_every_run_can_divide_the_step(folder: Path, world: int, half: bool) -> 
         assert said == (found.samples_per_step != own)
 
 
-def test_half_precision_and_dropout_have_a_reference_of_their_own(folder: Path) -> None:
+def test_half_precision_and_dropout_have_their_own_reference(folder: Path) -> None:
     model = {"path": str(folder / "model"), "overrides": {"attention_dropout": 0.1}, "lora": {"dropout": 0.2}}
     asked, found = planned(folder, place(half=True), precision="bf16", model=model)
     assert found.reference is not None

@@ -169,7 +169,7 @@ def test_a_gradient_of_another_size_is_found_though_adam_hides_it_from_the_weigh
     assert compare_tensors(ours, Stored(), within=NEAR, step=6).tensor == "optimizer/a.weight/exp_avg"
 
 
-def test_elements_with_noise_for_a_gradient_may_differ() -> None:
+def test_elements_whose_gradient_is_noise_may_differ() -> None:
     """As a third of GPT-2's fused attention bias does."""
     ours, theirs = Stored(), Stored()
     for stored in (ours, theirs):
@@ -181,7 +181,7 @@ def test_elements_with_noise_for_a_gradient_may_differ() -> None:
 
 
 @pytest.mark.parametrize("within", [EXACT, NEAR])
-def test_tensors_that_are_no_numbers_of_another_shape_or_missing_are_found(within: Tolerance) -> None:
+def test_nan_another_shape_or_a_missing_tensor_is_found(within: Tolerance) -> None:
     broken, reshaped, fewer = Stored(), Stored(), Stored()
     broken.tensors["model/a.bias"][0] = torch.nan
     reshaped.tensors["model/a.bias"] = reshaped.tensors["model/a.bias"][:4]

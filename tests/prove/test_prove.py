@@ -78,7 +78,7 @@ def test_hidden_state_is_caught_at_the_step_after_the_checkpoint(folder: Path, s
     assert started == ["straight", "killed", "killed", "killed"]
 
 
-def test_what_differs_before_any_kill_is_said_to_be_not_deterministic(folder: Path, started: list[str]) -> None:
+def test_a_difference_before_any_kill_is_reported_as_non_deterministic(folder: Path, started: list[str]) -> None:
     result = ask(folder, "--cases", "resume", "--json", objective={"kind": f"{on_ranks.__name__}.Clock"})
     case = told(result)[RESUMED[0]]
     assert result.exit_code == 3
@@ -97,7 +97,7 @@ def test_a_loss_that_depends_on_the_split_and_a_run_that_fails(folder: Path, sta
     assert started == ["straight", "split", "world"]
 
 
-def test_when_the_recipe_does_not_run_at_all_its_words_are_shown(folder: Path, started: list[str]) -> None:
+def test_when_the_recipe_does_not_run_its_last_lines_are_shown(folder: Path, started: list[str]) -> None:
     words = ["--cases", "resume", "topology.devices=2"]
     result = ask(folder, *words, objective={"kind": f"{on_ranks.__name__}.Lopsided"})
     assert result.exit_code == 2
@@ -114,7 +114,7 @@ def test_when_the_recipe_does_not_run_at_all_its_words_are_shown(folder: Path, s
         (["--dry-run"], "--dry-run"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_mistakes_are_reported_before_anything_starts(
     folder: Path, words: list[str], said: str, started: list[str]
 ) -> None:
     result = ask(folder, *words)

@@ -140,6 +140,6 @@ def asked_for_kernels(compute: torch.dtype) -> set[tuple[str, torch.dtype]]:
     return asked
 
 
-def test_all_that_has_kernels_of_ours_meets_half_precision_when_sharded(ranks: RankPool) -> None:
+def test_modules_with_our_kernels_compute_in_half_precision_when_sharded(ranks: RankPool) -> None:
     for asked in ranks.run(asked_for_kernels, torch.bfloat16, world=2):
         assert asked == {(part, torch.bfloat16) for part in ("_embed", "_block", "_last_norm")}

@@ -71,7 +71,7 @@ def reference(run: Path) -> dict[str, torch.Tensor]:
     return dict(zip(names, follower.shadow_params, strict=True))
 
 
-def test_it_is_the_average_that_diffusers_keeps(straight: Path) -> None:
+def test_the_average_equals_diffusers(straight: Path) -> None:
     expected, found = reference(straight), average_of(straight)
     trained = open_tensors(straight / "last").section("model")
     assert found.keys() == expected.keys()
@@ -85,7 +85,7 @@ def test_it_is_the_average_that_diffusers_keeps(straight: Path) -> None:
     ("name", "world", "sections"),
     [("split", 1, {"batch": {"per_device": 2}}), ("copies", 2, {"sharding": {"strategy": "none"}})],
 )
-def test_ranks_splits_and_layouts_do_not_show(
+def test_the_average_is_the_same_for_any_ranks_splits_and_layouts(
     ranks: RankPool, folder: Path, straight: Path, name: str, world: int, sections: dict[str, Any]
 ) -> None:
     run = run_of(ranks, averaged(folder, name, data={"holdout": 0.1}, **sections), world=world)
@@ -95,7 +95,7 @@ def test_ranks_splits_and_layouts_do_not_show(
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0.1 * LR)
 
 
-def test_a_resumed_run_goes_on_with_the_same_average(ranks: RankPool, folder: Path, straight: Path) -> None:
+def test_a_resumed_run_continues_the_same_average(ranks: RankPool, folder: Path, straight: Path) -> None:
     """Bitwise, the weights and the average; evaluating the average left the training alone."""
     run = run_of(ranks, averaged(folder, "resumed", data={"holdout": 0.1}), world=2)
     for step in range(3, STEPS + 1):
@@ -141,7 +141,7 @@ def test_the_command_exports_either(folder: Path, straight: Path, tmp_path: Path
     assert torch.equal(files["b"], open_tensors(straight / "last").section("model").whole(name))
 
 
-def test_a_run_without_an_average_has_none_to_export(ranks: RankPool, folder: Path) -> None:
+def test_a_run_without_an_average_cannot_export_one(ranks: RankPool, folder: Path) -> None:
     run = run_of(ranks, settings(folder, "none", duration={"steps": 1}), world=1)
     with pytest.raises(CheckpointError, match="holds no averaged weights"):
         weights_of(run / "last", "ema")

@@ -88,7 +88,7 @@ def run(ranks: RankPool, folder: Path) -> Path:
     return folder / "runs" / "two"
 
 
-def test_ranks_do_not_show(ranks: RankPool, folder: Path, run: Path) -> None:
+def test_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, folder: Path, run: Path) -> None:
     found = curve(ranks.run(train, settings(folder, "one"), world=1)[0], *NUMBERS)
     np.testing.assert_allclose(json.loads((folder / "two.json").read_text()), found, rtol=1e-6)
     assert found[0] != found[1]
@@ -99,7 +99,7 @@ def test_ranks_do_not_show(ranks: RankPool, folder: Path, run: Path) -> None:
 
 
 @torch.no_grad()
-def test_diffusers_reads_what_is_left_and_what_is_merged(folder: Path, run: Path) -> None:
+def test_diffusers_reads_the_adapter_and_the_merged_model(folder: Path, run: Path) -> None:
     import diffusers
 
     assert sorted(path.name for path in (run / "model").iterdir()) == ["pytorch_lora_weights.safetensors"]

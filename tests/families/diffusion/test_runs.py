@@ -113,7 +113,7 @@ def plain_loop(folder: Path) -> tuple[list[tuple[float, float]], dict[str, torch
     return found, dict(model.named_parameters())
 
 
-def test_a_run_is_the_plain_loop(folder: Path, straight: Any) -> None:
+def test_a_run_equals_the_plain_loop(folder: Path, straight: Any) -> None:
     found, parameters = plain_loop(folder)
     np.testing.assert_allclose(straight, found, rtol=2e-5)
     saved = open_tensors(folder / "runs" / "straight" / "last").section("model")
@@ -131,7 +131,7 @@ def test_a_run_is_the_plain_loop(folder: Path, straight: Any) -> None:
         ("recomputed", 2, {"sharding": {"activation_checkpointing": "full"}}),
     ],
 )
-def test_ranks_and_splits_do_not_show(
+def test_losses_do_not_depend_on_ranks_and_splits(
     ranks: RankPool, folder: Path, straight: Any, name: str, world: int, sections: dict[str, Any]
 ) -> None:
     nodes = 2 if name == "hybrid" else 1
@@ -139,13 +139,13 @@ def test_ranks_and_splits_do_not_show(
     np.testing.assert_allclose(curve(records, *NUMBERS), straight, rtol=1e-6)
 
 
-def test_a_resumed_run_is_the_straight_one(ranks: RankPool, folder: Path, straight: Any) -> None:
+def test_a_resumed_run_equals_the_straight_one(ranks: RankPool, folder: Path, straight: Any) -> None:
     ranks.run(train, settings(folder, "half", duration={"steps": 2}), world=1)
     assert curve(ranks.run(train, settings(folder, "half"), world=1)[0], *NUMBERS) == straight
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bf16", 2e-2), ("fp16", 5e-3)])
-def test_half_precision_stays_near(ranks: RankPool, folder: Path, straight: Any, precision: str, near: float) -> None:
+def test_half_precision_stays_close(ranks: RankPool, folder: Path, straight: Any, precision: str, near: float) -> None:
     """With recomputed blocks, in which times must stay exact as well."""
     recomputed = {"activation_checkpointing": "full"}
     chosen = settings(folder, precision, precision=precision, duration={"steps": 3}, sharding=recomputed)
@@ -153,7 +153,7 @@ def test_half_precision_stays_near(ranks: RankPool, folder: Path, straight: Any,
     np.testing.assert_allclose(found, [(loss,) for loss, _ in straight[:3]], rtol=near)
 
 
-def test_diffusers_reads_what_is_left(folder: Path, straight: Any) -> None:
+def test_diffusers_reads_the_export(folder: Path, straight: Any) -> None:
     from diffusers import DiTTransformer2DModel
 
     run = folder / "runs" / "straight"

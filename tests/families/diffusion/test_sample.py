@@ -208,7 +208,7 @@ def test_other_weights_make_other_images(run: Path, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_mistakes_are_told_in_a_line(run: Path, tmp_path: Path, words: list[str], says: str) -> None:
+def test_mistakes_are_reported_in_one_line(run: Path, tmp_path: Path, words: list[str], says: str) -> None:
     places = {"RUN": run, "EMPTY": tmp_path / "empty", "BARE": tmp_path / "bare", "TEXT": tmp_path / "text"}
     places["EMPTY"].mkdir()
     places["BARE"].mkdir()

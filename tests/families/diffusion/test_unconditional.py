@@ -65,7 +65,7 @@ def test_a_run_without_labels_is_sampled_without_guidance(ranks: RankPool, tmp_p
         ({"kind": "fid", "guidance": 3, "extractor": FEATURES}, "fid.guidance = 3"),
     ],
 )
-def test_an_evaluation_is_refused_before_ranks_meet(tmp_path: Path, part: dict[str, Any], where: str) -> None:
+def test_an_evaluation_is_refused_before_ranks_connect(tmp_path: Path, part: dict[str, Any], where: str) -> None:
     chosen = settings(tmp_path, evaluate={"parts": [part]})
     with pytest.raises(RecipeError, match=f"evaluate.parts: {where}: guidance is .* takes neither. Leave it"):
         prepare_inputs(read(chosen).recipe, world_size=1, console=Console(silent=True))
@@ -83,7 +83,7 @@ def test_a_label_that_was_never_dropped_cannot_be_compared_with(tmp_path: Path) 
     prepare_inputs(read(settings(tmp_path, **never)).recipe, world_size=1, console=Console(silent=True))
 
 
-def test_a_guidance_that_no_model_is_told_is_refused() -> None:
+def test_guidance_for_a_model_that_does_not_take_it_is_refused() -> None:
     family = read(settings(Path("nowhere"), model={"guidance": 5.0})).recipe.model
     with pytest.raises(RecipeError, match=r"model.guidance = 5 is for models .* but UNet2DModel does not"):
         family.build(processor=None)

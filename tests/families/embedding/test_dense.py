@@ -112,7 +112,7 @@ def test_untrained_it_embeds_as_sentence_transformers_does(folder: Path) -> None
         assert_near(found, encoded(folder / "model"))
 
 
-def test_folders_of_old(folder: Path, tmp_path: Path) -> None:
+def test_folders_of_old_versions(folder: Path, tmp_path: Path) -> None:
     """Pickled tensors, and settings without the keys of later versions; without an activation it is Tanh."""
     old = edited(
         *(folder / "model", tmp_path / "old", "2_Dense"),
@@ -250,7 +250,7 @@ def test_another_run_starts_with_a_checkpoint_an_export_or_a_state(folder: Path,
 
 
 @pytest.mark.parametrize("lora", [None, 2])
-def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, lora: int | None) -> None:
+def test_a_resumed_run_equals_the_straight_one_bit_by_bit(ranks: RankPool, folder: Path, lora: int | None) -> None:
     sections: dict[str, Any] = {
         "model": {"lora": lora},
         "objective": {"matryoshka": [8, 4], "cache": 3},
@@ -270,7 +270,7 @@ def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path, lora: int
         assert torch.equal(ends[0].whole(name), ends[1].whole(name)), name
 
 
-def test_half_precision_and_other_layouts_stay_near(ranks: RankPool, folder: Path) -> None:
+def test_half_precision_and_other_layouts_stay_close(ranks: RankPool, folder: Path) -> None:
     """The layers compute in bf16 with the rest, and fp32 comes out."""
     ways: dict[str, Any] = {"one": {}, "two": {"sharding": {"strategy": "none"}}, "bf16": {"precision": "bf16"}}
     losses = {}

@@ -82,7 +82,7 @@ def test_the_recipe_trains_and_its_model_mines(
     assert f"Wrote mined.jsonl, {len(rows)} pairs" in command(mine, capfd, monkeypatch)
 
 
-def test_the_built_in_recipe_does_what_is_said(
+def test_the_built_in_recipe_does_what_its_page_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """That it trains, and that recall rises, is shown in tests/families/embedding/test_minilm.py."""

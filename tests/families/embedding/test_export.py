@@ -339,7 +339,7 @@ def test_packed_equals_padded_where_positions_begin_elsewhere(ranks: RankPool, f
     assert_near(encoded(out / "model"), expected)
 
 
-def test_another_run_goes_on_from_a_checkpoint_or_an_export(
+def test_another_run_starts_from_a_checkpoint_or_an_export(
     ranks: RankPool, folder: Path, prompted: Path, adapted: Path
 ) -> None:
     """With the weights and the prompts of the first; a learned temperature starts anew."""

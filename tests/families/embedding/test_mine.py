@@ -144,7 +144,7 @@ def as_words(case: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_mines_what_all_scores_say(name: str, folder: Path, tmp_path: Path) -> None:
+def test_mines_the_same_as_scoring_everything(name: str, folder: Path, tmp_path: Path) -> None:
     case, rows, out = dict(CASES[name]), read(folder / "pairs.jsonl"), tmp_path / "out.jsonl"
     more = [row["text"] for row in read(folder / "more.jsonl")] if case.pop("corpus", False) else []
     words = ["--corpus", folder / "more.jsonl"] if more else []
@@ -309,7 +309,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_and_leaves_nothing(name: str, folder: Path, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_and_leaves_no_files(name: str, folder: Path, tmp_path: Path) -> None:
     words, right = MISTAKES[name]
     (tmp_path / "empty").mkdir()
     (tmp_path / "checkpoint-3").mkdir()
@@ -337,7 +337,7 @@ def test_a_mistake_is_told_and_leaves_nothing(name: str, folder: Path, tmp_path:
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_a_file_that_exists_is_kept_until_another_is_whole(folder: Path, tmp_path: Path) -> None:
+def test_an_existing_file_is_kept_until_the_new_one_is_complete(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     out.write_text("mine\n")
     common = [folder / "model", folder / "pairs.jsonl", out]

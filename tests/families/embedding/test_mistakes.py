@@ -276,7 +276,7 @@ def test_mistakes(folder: Path, mistake: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_the_command_says_it_and_ends_with_2(folder: Path, tmp_path: Path) -> None:
+def test_the_command_reports_it_and_ends_with_2(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps(recipe(folder, objective={"loss": "triplet"}, output=str(tmp_path / "runs"))))
     result = CliRunner().invoke(app, ["train", str(path)])

@@ -140,7 +140,7 @@ def test_numbers_are_those_of_sentence_transformers(
     assert len({tuple(right[suffix(name, dim)] for name in NAMES) for right in expected for dim in DIMS}) == 6
 
 
-def test_dims_of_its_own(ranks: RankPool, folder: Path, expected: list[dict[str, float]]) -> None:
+def test_retrieval_has_its_own_dims(ranks: RankPool, folder: Path, expected: list[dict[str, float]]) -> None:
     evaluate = {"parts": [{**RETRIEVAL, "dims": [3]}], "at_start": True}
     found = run(ranks, folder, "dims", evaluate=evaluate)[0]
     assert {name for name in found if "@" in name} == {*NAMES, *(f"{name}/3" for name in NAMES)}

@@ -134,7 +134,7 @@ def test_rows_are_shared_only_where_that_is_proven(ranks: RankPool, folder: Path
     assert curve(found[0], "loss", "padding") == curve(found[1], "loss", "padding")
 
 
-def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path) -> None:
+def test_a_resumed_run_equals_the_straight_one_bit_by_bit(ranks: RankPool, folder: Path) -> None:
     sections: dict[str, Any] = {
         "model": {"overrides": {"hidden_dropout_prob": 0.2}},
         "objective": {"loss": LEARNED, "matryoshka": [16, 4], **CACHE_3},
@@ -155,7 +155,7 @@ def test_resumed_is_straight_bit_by_bit(ranks: RankPool, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "far"), [("bf16", 0.03), ("fp16", 0.002)])
-def test_half_precision_stays_near(
+def test_half_precision_stays_close(
     ranks: RankPool, folder: Path, reference: torch.Tensor, precision: str, far: float
 ) -> None:
     records = run(

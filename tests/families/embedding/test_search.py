@@ -99,7 +99,7 @@ def by_others(folder: Path, model: Path) -> dict[str, float]:
     return numbers | {"ndcg@10": float(ndcg_score(np.array(truth), vectors[0] @ vectors[1].T, k=10))}
 
 
-def test_the_numbers_are_those_of_others_on_any_ranks(ranks: RankPool, folder: Path) -> None:
+def test_the_metrics_equal_reference_libraries_on_any_number_of_ranks(ranks: RankPool, folder: Path) -> None:
     part = {"kind": "search", "at": [1, 3, 10], "batch_size": 4, "dims": [16, 5], "name": "toy"}
     part |= {name: str(folder / f"{name}.jsonl") for name in ("corpus", "queries")} | {
         "qrels": str(folder / "qrels/test.tsv")
@@ -120,7 +120,7 @@ def test_the_numbers_are_those_of_others_on_any_ranks(ranks: RankPool, folder: P
             assert 0 < start[f"toy/{name}/5"] <= 1
 
 
-def test_every_format_says_the_same(folder: Path, tmp_path: Path) -> None:
+def test_every_file_format_gives_the_same_judgements(folder: Path, tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -66,7 +66,7 @@ def ours(ranks: Any, folder: Path) -> dict[str, tuple[float, dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_loss_and_gradients_are_theirs(name: str, folder: Path, ours: Any) -> None:
+def test_loss_and_gradients_equal_sentence_transformers(name: str, folder: Path, ours: Any) -> None:
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(str(folder), device="cpu").train()

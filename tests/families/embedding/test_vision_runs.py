@@ -80,7 +80,7 @@ def test_the_same_losses_on_any_ranks_and_caches(
     np.testing.assert_allclose(found, straight, rtol=2e-5)
 
 
-def test_an_interrupted_run_goes_on(ranks: RankPool, folder: Path, straight: Any) -> None:
+def test_an_interrupted_run_continues(ranks: RankPool, folder: Path, straight: Any) -> None:
     first = settings(folder, "half", duration={"steps": 2})
     ranks.run(train, first, world=1)
     records = ranks.run(train, settings(folder, "half"), world=1)[0]

@@ -126,7 +126,7 @@ def test_lengths_are_those_of_the_samples(tmp_path: Path, model: Path, pack: boo
         assert samples.lengths.sum() == samples.num_tokens
 
 
-def test_fewer_samples_than_a_batch_make_a_batch_all_the_same(tmp_path: Path, model: Path) -> None:
+def test_fewer_samples_than_a_batch_still_make_a_batch(tmp_path: Path, model: Path) -> None:
     rows(tmp_path / "train.jsonl", *distinct(3))
     recipe, inputs = grounded(tmp_path, model)
     batch = data.longest_batch(inputs.data, per_device=4)
@@ -183,7 +183,7 @@ def test_samples_left_out(tmp_path: Path, model: Path) -> None:
     assert "1 with no answer or all labels masked" in found["dropped"].text
 
 
-def test_one_sample_of_many_left_out_is_only_said(tmp_path: Path, model: Path) -> None:
+def test_one_dropped_sample_of_many_is_only_a_note(tmp_path: Path, model: Path) -> None:
     lines(tmp_path / "train.jsonl", [masked(ids, 4) for ids in distinct(199)] + [{"input_ids": [5]}])
     found = look(tmp_path, model)
     assert problems(found) == []
@@ -254,7 +254,7 @@ def test_a_large_store_is_read_in_part(tmp_path: Path, model: Path, monkeypatch:
     assert "5 samples drawn evenly from 60" in look(tmp_path, model)["masked labels"].text
 
 
-def test_validation_smaller_than_a_batch_is_said(tmp_path: Path, model: Path) -> None:
+def test_validation_smaller_than_a_batch_is_a_note(tmp_path: Path, model: Path) -> None:
     rows(tmp_path / "train.jsonl", *distinct(40))
     found = look(tmp_path, model, data={"holdout": 0.05}, evaluate={"per_device": 8})
     assert problems(found) == []

@@ -150,7 +150,7 @@ def test_a_running_rank_has_its_gpus_already(tmp_path: Path) -> None:
     assert problems(look(recipe(tmp_path), with_gpus(H100), Ranks(8))) == []
 
 
-def test_a_gpu_asked_for_and_none_there(tmp_path: Path) -> None:
+def test_a_gpu_is_requested_and_missing(tmp_path: Path) -> None:
     found = look(recipe(tmp_path, topology={"device": "cuda"}), CPU)
     assert problems(found) == ["devices"]
     assert "topology.device = cuda, but torch sees no GPU" in found["devices"].text
@@ -274,7 +274,7 @@ def test_packages_in_other_versions() -> None:
     assert machine.unmet_requirements("no-such-distribution") == ()
 
 
-def test_a_distribution_that_wants_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_distribution_with_a_missing_requirement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "wanting-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(
@@ -290,7 +290,7 @@ def test_a_distribution_that_wants_what_is_not_there(tmp_path: Path, monkeypatch
     assert found[1] == "no-such-thing is not installed, >=2 is required"
 
 
-def test_misfits_are_errors(tmp_path: Path) -> None:
+def test_unmet_requirements_are_errors(tmp_path: Path) -> None:
     found = look(
         recipe(tmp_path), replace(CPU, unmet_requirements=("transformers 4.40 is installed, >=5.15 is needed",))
     )

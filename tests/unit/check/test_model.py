@@ -142,7 +142,7 @@ def test_adapters_that_match_nothing_are_refused_with_names(architecture: str, t
         Hf.model_validate(settings).build(processor=None)
 
 
-def test_blocks_that_are_not_there(folder: Path) -> None:
+def test_missing_blocks(folder: Path) -> None:
     (finding,) = bad(look(folder, sharding={"wrap": "LlamaDecoderLayer"}))
     assert (finding.level, finding.check) == ("error", "units")
     assert "no module of class 'LlamaDecoderLayer'" in finding.text

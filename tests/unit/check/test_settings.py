@@ -52,7 +52,7 @@ def bad(findings: list[Finding]) -> list[Finding]:
     return [f for f in findings if f.level != "ok"]
 
 
-def test_a_healthy_recipe_has_ticks_only_and_says_what_it_comes_to(look: Look) -> None:
+def test_a_healthy_recipe_has_ticks_only_and_shows_its_arithmetic(look: Look) -> None:
     findings = look()
     assert not bad(findings)
     said = {(f.check, f.text) for f in findings}
@@ -62,7 +62,7 @@ def test_a_healthy_recipe_has_ticks_only_and_says_what_it_comes_to(look: Look) -
     assert ("settings", "no conflicts, and every setting has an effect") in said
 
 
-def test_source_preset_and_overrides_are_told(folder: Path) -> None:
+def test_source_preset_and_overrides_are_reported(folder: Path) -> None:
     overrides = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", "optimizer.lr=1e-4"]
     reading = read("sft", *overrides, preset="single_node_fsdp")
     texts = [f.text for f in settings.look(reading, Ranks(8), None) if f.check == "recipe"]

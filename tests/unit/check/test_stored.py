@@ -34,7 +34,7 @@ def levels(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(f.level, f.check) for f in findings]
 
 
-def test_whole_files_have_ticks_only(whole: Path) -> None:
+def test_complete_files_have_ticks_only(whole: Path) -> None:
     findings = list(weights.look(whole))
     assert levels(findings) == [("ok", "weight files"), ("ok", "stored values")]
     number = len(load_file(whole / "model.safetensors"))
@@ -81,7 +81,7 @@ def mangle_pointer(raw: bytes) -> bytes:
         (mangle_pointer, r"Git LFS pointer"),
     ],
 )
-def test_a_file_that_is_not_whole(folder: Path, mangle: Callable[[bytes], bytes], text: str) -> None:
+def test_a_damaged_file(folder: Path, mangle: Callable[[bytes], bytes], text: str) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(mangle(file.read_bytes()))
     (finding,) = weights.look(folder)
@@ -119,7 +119,7 @@ def change(folder: Path, name: str, edit: Callable[[torch.Tensor], torch.Tensor]
 
 @pytest.mark.parametrize("name", [MATRIX, VECTOR])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_values_that_are_no_numbers(folder: Path, name: str, value: float) -> None:
+def test_nan_and_inf_are_errors(folder: Path, name: str, value: float) -> None:
     change(folder, name, lambda tensor: torch.full_like(tensor, value))
     findings = list(weights.look(folder))
     assert levels(findings) == [("ok", "weight files"), ("error", "stored values")]

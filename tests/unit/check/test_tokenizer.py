@@ -81,7 +81,7 @@ def test_special_tokens() -> None:
     assert "padding is masked by position, so the end is still learned" in same.text
 
 
-def test_a_lossy_tokenizer_is_told_with_an_example() -> None:
+def test_a_lossy_tokenizer_is_reported_with_an_example() -> None:
     lossy = words("<unk>", "the", "cat", lower=True)
     (finding,) = bad(check.round_trip(lossy, ["the cat", "The cat"]))
     assert finding.level == "warning"
@@ -102,7 +102,7 @@ def test_unknown_tokens_above_one_per_cent() -> None:
     assert "no token for 1.2% of the sample texts (such as 'dog'), allowed 1%" in finding.text
 
 
-def test_the_chat_template_is_told(trained: Any) -> None:
+def test_the_chat_template_is_reported(trained: Any) -> None:
     assert list(check.chat_template(Text().open(trained, length=64))) == []
     (plain,) = check.chat_template(Chat().open(trained, length=64))
     assert plain.text == "plain (User: ... / Assistant: ...)"

@@ -40,7 +40,7 @@ def test_blocks_fold_into_one_line() -> None:
     assert max(map(len, table.splitlines())) <= 100
 
 
-def test_units_that_differ_keep_lines_of_their_own() -> None:
+def test_units_that_differ_keep_separate_lines() -> None:
     units = [unit(f"model.layers.{i}", "Layer", 1000 if i % 4 == 3 else 2000) for i in range(8)]
     units += [unit(f"model.layers.{i}.mlp.gate", "Router", 64, compute="float32") for i in range(8)]
     units += [unit(f"towers.{i}.blocks.{j}", "Block", 10) for i in range(2) for j in range(3)]

@@ -80,7 +80,7 @@ def test_processes_that_accelerate_did_not_start_are_named(tmp_path: Path) -> No
     ]
 
 
-def test_nothing_asked_is_nothing_said() -> None:
+def test_without_settings_there_are_no_notes() -> None:
     assert notes({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, world=1) == []
     # Without FSDP in use, its variables are another program's.
     assert notes({"FSDP_OFFLOAD_PARAMS": "true"}, world=1) == []

@@ -61,7 +61,7 @@ def test_nothing_known_ends_with_1(app: typer.Typer) -> None:
     assert json.loads(call(app, "all is well", "--json", code=1)) == {"matches": []}
 
 
-def test_a_file_that_is_not_there_is_a_mistake(app: typer.Typer, tmp_path: Path) -> None:
+def test_a_missing_file_is_a_mistake(app: typer.Typer, tmp_path: Path) -> None:
     for name in ("run/log.txt", "train.log"):
         with pytest.raises(SetupError, match="does not exist"):
             call(app, str(tmp_path / name) if "/" in name else name)
@@ -70,7 +70,7 @@ def test_a_file_that_is_not_there_is_a_mistake(app: typer.Typer, tmp_path: Path)
 
 
 @pytest.mark.parametrize("text", [f"/data/{'x' * 300}: CUDA out of memory", "~~~~^^^ CUDA out of memory", "a\0b"])
-def test_a_text_that_can_be_no_path_is_a_text(app: typer.Typer, text: str) -> None:
+def test_a_text_that_cannot_be_a_path_is_a_text(app: typer.Typer, text: str) -> None:
     call(app, text, code=0 if "CUDA" in text else 1)
 
 
@@ -96,7 +96,7 @@ def test_no_argument_lists_the_entries_and_a_name_shows_one(app: typer.Typer) ->
     assert json.loads(call(app, "disk-full", "--json"))["name"] == "disk-full"
 
 
-def test_a_run_folder_tells_of_its_newest_crash(app: typer.Typer, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_folder_explains_its_newest_crash(app: typer.Typer, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     crash.write(RuntimeError("CUDA out of memory"), folder=tmp_path, rank=0, world=2)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "two")

@@ -279,7 +279,7 @@ def test_broken_lines_and_colours_do_not_matter() -> None:
     assert names(explain(text)) == ["unscale-fp16"]
 
 
-def test_a_record_refuses_what_is_no_record() -> None:
+def test_an_invalid_entry_is_refused() -> None:
     whole = entries()[0].model_dump()
     for change in ({"patterns": ["("]}, {"patterns": []}, {"remedy": []}, {"role": "guess"}, {"caus": "x"}):
         with pytest.raises(ValueError, match=r"validation error"):

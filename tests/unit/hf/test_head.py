@@ -98,7 +98,7 @@ def test_a_recurrent_model_does_not_keep_documents_apart() -> None:
     assert float((first - second).abs().max()) > 1e-5
 
 
-def test_the_twin_leaves_the_random_state_alone() -> None:
+def test_the_probe_leaves_the_random_state_alone() -> None:
     module = build("llama")
     torch.manual_seed(1)
     expected = torch.rand(3)

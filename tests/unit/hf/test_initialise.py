@@ -73,7 +73,7 @@ def test_a_real_model_at_once_equals_init_weights_bit_by_bit() -> None:
             assert torch.equal(ours.get_parameter(name), expected), name
 
 
-def test_what_lies_outside_the_unit_is_left_alone() -> None:
+def test_tensors_outside_the_unit_are_left_alone() -> None:
     module: Any = build("llama")
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     Hf(architecture="llama", size="tiny").initialise(module.model.layers[1], root=module)

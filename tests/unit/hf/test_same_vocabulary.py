@@ -92,7 +92,7 @@ def test_the_same_words_cut_in_another_way_are_another_tokenizer(folder: Path, t
     assert "it encodes 'The quick brown fox jump' ... as" in str(difference(other, loaded(folder / "590")))
 
 
-def test_without_a_tokenizer_of_its_own_the_size_is_compared(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_stored_tokenizer_the_size_is_compared(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("400", "900"):
         with pytest.raises(RecipeError, match=rf"it has {name} tokens and the embedding 600 rows \(no tokenizer"):
             rows_of(folder, "bare", name)
@@ -105,7 +105,7 @@ def test_without_a_tokenizer_of_its_own_the_size_is_compared(folder: Path, caplo
     )
 
 
-def test_another_end_of_text_is_told(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_end_of_text_is_reported(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = loaded(folder / "590")
     other.eos_token = "<|pad|>"
     other.save_pretrained(tmp_path)

@@ -82,7 +82,7 @@ def test_what_cannot_be_trained_on_tokens_is_refused_with_the_reason(architectur
         check_architecture(architecture)
 
 
-def test_a_config_that_transformers_cannot_build_is_refused_in_words() -> None:
+def test_a_config_that_transformers_cannot_build_is_refused_with_a_reason() -> None:
     with pytest.raises(RecipeError, match="cannot build dots1 with these settings .TypeError: .*model.overrides"):
         Hf(architecture="dots1", size="tiny", overrides={"n_shared_experts": None}).build(processor=None)
 

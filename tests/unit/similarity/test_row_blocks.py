@@ -48,7 +48,7 @@ class Kept:
         self.tensor = tensor
 
 
-def test_one_block_lives_at_a_time() -> None:
+def test_one_block_is_in_memory_at_a_time() -> None:
     """Before each block, nothing is kept for the gradient of those before it."""
     kept: weakref.WeakSet[Kept] = weakref.WeakSet()
     before, after = [], []

@@ -75,14 +75,14 @@ def test_bidirectional_infonce_is_symmetric_ranking(negatives: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [20.0, 5.0])
-def test_cosent_is_theirs(scale: float) -> None:
+def test_cosent_equals_sentence_transformers(scale: float) -> None:
     embedded = replace(pairs_only(step()), labels=LABELS.double())
     theirs = reference(lambda model: losses.CoSENTLoss(model, scale=scale), LABELS)
     assert_close(with_gradients(part("cosent", scale=scale).loss, embedded), with_gradients(theirs, embedded))
 
 
 @pytest.mark.parametrize("distance", ["cosine", "euclidean"])
-def test_triplet_is_theirs_and_with_more_negatives_their_mean(distance: str) -> None:
+def test_triplet_equals_theirs_and_with_more_negatives_their_mean(distance: str) -> None:
     metric = getattr(losses.triplet.TripletDistanceMetric, distance.upper())
     embedded, margin = step(negatives=(3,) * 8), {"cosine": 0.2, "euclidean": 1.5}[distance]
 

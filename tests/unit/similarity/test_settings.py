@@ -142,7 +142,7 @@ def test_a_hard_negative_equal_to_the_positive_is_no_negative(kind: str) -> None
     assert with_gradients(off.loss, first)["negatives"][0, 1].any()
 
 
-def test_samples_without_a_label_are_not_alike() -> None:
+def test_samples_without_a_label_do_not_match() -> None:
     embedded = replace(step(), labels=torch.full((8,), math.nan, dtype=torch.float64))
     assert torch.equal(part("infonce").loss(embedded), part("infonce", mask_labels=False).loss(embedded))
 

@@ -100,7 +100,7 @@ def test_any_number_of_timesteps_can_be_proven(num_timesteps: int) -> None:
         ({"loss": "l1_loss"}, "objective.loss is not a known key"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         decode(Objective, {"kind": "ddpm", **settings}, where="objective")
     assert message in str(caught.value)

@@ -49,7 +49,7 @@ def test_named_sizes_of_dit(size: str, layers: int, width: int, patch: int) -> N
 
 
 @pytest.mark.parametrize("architecture", ["dit", "unet"])
-def test_labels_reach_the_model_and_none_is_a_label_of_its_own(architecture: str) -> None:
+def test_labels_reach_the_model_and_no_class_is_a_separate_label(architecture: str) -> None:
     module: Any = real(tiny(architecture, classes=10))
     assert (module.num_classes, module.null_label) == (10, 10)
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_without_classes_there_is_no_label() -> None:
         assert module.denoise(torch.randn(2, 1, 8, 8), torch.tensor([0, 999])).shape == (2, 1, 8, 8)
 
 
-def test_a_fresh_dit_passes_on_what_it_gets() -> None:
+def test_a_fresh_dit_is_the_identity() -> None:
     module: Any = real(tiny(classes=3))
     assert not module.denoise(torch.randn(2, 1, 8, 8), torch.tensor([1, 2]), torch.tensor([0, 1])).any()
     assert any(parameter.any() for parameter in module.transformer_blocks.parameters())
@@ -133,7 +133,7 @@ def test_a_pipeline_draws_with_the_exported_model(tmp_path: Path) -> None:
     assert_near(torch.tensor(drawn), image.permute(0, 2, 3, 1))
 
 
-def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
+def test_mistakes_have_clear_messages(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"model\.size = 'XXL/2' is not known .*Known: tiny, S/2, .*XL/8"):
         family(architecture="dit", size="XXL/2").build(processor=None)
     with pytest.raises(RecipeError, match=r"'ditt' is not a known denoiser \(did you mean 'dit'"):

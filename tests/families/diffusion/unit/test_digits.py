@@ -72,7 +72,7 @@ def test_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
         Digits().open()
 
 
-def test_the_recipes_words_for_digits() -> None:
+def test_recipes_name_digits_in_every_form() -> None:
     assert decode(Source, {"kind": "digits", "part": "train"}, where="data.train") == Digits(part="train")
     with pytest.raises(RecipeError, match=r"data\.train\.part = 'test': it must be one of train, held_out, all"):
         decode(Source, {"kind": "digits", "part": "test"}, where="data.train")
@@ -141,12 +141,12 @@ def test_a_folder_without_class_folders_has_no_labels(tmp_path: Path) -> None:
         ([], r"no image in this folder\. Found: nothing\."),
     ],
 )
-def test_folders_that_are_none(tmp_path: Path, names: list[str], words: str) -> None:
+def test_paths_that_are_not_image_folders(tmp_path: Path, names: list[str], words: str) -> None:
     with pytest.raises(DataError, match=words):
         ImageFolder(path=folder_of(tmp_path, *names)).open()
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"nowhere: no such folder, but image_folder needs a folder"):
         ImageFolder(path=tmp_path / "nowhere").open()
     with pytest.raises(DataError, match=r"a\.png: this is a file, but"):

@@ -117,7 +117,7 @@ def test_loss_and_gradients_are_those_of_the_formula(name: str) -> None:
     assert_same(run(FlowMatching(loss=name, label_drop=0), model, [data]), expected)  # type: ignore[call-arg]
 
 
-def test_the_way_and_its_times_are_those_of_diffusers() -> None:
+def test_the_path_and_its_times_equal_diffusers() -> None:
     """Its scheduler makes the same noisy images and timesteps, and walks back to the images by the target."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -152,7 +152,7 @@ def test_times_are_drawn_as_the_recipe_says() -> None:
         assert torch.corrcoef(pair)[0, 1].abs() < 0.02
 
 
-def test_whole_timesteps_are_the_seeds_and_all_there() -> None:
+def test_integer_timesteps_follow_from_the_seed_and_all_occur() -> None:
     objective = FlowMatching(integer_time=True)
     found = objective.timesteps(objective.times(torch.arange(50_000)))
     assert found.dtype == torch.int64
@@ -167,7 +167,7 @@ def test_whole_timesteps_are_the_seeds_and_all_there() -> None:
     torch.testing.assert_close(noisy, (1 - t) * data["images"] + t * noise)
 
 
-def test_the_model_is_told_times_on_the_scale_it_wants() -> None:
+def test_the_model_gets_times_on_its_own_scale() -> None:
     assert FlowMatching(timestep_scale=1).timesteps(torch.tensor([0.25])).tolist() == [0.25]
     half = FlowMatching().timesteps(torch.tensor([0.5], dtype=torch.bfloat16))
     assert half.dtype == torch.float32
@@ -183,7 +183,7 @@ def test_the_sum_over_any_split_is_that_of_the_whole(objective: Objective) -> No
 
 
 @BOTH
-def test_fillers_count_nothing_and_change_nothing(objective: Objective) -> None:
+def test_fillers_neither_count_nor_change_anything(objective: Objective) -> None:
     model, data = Dit(), batch(6)
     filled = batch(6, fillers=2)
     for key in data:
@@ -240,7 +240,7 @@ def test_models_get_the_labels_they_know(objective: Objective) -> None:
 
 
 @BOTH
-def test_images_and_times_stay_fp32_whatever_comes(objective: Objective) -> None:
+def test_images_and_times_stay_fp32(objective: Objective) -> None:
     model, data = Plain(), batch()
     data["images"] = data["images"].to(torch.bfloat16)
     terms = objective.loss(model, data, {})
@@ -276,7 +276,7 @@ def test_a_model_that_cannot_denoise_is_refused(objective: Any) -> None:
         ({"timesteps": 5}, "objective.timesteps is not a known key"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         decode(Objective, {"kind": "flow_matching", **settings}, where="objective")
     assert message in str(caught.value)
@@ -354,7 +354,7 @@ def test_a_half_precision_model_keeps_its_times_apart(objective: Objective, comp
     assert len(objective.check(Half().to(compute), batch(2), packed=False, compute=compute)) == 1
 
 
-def test_times_that_lie_too_close_for_the_embedding_are_found() -> None:
+def test_times_too_close_for_the_embedding_are_found() -> None:
     """From 0 to 1, whoever casts them: bf16 cannot hold their sinusoids apart."""
 
     class Half(Dit):

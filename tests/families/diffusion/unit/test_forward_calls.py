@@ -116,7 +116,7 @@ def test_a_folder_of_the_former_class_is_read(tmp_path: Path, name: str, norm: s
         stored(tmp_path).build(processor=None)
 
 
-def test_first_values_pass_on_what_comes_in() -> None:
+def test_initial_weights_pass_the_input_through() -> None:
     """Predictions of transformers begin at zero, as those of the papers, and no parameter is left without a value."""
     for name in ("sd3", "flux", "pixart"):
         chosen = family(name)
@@ -155,7 +155,7 @@ def test_a_dit_begins_as_the_identity_with_classes_far_apart() -> None:
     assert float(linear.abs().max()) <= (6 / (64 + 64)) ** 0.5
 
 
-def test_guidance_is_usual_unless_a_model_is_told_its_own() -> None:
+def test_guidance_has_a_default_unless_the_model_takes_its_own() -> None:
     """As FluxPipeline, whose true_cfg_scale is 1 unless it is asked for."""
     for name, expected in (("dit", 2.0), ("flux", 2.0), ("flux-guided", 1.0)):
         module = family(name).build(processor=None)
@@ -164,7 +164,7 @@ def test_guidance_is_usual_unless_a_model_is_told_its_own() -> None:
         assert guidance_of(module, FlowMatching(), 3.0, **settings) == 3.0
 
 
-def test_mistakes_are_told_in_words() -> None:
+def test_mistakes_have_clear_messages() -> None:
     module = real(family("sd3"))
     noisy, times, labels, text = inputs(module)
     with pytest.raises(DataError, match=r"text_states: SD3Trans.* takes vectors of 24, but the batch has vectors of 7"):

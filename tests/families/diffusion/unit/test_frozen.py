@@ -77,7 +77,7 @@ def test_latents_are_those_of_diffusers(folder: Path, tmp_path: Path) -> None:
     assert data.encoder._vae is None, "freed when all is encoded"  # type: ignore[attr-defined]
 
 
-def test_grey_images_become_coloured_and_records_of_files_are_one_batch(tmp_path: Path) -> None:
+def test_grey_images_become_rgb_and_records_of_files_form_one_batch(tmp_path: Path) -> None:
     vae = vae_folder(tmp_path / "vae", in_channels=3, out_channels=3)
     data = prepared(rows(), tmp_path, encoder(vae=str(vae), mean="measure", scale="measure"))
     expected = by_hand(vae, np.repeat(PIXELS[:, None], 3, axis=1))
@@ -144,14 +144,14 @@ def test_the_cache_follows_the_weights(tmp_path: Path) -> None:
         ({"image": np.zeros((4, 4), dtype=int).tolist()}, "Set data.encode.size to make the images alike"),
     ],
 )
-def test_images_that_become_no_latents(folder: Path, tmp_path: Path, record: dict[str, Any], words: str) -> None:
+def test_images_that_the_vae_cannot_encode(folder: Path, tmp_path: Path, record: dict[str, Any], words: str) -> None:
     records = [*rows(), {"label": 0, **record}]
     with pytest.raises(DataError, match=words) as caught:
         prepared(records, tmp_path, encoder(vae=str(folder / "pipeline")))
     assert "rows.jsonl:4" in str(caught.value)
 
 
-def test_a_latent_that_is_no_number_names_the_record(folder: Path, tmp_path: Path) -> None:
+def test_a_latent_with_nan_names_the_record(folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     vae = vae_folder(tmp_path / "vae")
@@ -200,7 +200,7 @@ def test_states_are_those_of_clip(folder: Path, tmp_path: Path) -> None:
     assert batch["images"].shape == (3, 1, 8, 8)
 
 
-def test_states_are_those_of_t5_without_what_fills_up(folder: Path, tmp_path: Path) -> None:
+def test_states_are_those_of_t5_without_padding(folder: Path, tmp_path: Path) -> None:
     from transformers import T5EncoderModel
 
     clip = {"path": str(folder / "pipeline" / "text_encoder_2"), "max_tokens": 10}
@@ -241,7 +241,7 @@ def test_columns_of_texts(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(batch_of(data)["text_states"], batch_of(other)["text_states"])
 
 
-def test_settings_of_texts_that_cannot_be(folder: Path, tmp_path: Path) -> None:
+def test_impossible_settings_of_texts(folder: Path, tmp_path: Path) -> None:
     clip = str(folder / "pipeline" / "text_encoder_2")
     with pytest.raises(RecipeError, match=r"max_tokens = 77, but CLIPTextModel has positions for 10 tokens"):
         prepared(rows(), tmp_path, encoder(text=clip))

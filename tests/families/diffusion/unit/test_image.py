@@ -176,7 +176,7 @@ def test_bytes_in_a_parquet_file(tmp_path: Path) -> None:
     assert next(iter(Loader(data.train, data.collator, per_device=2).once()))["images"].eq(1).all()
 
 
-def test_a_column_that_serves_as_label_is_no_image() -> None:
+def test_a_column_mapped_to_the_label_is_not_an_image() -> None:
     record = {"path": 3, "image": COLOUR}
     assert encode(record, column_mapping={"label": "path"})["label"].tolist() == [3]
 
@@ -217,7 +217,7 @@ def test_files_of_many_formats(tmp_path: Path, name: str) -> None:
     assert np.array_equal(pixels({"image": tmp_path / name}), own)
 
 
-def test_an_image_is_turned_as_its_camera_says(tmp_path: Path) -> None:
+def test_an_image_is_rotated_by_its_exif_tag(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.fromarray(COLOUR).save(tmp_path / "turned.png", exif=exif)
@@ -261,7 +261,7 @@ def test_arrays_of_whole_numbers_are_images(shape: tuple[int, ...], dtype: Any, 
 # --- errors
 
 
-def test_a_file_that_is_not_there_names_the_record(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_record(tmp_path: Path) -> None:
     latents(tmp_path, 2)
     train = write_csv(tmp_path / "t.csv", [{"latent_vector_path": f"{at}.npy", "label": 0} for at in range(3)])
     with pytest.raises(DataError) as caught:
@@ -349,7 +349,7 @@ def test_latents_that_are_not_finite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (2, 4, 3, 4), (4,), (4, 0, 2), (1, 1, 4, 3, 4), ()])
-def test_latents_of_a_shape_that_is_none(shape: tuple[int, ...]) -> None:
+def test_latents_of_an_invalid_shape(shape: tuple[int, ...]) -> None:
     said = fault({"image": np.zeros(shape)})
     assert said.startswith(f"the array of 'image' holds floats in the shape {shape}, but a latent is (channels, ")
 
@@ -365,7 +365,7 @@ def test_latents_of_a_shape_that_is_none(shape: tuple[int, ...]) -> None:
         np.full((8, 8), "a"),
     ],
 )
-def test_arrays_that_are_no_images(values: np.ndarray) -> None:
+def test_arrays_that_are_not_images(values: np.ndarray) -> None:
     said = fault({"image": values})
     assert said.startswith(f"the array of 'image' holds {values.dtype} in the shape {values.shape}, but an image in an")
 
@@ -404,12 +404,12 @@ def test_a_wrong_shape_names_the_record_and_both_shapes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unlike_images(second: np.ndarray, words: str) -> None:
+def test_images_of_different_shapes(second: np.ndarray, words: str) -> None:
     with pytest.raises(DataError, match=re.escape(words)):
         Images().open(None, length=1).encode_many([{"image": COLOUR}, {"image": second}])
 
 
-def test_unlike_samples_of_two_runs_do_not_share_a_batch() -> None:
+def test_samples_of_different_shapes_do_not_share_a_batch() -> None:
     samples = [encode({"image": COLOUR}), encode({"image": COLOUR[:8]})]
     with pytest.raises(DataError, match=r"a sample of 3 x 8 x 20 .* with samples of 3 x 12 x 20"):
         ImageCollator(Images()).collate(samples, length=None)
@@ -423,7 +423,7 @@ def test_settings_for_images_are_refused_with_latents() -> None:
 
 
 @pytest.mark.parametrize("label", ["cat", "", None, True, 1.5, "1.5", [1], "nan", float("inf"), "9" * 5000])
-def test_labels_that_are_no_numbers(label: Any) -> None:
+def test_labels_that_are_not_numbers(label: Any) -> None:
     said = fault({"image": COLOUR, "label": label}, classes=10)
     if label in ("", None):
         assert said.startswith("no 'label' in the record, but data.encode.classes = 10 asks for one from 0 to 9.")
@@ -473,12 +473,12 @@ def test_a_record_without_an_image() -> None:
         ({"sise": 8}, "data.encode.sise is not a known key (did you mean 'size'?)"),
     ],
 )
-def test_settings_that_cannot_be(settings: dict[str, Any], words: str) -> None:
+def test_impossible_settings(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=re.escape(words)):
         decode(Encoder, {"kind": "image", **settings}, where="data.encode")
 
 
-def test_the_recipes_words() -> None:
+def test_recipes_name_it_in_every_form() -> None:
     found = decode(Encoder, {"kind": "image", "scale": "measure", "mean": "0.5", "size": 32}, where="data.encode")
     assert found == Images(scale="measure", mean=0.5, size=32)
     assert decode(Encoder, "image", where="data.encode") == Images()
@@ -650,7 +650,7 @@ def test_measured_over_the_training_data_and_used_for_validation(tmp_path: Path)
         assert np.allclose(batch["images"].numpy(), (np.stack(values[:3]) - mean) * scale, atol=1e-5)
 
 
-def test_latents_written_anew_are_encoded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewritten_latents_are_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / "a.npy", np.full((1, 2, 2), len(name) + ord(name[0]), dtype=np.float32))

@@ -224,7 +224,7 @@ def test_a_module_of_the_user_is_found_by_its_full_name() -> None:
         ("broken.py:Name", r"failed to import \(ZeroDivisionError"),
     ],
 )
-def test_code_that_cannot_be_had_is_told(code: Path, name: str, says: str) -> None:
+def test_code_that_cannot_be_loaded_is_reported(code: Path, name: str, says: str) -> None:
     (code.parent / "broken.py").write_text("1 / 0\n")
     with pytest.raises(RecipeError, match=f"fid.extractor.*{says}"):
         load_callable(str(code.parent / name) if ".py" in name else name, where="fid.extractor")

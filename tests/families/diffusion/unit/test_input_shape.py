@@ -56,7 +56,7 @@ def test_only_the_configured_shape_is_taken(name: str) -> None:
     assert "use latents of that size." in refused(module, (CHANNELS, 4, 4), scale=None)
 
 
-def test_what_a_class_cannot_do_is_told_by_its_reason() -> None:
+def test_shapes_that_a_class_cannot_take_have_a_reason() -> None:
     dit, unet, sd3 = (family(name).build(processor=None) for name in ("dit", "unet", "sd3"))
     assert "is configured for squares only" in refused(dit, (CHANNELS, 8, 4))
     assert "multiples of 2. Set data.encode.size to a multiple of 16." in refused(dit, (CHANNELS, 7, 7), scale=8)
@@ -87,7 +87,7 @@ def prepared(folder: Path, **sections: Any) -> RunInputs:
     return prepare_inputs(read(chosen).recipe, world_size=1, console=Console(silent=True))
 
 
-def test_a_model_of_16_does_not_train_on_digits_of_8_unless_told_to(tmp_path: Path) -> None:
+def test_a_model_of_16_trains_on_digits_of_8_only_if_the_recipe_says_so(tmp_path: Path) -> None:
     sizes = {"in_channels": 1, "sample_size": 16}
     with pytest.raises(RecipeError, match=re.escape("is configured for 16 x 16. To train, sample and export at 8 x 8")):
         prepared(tmp_path, model={"overrides": sizes})

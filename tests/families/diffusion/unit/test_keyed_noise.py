@@ -71,7 +71,7 @@ def test_each_element_is_normal_over_the_draws() -> None:
         assert stats.kstest(found[:, element].double().numpy(), "norm").pvalue > LIKELY
 
 
-def test_draws_streams_and_elements_know_nothing_of_each_other() -> None:
+def test_draws_streams_and_elements_are_independent() -> None:
     draws = torch.arange(4096)
     noise = normal(draws, (64,), NOISE)
     pairs = {
@@ -124,7 +124,7 @@ def test_any_shape(shape: tuple[int, ...]) -> None:
     assert normal(torch.arange(0), shape, TIME).shape == (0, *shape)
 
 
-def test_the_outermost_bits_stay_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extreme_bits_stay_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """All bits zero or all one: no logarithm of nothing, and no uniform number that is rounded to 1."""
     bits = torch.tensor([0, -1])
     monkeypatch.setattr(keyed_noise, "_keys", lambda draws, stream: draws)

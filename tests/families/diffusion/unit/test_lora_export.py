@@ -147,7 +147,7 @@ def test_new_adapters_change_nothing_and_leave_the_head(tmp_path: Path) -> None:
             assert bool(parameter.any()) == ("lora_A" in name), name
 
 
-def test_mistakes_are_told_in_words(tmp_path: Path) -> None:
+def test_mistakes_have_clear_messages(tmp_path: Path) -> None:
     base = base_folder(tmp_path, "sd3")
     with pytest.raises(RecipeError, match=r"model\.lora\.targets = \['to_qq'\] does not fit .*did you mean 'to_q'"):
         stored(base, lora={"targets": ["to_qq"]}).build(processor=None)

@@ -180,7 +180,7 @@ def test_texts_and_no_text_are_those_of_the_pipeline(
     assert int(none["mask"].sum()) == (2 if kind == "PixArtAlphaPipeline" else none["mask"].numel())
 
 
-def test_sdxl_takes_no_text_from_the_pipeline_that_its_encoders_lie_in(tmp_path: Path) -> None:
+def test_sdxl_takes_the_empty_text_from_the_pipeline_of_its_encoders(tmp_path: Path) -> None:
     for part in ("text_encoder", "text_encoder_2"):
         clip_folder(tmp_path / part, projected=6)
     texts = [Texts(path=str(tmp_path), part=part, max_tokens=8) for part in ("text_encoder", "text_encoder_2")]
@@ -191,7 +191,7 @@ def test_sdxl_takes_no_text_from_the_pipeline_that_its_encoders_lie_in(tmp_path:
     assert TextStack(texts, "flux").no_text == "encoded"
 
 
-def test_a_model_that_is_not_told_where_a_text_ends_gets_padded_texts(folder: Path) -> None:
+def test_a_model_without_a_text_mask_gets_padded_texts(folder: Path) -> None:
     t5 = {"path": str(folder / "t5"), "max_tokens": 8}
 
     def refused(text: Any, name: str) -> str:
@@ -241,7 +241,7 @@ def test_a_model_that_also_looks_at_images_or_writes_is_read_without_that(tmp_pa
             assert torch.equal(weights.read(key, 0, len(value)), value), key
 
 
-def test_filling_counts_as_text_or_not(folder: Path) -> None:
+def test_padding_counts_as_text_or_not(folder: Path) -> None:
     tokens = torch.tensor([[1, 4, 5, 3, NO_TOKEN, NO_TOKEN]])
     for padded in (True, False):
         family = TextEncoder(encoder=Texts(path=str(folder / "t5"), max_tokens=6, padded=padded))
@@ -285,7 +285,7 @@ def test_the_widest_comes_last(folder: Path) -> None:
         list(TextStack(chosen, "sd3").states(TEXTS))
 
 
-def test_tokens_of_all_encoders_lie_side_by_side(folder: Path) -> None:
+def test_tokens_of_all_encoders_are_concatenated(folder: Path) -> None:
     text = [{"path": str(folder / name), "max_tokens": 5, "live": True} for name in ("clip", "t5")]
     encoder = decode(Encoder, {"kind": "image", "text": text}, where="data.encode")
     assert isinstance(encoder, Images)

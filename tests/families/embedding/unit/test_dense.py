@@ -41,7 +41,7 @@ def sentence_folder(folder: Path, places: list[str], *, first: Any = DENSE, seco
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_every_activation_is_theirs_and_comes_back(activation: str, tmp_path: Path) -> None:
+def test_every_activation_equals_theirs_and_survives_export(activation: str, tmp_path: Path) -> None:
     from sentence_transformers.base.modules import Dense
 
     for bias, residual, width in ((True, False, 6), (False, True, 6), (True, True, 5)):

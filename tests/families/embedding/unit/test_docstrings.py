@@ -62,7 +62,7 @@ def test_training_and_held_out_share_no_module_and_are_all() -> None:
     assert not {row["query"] for row in train} & {row["query"] for row in held}
 
 
-def test_nothing_private_foreign_or_playful() -> None:
+def test_private_names_other_packages_and_jokes_are_left_out() -> None:
     modules = {row["module"] for row in rows()}
     parts = {part for module in modules for part in module.split(".")}
     assert not parts & {"test", "tests", "idlelib", "turtledemo", "lib2to3", "pydoc_data", "ensurepip", "antigravity"}
@@ -170,7 +170,7 @@ def test_a_python_without_its_sources(tmp_path: Path, monkeypatch: pytest.Monkey
     assert str(folder) in str(caught.value)
 
 
-def test_the_recipes_words() -> None:
+def test_recipes_name_it_in_every_form() -> None:
     assert decode(Source, {"kind": "docstrings", "part": "held_out"}, where="data.train") == Docstrings(part="held_out")
     with pytest.raises(RecipeError, match=r"data\.train\.part = 'heldout': it must be one of train, held_out, all"):
         decode(Source, {"kind": "docstrings", "part": "heldout"}, where="data.train")

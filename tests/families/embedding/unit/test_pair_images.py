@@ -124,7 +124,7 @@ def run(train: Source, cache: Path, processor: Any, **settings: Any) -> Prepared
 
 
 @pytest.mark.parametrize("prompt", ["", "Find the picture"])
-def test_inputs_are_what_transformers_makes_of_them(vision: Vision, own: Any, shots: Path, prompt: str) -> None:
+def test_inputs_equal_those_of_transformers(vision: Vision, own: Any, shots: Path, prompt: str) -> None:
     wide, small = str(shots / "wide.png"), str(shots / "small.png")
     record = {"query": "a red/blue ünïcode thing", "query_image": wide, "positive_image": small, "negatives": ["no\n"]}
     used = Prompts(query=prompt, document=prompt)
@@ -155,7 +155,7 @@ def test_every_kind_of_image_is_loaded_as_transformers_does(vision: Vision, own:
     assert batch["pixels"][0].dtype == torch.float32
 
 
-def test_a_turned_image_is_turned(vision: Vision, shots: Path) -> None:
+def test_a_rotated_image_is_rotated_by_its_exif_tag(vision: Vision, shots: Path) -> None:
     batch = batch_of([{"query_image": "wide.png", "positive_image": "turned.jpg"}], vision, image_root=shots)
     assert batch["grids"].tolist() == [[1, 2, 6], [1, 6, 2]]
 
@@ -287,7 +287,7 @@ def kinds(record: dict[str, Any], **settings: Any) -> str:
         ({"query": "a", "query_image": {"bytes": None, "path": None}, "positive": "b"}, "t2t"),
     ],
 )
-def test_what_a_record_holds_is_told_by_its_columns(record: dict[str, Any], mode: str) -> None:
+def test_columns_decide_what_a_record_holds(record: dict[str, Any], mode: str) -> None:
     told = Pairs().columns_read(record)
     if mode == "t2t":
         assert told == []
@@ -368,7 +368,7 @@ def test_negatives_are_texts_first_then_images(vision: Vision, shots: Path) -> N
         assert one({**pair, "negative_images": nothing}, vision)["images"].tolist() == [0, 0]
 
 
-def test_images_that_are_none(vision: Vision) -> None:
+def test_values_that_are_not_images(vision: Vision) -> None:
     pair = {"query": "a", "positive": "b"}
     form = "must be an image (a path, the bytes of a file, or {bytes: ..., path: ...}), found"
     for value in (3, ["a.png"], {"url": "x"}, {"bytes": 3}, " "):
@@ -448,9 +448,7 @@ def test_a_decompression_bomb_is_an_image_that_cannot_be_read(
     assert "decompression bomb" in fault(record, vision)
 
 
-def test_records_with_such_images_are_counted_when_they_are_skipped(
-    vision: Vision, shots: Path, tmp_path: Path
-) -> None:
+def test_records_with_unreadable_images_are_counted_when_skipped(vision: Vision, shots: Path, tmp_path: Path) -> None:
     names = ["wide.png", "cut.png", "small.png", "gone.png", "grey.jpg"]
     source = write_lines(
         tmp_path / "a.jsonl",
@@ -484,9 +482,7 @@ def test_a_damaged_image_of_a_saved_data_set_is_named_by_its_record(
     assert len(run(source, tmp_path / "cache", vision, unreadable="skip").train) == 1
 
 
-def test_images_that_go_away_or_change_stop_the_run_with_their_name(
-    vision: Vision, shots: Path, tmp_path: Path
-) -> None:
+def test_images_that_vanish_or_change_stop_the_run_and_are_named(vision: Vision, shots: Path, tmp_path: Path) -> None:
     place = tmp_path / "shot.png"
     encoder = Pairs(image_root=tmp_path)
 
@@ -543,7 +539,7 @@ def test_an_image_that_does_not_fit_says_what_it_takes(vision: Vision, shots: Pa
         one({"query": "a", "positive": "b"}, vision, length=5)
 
 
-def test_a_text_that_speaks_of_the_image_token_is_refused(vision: Vision, shots: Path) -> None:
+def test_a_text_that_contains_the_image_token_is_refused(vision: Vision, shots: Path) -> None:
     for record in (
         {"query": "see <|image_pad|>", "positive": "b"},
         {"query": "see <|image_pad|>", "query_image": str(shots / "wide.png"), "positive": "b"},

@@ -142,7 +142,7 @@ def test_each_text_is_cut_by_itself_and_keeps_its_end(bert: Any, reference: Call
         one(record, bert, length=2)
 
 
-def test_at_most_so_many_negatives(bert: Any) -> None:
+def test_the_number_of_negatives_can_be_limited(bert: Any) -> None:
     record = {"query": "a", "positive": "b", "negatives": ["x", "y", "z"]}
     assert [len(one(record, bert, negatives=n)["lengths"]) for n in (None, 0, 2, 9)] == [5, 2, 4, 5]
     assert Pairs(negatives=1).texts(record) == ["a", "b", "x"]
@@ -223,7 +223,7 @@ def test_numbered_negatives_come_in_order_and_may_end_early(bert: Any) -> None:
     ]
 
 
-def test_which_columns_were_taken_is_told() -> None:
+def test_the_columns_in_use_are_reported() -> None:
     record = {"sentence1": "a", "sentence2": "b", "score": 0.5}
     assert Pairs().columns_read(record) == [
         "columns: query from sentence1; positive from sentence2; label from score (by the keys of the first record)"
@@ -262,7 +262,7 @@ def test_a_mapping_of_something_unknown_is_refused_with_the_recipe() -> None:
 # --- records that cannot be used
 
 
-def test_a_missing_column_says_what_is_there_and_what_would_do() -> None:
+def test_a_missing_column_names_the_keys_found_and_accepted() -> None:
     message = fault({"query": "a", "body": "b", "extra": None})
     assert message.startswith("no 'positive' in the record. Keys found: 'query', 'body', 'extra' (null). Accepted for")
     assert "positive, sentence2, pos_text, answer, content, document, paragraph. As an image: positive_i" in message
@@ -273,7 +273,7 @@ def test_a_missing_column_says_what_is_there_and_what_would_do() -> None:
 
 
 @pytest.mark.parametrize("name", ["query", "positive"])
-def test_a_text_that_is_none(name: str) -> None:
+def test_values_that_are_not_texts(name: str) -> None:
     record = {"query": "a", "positive": "b"}
     assert fault({**record, name: None}).startswith(f"{name!r} is null in the record. Give it a text")
     for blank in ("", " \n\t"):
@@ -282,7 +282,7 @@ def test_a_text_that_is_none(name: str) -> None:
     assert fault({**record, name: ["x"]}).startswith(f"{name!r} must be a string, found [x].")
 
 
-def test_negatives_that_are_no_texts() -> None:
+def test_negatives_that_are_not_texts() -> None:
     record = {"query": "a", "positive": "b"}
     assert fault({**record, "negatives": ["x", 3]}).startswith("'negatives[1]' must be a string, found 3.")
     assert fault({**record, "negatives": ["x", None]}).startswith("'negatives[1]' is null in the record.")
@@ -307,14 +307,14 @@ def test_labels(bert: Any, given: Any, label: float | None) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["good", [1], math.inf, 2**53 + 1, str(2**53 + 1), 10**400, {"a": 1}])
-def test_a_label_that_is_no_number(wrong: Any) -> None:
+def test_a_label_that_is_not_a_number(wrong: Any) -> None:
     message = fault({"query": "a", "positive": "b", "label": wrong})
     assert message.startswith(
         f"'label' must be a number (a whole one of at most 2**53), found {problems.found(wrong)}."
     )
 
 
-def test_two_columns_for_one_name_are_not_chosen_between() -> None:
+def test_two_columns_for_one_name_are_ambiguous() -> None:
     message = fault({"question": "a", "text": "b", "positive": "c"})
     assert message.startswith("it is not clear which column is the 'query': the record has 'text' and 'question'.")
     assert "data.encode.column_mapping = {query: text}" in message
@@ -323,7 +323,7 @@ def test_two_columns_for_one_name_are_not_chosen_between() -> None:
     assert "which column is the 'label'" in fault({"query": "a", "positive": "b", "score": 1, "class_id": 2})
 
 
-def test_a_model_without_images_refuses_them_in_words(bert: Any) -> None:
+def test_a_text_model_refuses_images_with_a_reason(bert: Any) -> None:
     def refusal(record: dict[str, Any]) -> str:
         with pytest.raises(DataError) as caught:
             one(record, bert)

@@ -46,7 +46,7 @@ def check(layout: Layout, lengths: np.ndarray) -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_every_token_stands_once(case: str, packed: bool) -> None:
+def test_every_token_occurs_once(case: str, packed: bool) -> None:
     lengths = np.array(CASES[case])
     check(lay_out(lengths, packed=packed), lengths)
 
@@ -116,7 +116,7 @@ def test_without_a_cache_chunks_are_the_micro_batches() -> None:
     assert members(cut(STEP, size=None, tokens=None)) == [[0, 1], [2, 3, 4, 5, 6, 7]]
 
 
-def test_cut_by_texts_puts_like_lengths_together() -> None:
+def test_cut_by_texts_groups_similar_lengths() -> None:
     assert members(cut(STEP, size=3, tokens=None)) == [[4, 6, 2], [0, 3, 5], [1, 7]]
     assert members(cut(STEP, size=64, tokens=None)) == [[4, 6, 2, 0, 3, 5, 1, 7]]
 
@@ -174,7 +174,7 @@ def test_among_crowded_texts_some_share_a_row(lengths: list[int]) -> None:
     assert len(lay_out(found.lengths, packed=True).source) < len(found.lengths)
 
 
-def test_spread_gives_each_text_its_own_row() -> None:
+def test_by_text_gives_each_text_its_own_row() -> None:
     vectors = torch.arange(12.0).reshape(6, 2).requires_grad_()
     found = by_text(vectors, torch.tensor([1, 3, 2]), 4)
     expected = torch.zeros(3, 4, 2)

@@ -86,7 +86,7 @@ def test_text_in_a_batch_equals_one_by_one(tokenizer: Any) -> None:
         assert [s["input_ids"].tolist() for s in samples.samples] == [s["input_ids"].tolist() for s in single]
 
 
-def test_given_tokens_are_taken_as_they_are(tokenizer: Any) -> None:
+def test_token_ids_are_used_unchanged(tokenizer: Any) -> None:
     plain = one(Text().open(tokenizer, length=LONG).encode({"input_ids": [5, 6, 7]}).samples)
     assert (plain["input_ids"].tolist(), plain["labels"].tolist()) == ([5, 6, 7], [6, 7, IGNORE])
     same = {"input_ids": [5, 6, 7], "labels": [IGNORE, 6, 7]}
@@ -308,7 +308,7 @@ def test_a_blank_answer_is_never_learned(chatml: Any, tokenizer: Any, blank: str
         assert (every["labels"][:-1] != IGNORE).all()
 
 
-def test_the_layout_is_told(chatml: Any, tokenizer: Any) -> None:
+def test_the_layout_is_reported(chatml: Any, tokenizer: Any) -> None:
     plain = "chat template: plain (User: ... / Assistant: ...), "
     assert Chat().open(tokenizer, length=64).notes() == [plain + "because the tokenizer has no chat template"]
     assert Chat(template="plain").open(chatml, length=64).notes() == [plain + "as data.encode says"]
@@ -389,7 +389,7 @@ def test_the_first_record_decides_the_encoder() -> None:
     assert decode(Encoder, "chat", where="data.encode") == Chat()
 
 
-def test_padding_keeps_documents_apart_in_transformers_eyes() -> None:
+def test_transformers_keeps_padded_documents_apart() -> None:
     from transformers.masking_utils import find_packed_sequence_indices
 
     row = {

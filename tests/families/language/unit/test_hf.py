@@ -54,7 +54,7 @@ def test_contradictions_are_refused(value: dict[str, Any], message: str) -> None
         section(value)
 
 
-def test_a_start_lies_beside_what_a_lower_layer_says() -> None:
+def test_model_from_goes_with_settings_of_a_lower_layer() -> None:
     from fullshard.commands.schema import schema
     from fullshard.config.merge import Settings
     from fullshard.recipe import Recipe
@@ -227,7 +227,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         Hf(path=str(tmp_path)).build(processor=None)
 
 
-def test_code_of_a_model_does_not_run_unasked(tmp_path: Path) -> None:
+def test_code_of_a_model_does_not_run_without_permission(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"auto_map": {"AutoConfig": "c.C"}, "model_type": "unheard_of"}))
     (tmp_path / "c.py").write_text("raise SystemExit('ran')")
     with pytest.raises(RecipeError, match="needs its own Python code.*trust_remote_code: true"):
@@ -258,7 +258,7 @@ def test_a_tokenizer_is_trained_once_per_content(tmp_path: Path) -> None:
     assert first.pad_token_id not in (None, first.eos_token_id)
 
 
-def test_a_fingerprint_stands_for_the_texts(tmp_path: Path) -> None:
+def test_a_fingerprint_replaces_the_texts(tmp_path: Path) -> None:
     family = section({"architecture": "llama", "size": "tiny", "tokenizer": {"train": 320}})
     family.prepare(["some text " * 50], cache=tmp_path, fingerprint="one")
 
@@ -273,7 +273,7 @@ def test_a_fingerprint_stands_for_the_texts(tmp_path: Path) -> None:
     )
 
 
-def test_attention_is_chosen_and_said() -> None:
+def test_attention_is_chosen_and_reported() -> None:
     family = Hf(architecture="llama", size="tiny", attention="eager")
     module: Any = family.build(processor=None)
     assert module.config._attn_implementation == "eager"

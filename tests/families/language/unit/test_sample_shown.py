@@ -72,7 +72,7 @@ def test_what_is_trained_on(case: str) -> None:
     assert "\n".join(transcript(tokens_of(sample, encoder), encoder.passages(sample), width=80)) == expected
 
 
-def test_without_a_tokenizer_tokens_are_numbers() -> None:
+def test_data_of_token_ids_needs_no_tokenizer() -> None:
     encoder = decode(Encoder, {"kind": "text"}, where="data.encode").open(None, length=64)
     [sample] = encoder.encode({"input_ids": [10, *[11] * 12]}).samples
     [_, _, tokens, marks] = transcript(tokens_of(sample, encoder), encoder.passages(sample), width=80)
