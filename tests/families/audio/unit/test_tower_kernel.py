@@ -10,6 +10,7 @@ import pytest
 from fullshard.families.audio.models.audio_lm import AudioLM
 from fullshard.hf.architecture.attention import use_varlen
 from fullshard.hf.architecture.varlen_attention import NAME
+from fullshard.multimodal.towers import tower_of
 from tests.families.audio.small import model_folder
 
 
@@ -20,12 +21,10 @@ def test_towers_keep_their_kernel(tmp_path: Path, name: str) -> None:
     module: Any = family.build(processor=family.load_processor(path, where="model.path"))
     use_varlen(module)
     assert module.config.get_text_config(decoder=True)._attn_implementation == NAME
-    towers = [part for names in (module.towers[kind] for kind in module.towers if kind != "language") for part in names]
     kernels = {
         part.config._attn_implementation
-        for tower in towers
-        for part in module.get_submodule(tower).modules()
-        if "attention" in type(part).__name__.lower() and hasattr(part, "config")
+        for name, part in module.named_modules()
+        if tower_of(name, module.towers) != "language" and "attention" in type(part).__name__.lower()
     }
     assert kernels
     assert NAME not in kernels
