@@ -46,8 +46,8 @@ class Data(Section):
     shuffle: bool = True
     """A new global order every epoch; false keeps the order of the source."""
     balance: Literal["none", "batches", "steps"] | None = None
-    """batches: in a step, rows of similar length share a micro-batch and ranks get as many images; steps: besides, all
-    steps have as many rows with images; none: neither; null: batches for rows with images, unless they are packed."""
+    """batches: within a step, rows of similar length share a micro-batch, and ranks get equally many images; steps: also,
+    all steps have equally many rows with images; none: neither; null: batches for unpacked rows with images."""
     holdout: float = Field(0.05, ge=0, lt=1)
     """Share of the training records held out for validation if `validation` is not set; 0: none."""
     workers: int | None = Field(None, ge=0)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
-    """Runs the recipe on the ranks asked for; returns the exit code. One rank alone needs no launcher."""
+    """Runs the recipe on these ranks; returns the exit code. A single rank needs no launcher."""
     if ranks.per_node * ranks.nodes == 1:
         if ranks.device_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])

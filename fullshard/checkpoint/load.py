@@ -95,7 +95,7 @@ def _check_fit(shapes: dict[str, tuple[int, ...]], state: Tensors, *, left_out: 
 
 
 def _prove(path: Path, state: Tensors) -> None:
-    """Proves that the optimizer's state is the saved one: training would go on with a reset one, only worse."""
+    """Proves that the optimizer's state is the saved one: with a reset one, training would silently get worse."""
     saved: dict[str, Any] = files.read_state(path).get("optimizer") or {}
     steps, read = counts(state), norms({kind: float(share) for kind, share in squares(state).items()})
     # 8-bit state is quantised again if it is cut into other slices.
