@@ -46,7 +46,7 @@ class Data(Section):
     shuffle: bool = True
     """A new global order every epoch; false keeps the order of the source."""
     balance: Literal["none", "batches", "steps"] | None = None
-    """batches: within a step, rows of similar length share a micro-batch, and ranks get equally many images; steps: also,
+    """batches: in a step, rows of similar length share a micro-batch, and ranks get equally many images; steps: also,
     all steps have equally many rows with images; none: neither; null: batches for unpacked rows with images."""
     holdout: float = Field(0.05, ge=0, lt=1)
     """Share of the training records held out for validation if `validation` is not set; 0: none."""
