@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import RecipeError, SetupError
+from fullshard.errors import RecipeError, SetupError, first_line
 
 _SETTINGS = ["*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _WEIGHTS = ["*.safetensors", "adapter_model.bin", "[0-9]_Dense*/pytorch_model.bin"]
@@ -34,7 +34,7 @@ def local_folder(name: str, *, revision: str | None, where: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
     except Exception as error:
         raise SetupError(
-            f"{where} = {name!r} is not a folder here, and not in the hub's cache ({_first_line(error)}). "
+            f"{where} = {name!r} is not a folder here, and not in the hub's cache ({first_line(error)}). "
             f"Fetch it on a machine with network access: hf download {name}"
         ) from error
 
@@ -122,10 +122,6 @@ def _explain(error: Exception, name: str, *, revision: str | None, where: str) -
         if isinstance(error, kind):
             return RecipeError(f"{where} = {name!r} {words}.")
     return SetupError(
-        f"{where} = {name!r} is not a folder here and could not be downloaded from the hub ({_first_line(error)}). "
+        f"{where} = {name!r} is not a folder here and could not be downloaded from the hub ({first_line(error)}). "
         f"Fetch it on a machine with network access (hf download {name}), or give a local folder."
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from fullshard.config.part import Section
-from fullshard.errors import DataError, RecipeError, SetupError
+from fullshard.errors import DataError, RecipeError, SetupError, first_line
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 
@@ -160,7 +160,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool, where: str) -> Any:
                 f"{where}: the tokenizer in {folder} needs its own Python code. Read that code, then set "
                 "model.trust_remote_code: true."
             ) from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         raise RecipeError(
             f"{where}: {folder} holds no tokenizer that Transformers can load ({reason}). "
             "Name one in model.tokenizer (a folder or hub name), or train one: tokenizer: {train: {vocab_size: 8192}}."

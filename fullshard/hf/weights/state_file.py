@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fullshard.errors import CheckpointError
+from fullshard.errors import CheckpointError, first_line
 from fullshard.hf.weights.safetensors_folder import Stored, TensorEntry, open_files
 
 _NESTED = ("model", "state_dict", "module")
@@ -89,7 +89,7 @@ def _load(file: Path) -> Any:
             f"loaded. {_SAVE}."
         ) from error
     except Exception as error:  # torch and zipfile raise many kinds of errors for a malformed file
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error)
         if "mmap can only be used" in reason:
             reason = "it is not in torch.save's zip format, which can be read in parts"
         raise CheckpointError(f"{file} cannot be read as a torch state: {reason}. {_SAVE}.") from error

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.checkpoint.folder import MANIFEST
-from fullshard.errors import SetupError, missing_package
+from fullshard.errors import SetupError, first_line, missing_package
 from fullshard.families.embedding.mining.negatives import Hit
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def get_ready(device: str | None) -> None:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise SetupError(
-            f"--device {device} cannot be used here ({_first_line(error)}). Leave it out, or use cpu."
+            f"--device {device} cannot be used here ({first_line(error)}). Leave it out, or use cpu."
         ) from error
 
 
@@ -113,7 +113,7 @@ def load(name: str, *, device: str | None) -> Any:
         return SentenceTransformer(name, device=device)
     except Exception as error:  # the libraries raise many types
         raise SetupError(
-            f"MODEL = {name} cannot be loaded by sentence-transformers ({_first_line(error)}). Give a model with its "
+            f"MODEL = {name} cannot be loaded by sentence-transformers ({first_line(error)}). Give a model with its "
             "tokenizer, as a run leaves it in its folder model/."
         ) from error
     finally:
@@ -197,7 +197,3 @@ class Embedder:
             for hits in found:
                 yield [(int(hit["corpus_id"]), float(hit["score"])) for hit in hits]
             bar.advance()
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
