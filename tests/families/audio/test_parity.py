@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from peft import PeftModel
 
 from tests.families.audio.small import MODELS, loaded, model_folder, plain_loop, settings, write_records
@@ -104,6 +105,21 @@ def test_adapters_train_as_pefts(ranks: RankPool, tmp_path: Path, architecture: 
     np.testing.assert_allclose(found[1], runs[1][1], rtol=1e-4)
 
 
+def test_clips_of_different_lengths_share_a_batch(ranks: RankPool, tmp_path: Path) -> None:
+    """The loop has one clip at a time, so nothing is padded there. With larger weights the tower's frames
+    differ, and Transformers' own mask would change them by some 4 %."""
+    folder = made(tmp_path, "phi4_multimodal")
+    write_records(folder, [1, 1, 0, 1] * 4, seconds=(0.5, 0.655))  # whole numbers of the 80 ms that become one token
+    model = loaded(folder / "model")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "audio_embed.encoder" in name and parameter.dim() > 1:
+                parameter.mul_(8)
+    model.save_pretrained(folder / "model")
+    found = losses(ranks, folder, "run", data={"balance": "none"})
+    np.testing.assert_allclose(found, plain_loop(folder), rtol=WITHIN)
+
+
 PATTERNS = {
     "one of four ranks": [0, 0, 0, 1] + [0] * 12,
     "only the last micro-batch of the second step": [0] * 14 + [1, 0],
@@ -114,7 +130,7 @@ PATTERNS = {
 
 
 @pytest.mark.parametrize("strategy", one_in(3, ["full", "hybrid", "grad_op"]))
-@pytest.mark.parametrize("pattern", one_in(2, PATTERNS))
+@pytest.mark.parametrize("pattern", one_in(3, PATTERNS))
 def test_ranks_without_audio_wait_for_none(ranks: RankPool, tmp_path: Path, pattern: str, strategy: str) -> None:
     """Any pattern of clips over ranks and micro-batches finishes, with the numbers of one process; in training and in
     evaluation."""

@@ -73,6 +73,8 @@ class AudioLM(TowerModel):
         return line.replace(self.auto, self._auto(self._config())) if line else None
 
     def _bind(self, module: nn.Module) -> None:
+        from fullshard.families.audio.padded_clips import ignore_padding
+
         model: Any = module
         if model.config.is_encoder_decoder:
             from fullshard.families.audio.speech_decoder import bind_speech
@@ -83,6 +85,7 @@ class AudioLM(TowerModel):
         _share_position_tables(module)
         for tower in model.towers["audio"]:
             _keep_dtype(module.get_submodule(tower))
+            ignore_padding(module.get_submodule(tower))
 
     def _unused(self, module: nn.Module, processor: Any) -> list[str]:
         from fullshard.families.audio.unused import unused
