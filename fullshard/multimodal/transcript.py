@@ -72,15 +72,15 @@ def show(data: Prepared, number: int, *, as_json: bool) -> int:
 
 def tokens_of(sample: Features, encoder: OpenEncoder) -> list[Token]:
     """The tokens of a sample, as the tokenizer writes each of them."""
-    if "input_ids" not in sample:
+    if not {"input_ids", "labels"} <= sample.keys():
         raise DataError(
-            f"--sample: data.encode.kind = {encoder.settings.kind()} makes no tokens, so a sample cannot be shown as "
-            "text. Leave --sample out."
+            f"--sample shows tokens and what is trained on. Samples of data.encode.kind = {encoder.settings.kind()} "
+            "have no labels for tokens. Leave --sample out."
         )
     ids = sample["input_ids"]
     targets = np.full(len(ids), IGNORE)
     # The label of a position is the token after it.
-    targets[1:] = sample.get("labels", targets)[:-1]
+    targets[1:] = sample["labels"][:-1]
     tokenizer = inner_tokenizer(encoder.processor)
     every = {int(one): _text(int(one), tokenizer) for one in {*ids.tolist(), *targets.tolist()} - {IGNORE}}
     return [Token(int(one), every[int(one)], every.get(int(target))) for one, target in zip(ids, targets, strict=True)]

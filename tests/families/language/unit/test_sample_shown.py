@@ -8,6 +8,7 @@ import pytest
 
 from fullshard.config.part import decode
 from fullshard.contracts.data import Encoder
+from fullshard.errors import DataError
 from fullshard.multimodal.transcript import tokens_of, transcript
 from tests.tiny_tokenizers import CHATML, make_tokenizer
 
@@ -78,3 +79,10 @@ def test_data_of_token_ids_needs_no_tokenizer() -> None:
     [_, _, tokens, marks] = transcript(tokens_of(sample, encoder), encoder.passages(sample), width=80)
     assert tokens.split() == ["10", *["11"] * 12]
     assert marks.count("T") == 12
+
+
+def test_samples_without_labels_are_not_shown() -> None:
+    encoder = decode(Encoder, {"kind": "pairs"}, where="data.encode").open(make_tokenizer(), length=64)
+    [sample] = encoder.encode({"query": "the fox", "positive": "the dog"}).samples
+    with pytest.raises(DataError, match="Samples of data.encode.kind = pairs have no labels for tokens"):
+        tokens_of(sample, encoder)
