@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.families.audio import small as audio
+from tests.families.audio.readings import write_readings
 from tests.families.embedding import vision
 from tests.families.vision import small as vlm
 from tests.small import model_folder
@@ -44,12 +46,15 @@ def local_inputs(folder: Path) -> Path:
     vision.pictures(folder / "seen")
     vlm.model_folder(folder / "smolvlm", "smolvlm")
     vlm.write_recordings(folder / "desktop.jsonl", episodes=8)
+    audio.model_folder(folder / "phi4", "phi4_multimodal")
+    write_readings(folder, 32)
     return folder
 
 
 def shrunk(name: str, local: Path) -> list[str]:
     """The overrides that make a built-in recipe small and local; a new recipe needs an entry here."""
     own = {
+        "audio": ["data.train.records=64", "data.validation.records=16", "data.sequence_length=128"],
         "desktop": ["data.train.episodes=12", "data.validation.episodes=3", "data.sequence_length=192"],
         "desktop-smolvlm": [
             f"model.path={local}/smolvlm",
@@ -77,6 +82,16 @@ def shrunk(name: str, local: Path) -> list[str]:
             "evaluate.parts=[loss, retrieval]",
         ],
         "llm": ["model.size=tiny", f"model.tokenizer={local}/model", f"data.train={local}/texts"],
+        "paper_r64": [
+            f"model.path={local}/phi4",
+            "model.revision=null",
+            f"data.train={local}/readings.jsonl",
+            "data.validation=null",
+            "data.holdout=0.25",
+            "data.sequence_length=512",
+            "batch.accumulate=null",
+            "evaluate.parts=[loss]",
+        ],
         "quickstart": ["model.tokenizer.train.vocab_size=400", "evaluate.parts=[loss]"],
         "sft": [f"model={local}/model", f"data.train={local}/pairs.jsonl"],
         "sft-lora": [f"model.path={local}/model", f"data.train={local}/pairs.jsonl"],

@@ -13,6 +13,8 @@ from fullshard.check.command import _merged
 from fullshard.config import families
 from tests.check import on_ranks
 from tests.check.healthy_recipe import Workspace, files_in
+from tests.families.audio import small as audio
+from tests.families.audio.readings import write_readings
 from tests.families.embedding import vision
 from tests.ranks import RankPool
 from tests.slow import only_first
@@ -188,6 +190,7 @@ def test_nothing_is_found_on_two_ranks(name: str, workspace: Workspace, ranks: R
 
 SHORT = ("data.sequence_length=128", "batch.per_device=2", "batch.global=4", "topology.device=cpu")
 BROUGHT = {
+    "audio": (),
     "desktop": (),
     "diffusion": (),
     "embedding": (),
@@ -196,6 +199,14 @@ BROUGHT = {
     + ("data.encode.image_root=seen/images", "checkpoint.every_steps=5", "evaluate.every_steps=5"),
     "llm": (*SHORT, "model.size=tiny", "model.tokenizer=spoken", "data.train=texts.jsonl", "checkpoint.every_steps=5")
     + ("evaluate.every_steps=5",),
+    "paper_r64": (
+        *SHORT[1:],
+        "model.path=phi4",
+        "model.revision=null",
+        "data.train=readings.jsonl",
+        "data.validation=null",
+    )
+    + ("data.holdout=0.2", "batch.accumulate=null", "data.sequence_length=512", "optimizer.lr=1e-3"),
     "quickstart": (),
     "sft": (*SHORT, "model=spoken", "data.train=pairs.jsonl"),
     "sft-lora": (*SHORT, "model.path=spoken", "data.train=pairs.jsonl", "model.lora.r=2"),
@@ -209,6 +220,9 @@ def test_a_built_in_recipe_is_healthy(name: str, workspace: Workspace) -> None:
     if name == "embedding-8b":
         vision.vision_folder(workspace.folder / "vision", kind="qwen3_vl")
         vision.pictures(workspace.folder / "seen")
+    if name == "paper_r64":
+        audio.model_folder(workspace.folder / "phi4", "phi4_multimodal")
+        write_readings(workspace.folder, 64)
     result = workspace.run_on(name, "check", "--quick", "--json", *BROUGHT[name])
     report = json.loads(result.stdout)
     assert [f for f in report["findings"] if f["level"] != "ok"] == []

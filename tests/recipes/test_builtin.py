@@ -15,7 +15,7 @@ from tests.shrunk_recipes import local_inputs, shrunk
 from tests.slow import one_in
 
 RECIPES, PRESETS = sorted(families.recipes()), sorted(families.presets())
-ADAPTED = ("embedding-8b", "sft-lora")
+ADAPTED = ("embedding-8b", "paper_r64", "sft-lora")
 
 
 @pytest.fixture(scope="module")

@@ -75,7 +75,7 @@ class GeneratedAnswers(Evaluation):
         lines = [f"  expected: {_line(each.expected)}  answer: {_line(each.found)}" for each in answers[: self.show]]
         cut = sum(each.cut for each in answers)
         head = f"Answers to {counted(len(answers), 'validation sample')}"
-        head += f", {cut:,} of which reached the limit of evaluate.parts.{self.kind()}.tokens" if cut else ""
+        head += f"; {cut:,} did not end within the limit (`tokens` of {self.kind()})" if cut else ""
         return Findings(numbers, ["\n".join([head, *lines])] if lines or cut else [])
 
 

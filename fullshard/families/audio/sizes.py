@@ -28,7 +28,7 @@ EXTRA: dict[str, dict[str, Any]] = {
         **{key: value for key, value in TEXT.items() if key != "head_dim"},
         "pad_token_id": 0,
         "bos_token_id": 0,
-        "eos_token_id": 0,
+        "eos_token_id": [0],  # a plain 0 would be replaced by that of the large vocabulary
         "audio_config": {
             "num_blocks": 2,
             "intermediate_size": 64,

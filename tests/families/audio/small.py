@@ -51,7 +51,7 @@ def model_folder(path: Path, architecture: str) -> Path:
     auto = AutoModelForSpeechSeq2Seq if config.is_encoder_decoder else AutoModelForMultimodalLM
     model = auto.from_config(config)
     for name, parameter in model.named_parameters():
-        if parameter.dim() < 2:
+        if parameter.dim() < 2 or not parameter.any():
             # Norms of one and biases of zero would hide mistakes.
             torch.nn.init.normal_(parameter, mean=float("norm" in name and "weight" in name), std=0.1)
     model.save_pretrained(path)

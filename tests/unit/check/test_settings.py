@@ -18,6 +18,8 @@ from fullshard.recipes.read import Reading, read
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import prepare_inputs
 from tests import small
+from tests.families.audio import small as audio
+from tests.families.audio.readings import write_readings
 from tests.families.embedding import vision
 
 Look = Callable[..., list[Finding]]
@@ -220,7 +222,11 @@ def test_built_in_recipes_are_without_findings(name: str, folder: Path, tmp_path
         overrides += [f"data.train={vision.pictures(tmp_path / 'seen', records=40)}", "data.validation=null"]
         overrides += [f"data.encode.image_root={tmp_path / 'seen' / 'images'}", "data.holdout=0.1", "batch.global=32"]
         overrides += ["duration.epochs=120"]
-    brings = name not in ("desktop", "diffusion", "embedding", "quickstart", "vision")
+    if name == "paper_r64":
+        audio.model_folder(tmp_path / "phi4", "phi4_multimodal")
+        overrides = [f"model.path={tmp_path / 'phi4'}", "model.revision=null", "data.validation=null"]
+        overrides += [f"data.train={write_readings(tmp_path, 128)}", "batch.accumulate=1", "data.holdout=0.1"]
+    brings = name not in ("audio", "desktop", "diffusion", "embedding", "quickstart", "vision")
     reading = read(name, *(overrides if brings else []), "topology.device=cpu")
     ranks = Ranks(2)
     findings = list(settings.look(reading, ranks, ground_of(reading, ranks)))
