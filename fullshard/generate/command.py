@@ -42,6 +42,10 @@ Images = Annotated[
     list[str] | None, typer.Option(metavar="FILE", help="An image that each prompt is about; may be repeated.")
 ]
 
+Clips = Annotated[
+    list[str] | None, typer.Option(metavar="FILE", help="A clip of audio that each prompt is about; may be repeated.")
+]
+
 
 def generate(
     target: RunOrModel,
@@ -54,6 +58,7 @@ def generate(
     ] = None,
     messages: Conversations = None,
     image: Images = None,
+    audio: Clips = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest continuation.")] = 128,
     temperature: Annotated[
         float, typer.Option(min=0, metavar="X", help="0 always takes the most likely token; 1 samples by likelihood.")
@@ -76,9 +81,9 @@ def generate(
     """Continue prompts with the language model of RUN, or with MODEL.
 
     Prompts are laid out as the run's data was: as plain text, or as a user's message where the run was trained on
-    conversations. Images come before the prompt, or where it says <image>. A text ends at a stop token of the model.
-    Without a temperature the output equals Transformers' greedy generate on the exported model. Ranks share the prompts
-    and run in step.
+    conversations. Images and clips come before the prompt, or where it says <image> or <audio>. A text ends at a stop
+    token of the model. Without a temperature the output equals Transformers' greedy generate on the exported model.
+    Ranks share the prompts and run in step.
 
     Exit codes: 0 done; 2 a mistake in the options or the run.
     """
@@ -89,11 +94,12 @@ def generate(
     from fullshard.evaluate.source import EvaluateOptions
     from fullshard.generate.prompts import gathered
 
-    texts = {"--prompt": prompt, "--prompts": prompts, "--messages": messages, "--image": image}
+    texts = {"--prompt": prompt, "--prompts": prompts, "--messages": messages, "--image": image, "--audio": audio}
     drawing = {"--max-new-tokens": max_new_tokens, "--temperature": temperature, "--top-p": top_p, "--seed": seed}
     flags = {"--raw": raw, "--base": base, "--trust-remote-code": trust_remote_code, "--json": as_json}
     words = as_words({**texts, **drawing, "--batch-size": batch_size, "--weights": weights, **flags})
-    asked, files = gathered(prompt or [], prompts or [], messages or []), {"image": image or []}
+    asked = gathered(prompt or [], prompts or [], messages or [])
+    files = {"image": image or [], "audio": audio or []}
     options = EvaluateOptions(None, checkpoint, weights, devices, (), base, trust_remote_code)
     way = Continuation(max_new_tokens, temperature, top_p, seed, frozenset())
     with json_alone(as_json):

@@ -16,6 +16,7 @@ from fullshard.families.audio.processor import because, load_audio_processor
 from fullshard.families.audio.sizes import tiny_audio
 from fullshard.hf.architecture.config import load_config
 from fullshard.multimodal.processor import has_processor, takes_audio
+from fullshard.multimodal.prompts import Files, Row
 from fullshard.multimodal.tower_model import TowerModel, config_from_scratch
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class AudioLM(TowerModel):
     loader: ClassVar[str | None] = "transformers.AutoModelForMultimodalLM.from_pretrained"
     forward_methods: ClassVar[tuple[str, ...]] = ("hidden_states_and_head",)
     usual: ClassVar[dict[str, Any] | None] = {"objective": {"kind": "audio_lm"}, "evaluate": {"parts": ["loss"]}}
+    prompt_media: ClassVar[tuple[str, ...]] = ("audio",)
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
@@ -59,6 +61,11 @@ class AudioLM(TowerModel):
             # peft's classes for tasks hand tokens to the encoder, which takes audio.
             adapter_config(module).task_type = None
         return module  # type: ignore[no-any-return]
+
+    def lay_out(self, text: str | None, messages: Any, files: Files, processor: Any) -> Row | None:
+        from fullshard.families.audio.prompts import audio_prompt
+
+        return audio_prompt(text, messages, files.get("audio", ()), processor)
 
     def _auto(self, config: Any) -> str:
         return "AutoModelForSpeechSeq2Seq" if config.is_encoder_decoder else self.auto
