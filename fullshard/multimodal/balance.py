@@ -108,7 +108,8 @@ def balanced(choice: str | None, data: Prepared, *, per_device: int, world: int)
 def described(choice: str | None, data: Prepared) -> list[tuple[str, str]]:
     """A line for the header of a run, unless rows keep their order."""
     wanted = chosen(choice, data)
-    media = join_words(name.replace("_", " ") for name in _media(data))
+    names = [name.replace("_", " ") for name in _media(data)]
+    media = join_words(names) if names else ""
     words = ["rows of similar length share a micro-batch"]
     words += [f"ranks get about as many {media}"] if media else []
     words += [f"steps have about as many rows with {media}"] if media and wanted == "steps" else []
