@@ -26,7 +26,7 @@ from typing import Any
 
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, FullshardError, NumericalError
 from fullshard.explain import ended
-from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, Words, hand_over
+from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, LastWords, hand_over
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
 
@@ -231,11 +231,11 @@ def _place(crash: Path | None) -> str:
     return f"Crash folder: {crash}" if crash else "A crash folder could not be written."
 
 
-def left_behind(crash: Path) -> dict[int, Words]:
+def left_behind(crash: Path) -> dict[int, LastWords]:
     """What each rank wrote into a crash folder."""
     files = sorted(crash.glob("rank-*.txt"), key=lambda path: path.stat().st_mtime)
     ranks = {int(path.stem.removeprefix("rank-")): path for path in files if path.stem[5:].isdigit()}
-    return {rank: Words(path.read_text(encoding="utf-8", errors="replace"), crash) for rank, path in ranks.items()}
+    return {rank: LastWords(path.read_text(encoding="utf-8", errors="replace"), crash) for rank, path in ranks.items()}
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ class Failure:
     """Its exit code; negative: the signal that ended it."""
     process: int
     time: float
-    words: Words = Words()
+    words: LastWords = LastWords()
 
 
 class End:
@@ -278,7 +278,7 @@ class End:
             if message:
                 yield message
         elif self._has_meaning:
-            if self.rank != 0 and message and message != self._said.get(0, Words()).message:
+            if self.rank != 0 and message and message != self._said.get(0, LastWords()).message:
                 yield f"Error: rank {self.rank}: {message}"
         else:
             # A killed rank leaves no message, and is the cause.
@@ -310,7 +310,7 @@ class End:
         return min(near, key=order)  # of equals the one seen first
 
 
-def culprit(said: Mapping[int, Words], *, otherwise: int) -> int:
+def culprit(said: Mapping[int, LastWords], *, otherwise: int) -> int:
     """The rank whose words name the cause. A rank that only lost its peers, or waited for them in vain, is a victim;
     `otherwise` wins if it is not a victim, or if all are."""
     guilty = [rank for rank, words in said.items() if words.text and not is_victim(words.text)]
@@ -343,11 +343,11 @@ def is_victim(text: str) -> bool:
     return bool(matches) and matches[0].entry.role == "consequence"
 
 
-def closing(said: Mapping[int, Words], *, rank: int, line: str) -> str:
+def closing(said: Mapping[int, LastWords], *, rank: int, line: str) -> str:
     """The launcher's last lines: the explanation of `rank`'s end, and the crash folder. `line` is what the launcher
     knows; it goes into the crash folder for a rank that could write nothing, such as one that was killed."""
     crash = next((words.folder for words in said.values() if words.folder), None)
-    words = said.get(rank, Words())
+    words = said.get(rank, LastWords())
     if crash is not None and not words.text:
         with contextlib.suppress(OSError), (crash / f"rank-{rank}.txt").open("x", encoding="utf-8") as file:
             file.write(line + "\n")

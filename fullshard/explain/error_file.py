@@ -18,7 +18,7 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 @dataclass(frozen=True)
-class Words:
+class LastWords:
     """What one rank said before it ended."""
 
     text: str = ""
@@ -38,11 +38,11 @@ def hand_over(message: str, *, traceback: str = "", **more: str | None) -> bool:
     return True
 
 
-def handed_over(data: Any) -> Words:
+def handed_over(data: Any) -> LastWords:
     """The words in the content of an error file; None if another program wrote it."""
     try:
         message, more = data["message"]["message"], data["message"]["extraInfo"]
         folder = Path(more["crash"]) if more.get("crash") else None
-        return Words(more["py_callstack"] or message, folder, message)
+        return LastWords(more["py_callstack"] or message, folder, message)
     except (KeyError, TypeError, AttributeError):
-        return Words()
+        return LastWords()

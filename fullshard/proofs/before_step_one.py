@@ -195,11 +195,11 @@ class Rows:
 
 def _causality(probe: Probe, rows: Rows) -> tuple[list[str], float]:
     """No position with a loss sees a later token. Also returns how far earlier tokens move a prediction."""
-    later, earlier = _reach(probe, rows)
+    later, earlier = _influence(probe, rows)
     if earlier == 0.0:
         # Weights that start at zero may hide that tokens will see each other.
         with nonzero_weights(probe.model):
-            later, earlier = _reach(probe, rows)
+            later, earlier = _influence(probe, rows)
     if probe.objective.bidirectional:
         return [], earlier
     if later > (allowed := _allowed(probe, earlier)):
@@ -221,7 +221,7 @@ _IF_MASKED = (
 )
 
 
-def _reach(probe: Probe, rows: Rows) -> tuple[float, float]:
+def _influence(probe: Probe, rows: Rows) -> tuple[float, float]:
     """How far changed tokens after the cut move predictions up to it, and those before it the one at the cut."""
     row, cut = rows.plain, rows.cut
     carry = rows.carrying(row)

@@ -50,7 +50,7 @@ class FirstUpdate:
         changed = (checksums([p for _, p in self._trained]) != self._before)[:, None]
         # A small parameter is on one rank only: what is true of one slice is true of the parameter.
         everywhere = torch.stack(reduce.gather_objects(torch.cat([found, changed], dim=1))).any(dim=0)
-        self._judge(*(self._named(flags) for flags in everywhere.unbind(dim=1)))
+        self._check(*(self._named(flags) for flags in everywhere.unbind(dim=1)))
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -58,7 +58,7 @@ class FirstUpdate:
     def _named(self, flags: torch.Tensor) -> list[str]:
         return [name for (name, _), flag in zip(self._trained, flags.tolist(), strict=True) if flag]
 
-    def _judge(self, missing: list[str], broken: list[str], moving: list[str], moved: list[str]) -> None:
+    def _check(self, missing: list[str], broken: list[str], moving: list[str], moved: list[str]) -> None:
         trained = counted(len(self._trained), "trained parameter")
         of = f"of {trained}"
         if broken:

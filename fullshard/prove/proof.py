@@ -63,7 +63,7 @@ def prove(plan: Plan, runs: Runs) -> list[Verdict]:
         if why := failure or _failure(case, runs):
             verdicts.append(Verdict(case.name, case.title, NEAR, failure=why))
         else:
-            verdicts.append(_judge(case, case.title, plan.reference or plan.straight, NEAR, step=STEPS))
+            verdicts.append(_compared(case, case.title, plan.reference or plan.straight, NEAR, step=STEPS))
         runs.remove(case)
     return [*verdicts, *(Verdict(name, name, left_out=why) for name, why in plan.left_out.items())]
 
@@ -85,17 +85,17 @@ def _resumed(straight: Case, case: Case, runs: Runs) -> list[Verdict]:
         first = runs.kill(case, KILLS[0], title)
         title = f"killed after step {KILLS[0]}, resumed from {first}"
         second = runs.kill(case, KILLS[1], f"resumed from {first}, killed after step {KILLS[1]}")
-        verdicts.append(_judge(case, title, straight, EXACT, step=second, resumed_from=first))
+        verdicts.append(_compared(case, title, straight, EXACT, step=second, resumed_from=first))
         title = f"killed after step {KILLS[1]}, resumed from {second}"
         runs.make(case, f"resumed from {second}")
-        verdicts.append(_judge(case, title, straight, EXACT, step=STEPS, resumed_from=first))
+        verdicts.append(_compared(case, title, straight, EXACT, step=STEPS, resumed_from=first))
     except RunFailed as failed:
         verdicts.append(Verdict("resume", title, EXACT, failure=str(failed)))
     runs.remove(case)
     return verdicts
 
 
-def _judge(
+def _compared(
     case: Case, title: str, against: Case, within: Tolerance, *, step: int, resumed_from: int | None = None
 ) -> Verdict:
     """Compares the logged steps and the checkpoint of `step` with those of another run."""

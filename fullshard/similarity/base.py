@@ -15,7 +15,7 @@ from fullshard.config.part import Part
 if TYPE_CHECKING:
     import torch
 
-Reach = Literal["shared", "in_batch", "own"]
+NegativeScope = Literal["shared", "in_batch", "own"]
 """What a query is compared with, besides its own positive: all positives and all hard negatives of the step; all
 positives and its own hard negatives; its own hard negatives."""
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from fullshard.similarity.base import Embedded, Reach
+    from fullshard.similarity.base import Embedded, NegativeScope
 
 LOWEST = torch.finfo(torch.float32).min
 """The score of excluded texts; finite, because a row of infinities would give NaN gradients."""
@@ -45,7 +45,7 @@ class Candidates:
 
     step: Embedded
     """The result of `present`."""
-    reach: Reach = "shared"
+    scope: NegativeScope = "shared"
     mask_labels: bool = False
     """Whether the positive of another sample with the same label is left out."""
     mask_equal: bool = False
@@ -55,14 +55,14 @@ class Candidates:
     def columns(self) -> int:
         """How many candidates a query has."""
         own = self.step.has_negative.shape[1]
-        if self.reach == "own":
+        if self.scope == "own":
             return 1 + own
-        return len(self.step.real) + (own if self.reach == "in_batch" else int(self.step.has_negative.sum()))
+        return len(self.step.real) + (own if self.scope == "in_batch" else int(self.step.has_negative.sum()))
 
     def embeddings(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, positives and hard negatives, normalised; hard negatives are flattened if all queries share them."""
         negatives = self.step.negatives
-        if self.reach == "shared":
+        if self.scope == "shared":
             negatives = negatives[self.step.has_negative]
         return unit(self.step.queries), unit(self.step.positives), unit(negatives)
 
@@ -71,20 +71,20 @@ class Candidates:
     ) -> torch.Tensor:
         """(rows, columns), from the result of `embeddings`."""
         queries = queries[rows]
-        own_only = self.reach == "own"
+        own_only = self.scope == "own"
         near = (queries * positives[rows]).sum(-1, keepdim=True) if own_only else queries @ positives.T
-        if self.reach == "shared":
+        if self.scope == "shared":
             return torch.cat([near, queries @ negatives.T], 1)
         return torch.cat([near, torch.einsum("qw,qnw->qn", queries, negatives[rows])], 1)
 
     def targets(self, rows: slice) -> torch.Tensor:
         """The column of each query's own positive."""
         numbers = torch.arange(rows.start, rows.stop, device=self.step.real.device)
-        return torch.zeros_like(numbers) if self.reach == "own" else numbers
+        return torch.zeros_like(numbers) if self.scope == "own" else numbers
 
     def left_out(self, rows: slice) -> torch.Tensor:
         """(rows, columns): candidates that are not negatives of the query; never its own positive."""
-        if self.reach == "own":
+        if self.scope == "own":
             positives = torch.zeros(rows.stop - rows.start, 1, dtype=torch.bool, device=self.step.real.device)
         else:
             positives = self.same(rows)
@@ -106,7 +106,7 @@ class Candidates:
     def _equal_negatives(self, rows: slice) -> torch.Tensor:
         """Hard negatives have no label: those of a sample with the query's label stay negatives."""
         there, keys, wanted = self.step.has_negative, self.step.negative_keys, self.step.positive_keys[rows, None]
-        if self.reach == "shared":
+        if self.scope == "shared":
             return (keys[there][None] == wanted) & self.mask_equal
         return ~there[rows] | ((keys[rows] == wanted) & self.mask_equal)
 

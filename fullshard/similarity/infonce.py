@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
-from fullshard.similarity.base import Embedded, Reach, SimilarityLoss
+from fullshard.similarity.base import Embedded, NegativeScope, SimilarityLoss
 
 if TYPE_CHECKING:
     import torch
 
-    from fullshard.similarity.candidates import Reach
 
 LARGEST_SCALE = 100.0
 """The limit of a learned scale; beyond it, a few hard samples dominate the gradient."""
@@ -28,7 +27,7 @@ class InfoNCE(SimilarityLoss):
     """Cosines are divided by it; the lower, the more the hardest negatives count. The initial value, if learned."""
     learn_temperature: bool = False
     """Train the temperature with the model; it stays at or above 0.01."""
-    negatives: Reach = "shared"
+    negatives: NegativeScope = "shared"
     """What a query is compared with besides its own positive. shared: the positives and hard negatives of all samples
     of the step; in_batch: the positives of all samples and its own hard negatives; own: its own hard negatives only,
     which every record must then have."""

@@ -68,7 +68,7 @@ class Lopsided(CausalLM):
         return super().loss(model, batch, aux)
 
 
-def run_case(settings: dict[str, Any], told: str, resume: str) -> int:
+def run_case(settings: dict[str, Any], folder: str, resume: str) -> int:
     """One rank of a run; its exit code."""
     from fullshard.recipes.read import read
     from fullshard.run import join
@@ -78,18 +78,18 @@ def run_case(settings: dict[str, Any], told: str, resume: str) -> int:
     except Abandoned:
         return 1
     except Exception as error:
-        (Path(told) / "rank-0.txt").write_text(f"Error: {error}")
+        (Path(folder) / "rank-0.txt").write_text(f"Error: {error}")
         return 2
 
 
 def start_in(pool: RankPool, started: list[str]) -> Callable[[Case, Path], int]:
     """Starts cases on the ranks of the pool."""
 
-    def start(case: Case, told: Path) -> int:
+    def start(case: Case, folder: Path) -> int:
         started.append(case.name)
         settings = plain(case.recipe)
         for part in settings["evaluate"]["parts"]:
             part["kind"] = f"{__name__}.Abandon"
-        return int(max(pool.run(run_case, settings, str(told), case.resume, world=case.ranks.per_node)))
+        return int(max(pool.run(run_case, settings, str(folder), case.resume, world=case.ranks.per_node)))
 
     return start

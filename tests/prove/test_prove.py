@@ -43,7 +43,7 @@ def ask(folder: Path, *words: str, **sections: Any) -> Result:
     return result
 
 
-def told(result: Result) -> dict[str, dict[str, Any]]:
+def cases_of(result: Result) -> dict[str, dict[str, Any]]:
     """The cases of a JSON answer, by title."""
     return {case["title"]: case for case in json.loads(result.stdout)["cases"]}
 
@@ -80,7 +80,7 @@ def test_hidden_state_is_caught_at_the_step_after_the_checkpoint(folder: Path, s
 
 def test_a_difference_before_any_kill_is_reported_as_non_deterministic(folder: Path, started: list[str]) -> None:
     result = ask(folder, "--cases", "resume", "--json", objective={"kind": f"{on_ranks.__name__}.Clock"})
-    case = told(result)[RESUMED[0]]
+    case = cases_of(result)[RESUMED[0]]
     assert result.exit_code == 3
     assert (case["losses"]["step"], case["samples"]["equal"], case["verdict"]) == (1, True, "drift")
     assert "two runs of this recipe differ" in case["remark"]
@@ -88,7 +88,7 @@ def test_a_difference_before_any_kill_is_reported_as_non_deterministic(folder: P
 
 def test_a_loss_that_depends_on_the_split_and_a_run_that_fails(folder: Path, started: list[str]) -> None:
     result = ask(folder, "--cases", "split,world", "--json", objective={"kind": f"{on_ranks.__name__}.Lopsided"})
-    split, world = told(result).values()
+    split, world = cases_of(result).values()
     assert result.exit_code == 3
     assert (split["title"], split["verdict"]) == ("micro-batches of 2 instead of 4", "drift")
     assert (split["losses"]["step"], split["samples"]["equal"]) == (1, True)

@@ -194,7 +194,9 @@ def test_a_numerical_guard_and_a_failed_checkpoint_load_are_crashes(run: Path, t
 # Under a launcher
 
 
-def launched(run: Path, tmp_path: Path, monkeypatch: Any, errors: dict[int, BaseException]) -> dict[int, crash.Words]:
+def launched(
+    run: Path, tmp_path: Path, monkeypatch: Any, errors: dict[int, BaseException]
+) -> dict[int, crash.LastWords]:
     """What torchrun's agent reads of ranks that report an error."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -224,7 +226,7 @@ def test_the_launcher_finds_the_rank_that_is_the_cause(run: Path, tmp_path: Path
 
 
 def test_of_two_causes_the_first_is_reported() -> None:
-    said = {0: crash.Words("no idea"), 1: crash.Words("CUDA out of memory"), 2: crash.Words()}
+    said = {0: crash.LastWords("no idea"), 1: crash.LastWords("CUDA out of memory"), 2: crash.LastWords()}
     assert crash.culprit(said, otherwise=1) == 1
     assert crash.culprit(said, otherwise=0) == 0
     assert crash.culprit(said, otherwise=2) == 0
@@ -237,10 +239,10 @@ def test_the_launcher_reports_a_killed_rank(run: Path, tmp_path: Path, monkeypat
     assert "A rank was killed by the system (rank-killed)" in words
     assert (run / "crash-1" / "rank-1.txt").read_text() == line + "\n"
     # Nobody left anything: the line alone is explained.
-    alone = crash.closing({1: crash.Words()}, rank=1, line=line)
+    alone = crash.closing({1: crash.LastWords()}, rank=1, line=line)
     assert "(rank-killed)" in alone
     assert "rash folder" not in alone, "nobody was left who could have written one"
-    assert crash.closing({1: crash.Words()}, rank=1, line="Rank 1 ended.") == ""
+    assert crash.closing({1: crash.LastWords()}, rank=1, line="Rank 1 ended.") == ""
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_which_rank_was_first(codes: dict[int, tuple[int, int]], first: int) -> 
 
 def test_an_error_file_of_another_tool_is_ignored() -> None:
     for data in (None, {}, "text", {"message": "text"}, {"message": {"message": "a mistake", "extraInfo": {}}}):
-        assert handed_over(data) == crash.Words()
+        assert handed_over(data) == crash.LastWords()
 
 
 def test_losing_another_rank_is_never_reported_as_a_user_error() -> None:

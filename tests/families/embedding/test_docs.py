@@ -19,7 +19,7 @@ from fullshard.config.part import decode, kinds
 from fullshard.families.embedding.models.sentence_transformer import SentenceTransformer
 from fullshard.log.metrics import FILE
 from fullshard.log.metrics import read as read_metrics
-from fullshard.similarity.base import Reach, SimilarityLoss
+from fullshard.similarity.base import NegativeScope, SimilarityLoss
 from tests.families.embedding import texts
 
 PAGE = (Path(fullshard.__file__).parent / "families" / "embedding" / "README.md").read_text()
@@ -117,7 +117,7 @@ def test_the_table_of_losses() -> None:
         loss = decode(SimilarityLoss, kind)
         wants = {"negatives": loss.requires_negatives(), "labels": loss.needs_labels, "teacher": loss.needs_teacher}
         assert {word: word in needs for word in wants} == wants, kind
-        assert set(re.findall(r"`(\w+)`", does)) <= {*type(loss).model_fields, *get_args(Reach)}, kind
+        assert set(re.findall(r"`(\w+)`", does)) <= {*type(loss).model_fields, *get_args(NegativeScope)}, kind
 
 
 def test_the_table_of_model_keys() -> None:

@@ -1,4 +1,4 @@
-"""Hidden states and head give the model's own logits; packed documents stay apart, or the twin says they do not."""
+"""Hidden states and head give the model's own logits; packed documents stay apart, or the proof says they do not."""
 
 from __future__ import annotations
 

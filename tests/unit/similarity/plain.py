@@ -25,15 +25,15 @@ def document(embedded: Embedded, pair: Pair) -> torch.Tensor:
     return embedded.positives[sample] if negative is None else embedded.negatives[sample, negative]
 
 
-def others(embedded: Embedded, query: int, *, reach: str, labels: bool = True, equal: bool = True) -> list[Pair]:
+def others(embedded: Embedded, query: int, *, scope: str, labels: bool = True, equal: bool = True) -> list[Pair]:
     """What a query is told from."""
     found: list[Pair] = []
     own = embedded.positive_keys[query] if equal else -1
     for sample in (sample for sample in range(len(embedded.real)) if embedded.real[sample]):
         same = labels and bool(embedded.labels[sample] == embedded.labels[query])
-        if sample != query and reach != "own" and not same and embedded.positive_keys[sample] != own:
+        if sample != query and scope != "own" and not same and embedded.positive_keys[sample] != own:
             found.append((sample, None))
-        if sample == query or reach == "shared":
+        if sample == query or scope == "shared":
             negatives = range(int(embedded.has_negative[sample].sum()))
             found += [(sample, n) for n in negatives if embedded.negative_keys[sample, n] != own]
     return found
@@ -47,11 +47,11 @@ def softmax_loss(right: torch.Tensor, wrong: list[torch.Tensor]) -> torch.Tensor
     return -torch.log(torch.exp(right) / (torch.exp(right) + sum(torch.exp(score) for score in wrong)))
 
 
-def infonce(embedded: Embedded, *, reach: str = "shared", bidirectional: bool = False, **masks: bool) -> torch.Tensor:
+def infonce(embedded: Embedded, *, scope: str = "shared", bidirectional: bool = False, **masks: bool) -> torch.Tensor:
     scale = embedded.scalars["log_scale"].exp() if "log_scale" in embedded.scalars else torch.tensor(20.0)
 
     def term(query: int) -> torch.Tensor:
-        pairs = others(embedded, query, reach=reach, **masks)
+        pairs = others(embedded, query, scope=scope, **masks)
         vector = embedded.queries[query]
         right = scale * cosine(vector, embedded.positives[query])
         found = softmax_loss(right, [scale * cosine(vector, document(embedded, pair)) for pair in pairs])
@@ -67,7 +67,7 @@ def infonce(embedded: Embedded, *, reach: str = "shared", bidirectional: bool = 
 def in_batch_hard(embedded: Embedded, *, top_k: int) -> torch.Tensor:
     def term(query: int) -> torch.Tensor:
         vector = embedded.queries[query]
-        pairs = others(embedded, query, reach="shared")
+        pairs = others(embedded, query, scope="shared")
         scores = sorted((20 * cosine(vector, document(embedded, pair)) for pair in pairs), key=number, reverse=True)
         return softmax_loss(20 * cosine(vector, embedded.positives[query]), scores[:top_k])
 
@@ -80,7 +80,7 @@ def sigmoid(embedded: Embedded) -> torch.Tensor:
     def term(query: int) -> torch.Tensor:
         vector = embedded.queries[query]
         total = torch.log(1 + torch.exp(-(scale * cosine(vector, embedded.positives[query]) + bias)))
-        for pair in others(embedded, query, reach="in_batch"):
+        for pair in others(embedded, query, scope="in_batch"):
             total = total + torch.log(1 + torch.exp(scale * cosine(vector, document(embedded, pair)) + bias))
         return total
 
@@ -126,7 +126,7 @@ def max_sim(embedded: Embedded, query: int, pair: Pair) -> torch.Tensor:
 
 def late_interaction(embedded: Embedded) -> torch.Tensor:
     def term(query: int) -> torch.Tensor:
-        wrong = [20 * max_sim(embedded, query, pair) for pair in others(embedded, query, reach="shared")]
+        wrong = [20 * max_sim(embedded, query, pair) for pair in others(embedded, query, scope="shared")]
         return softmax_loss(20 * max_sim(embedded, query, (query, None)), wrong)
 
     return over_samples(embedded, term)
@@ -139,7 +139,7 @@ def distillation(embedded: Embedded, *, divergence: str = "kl", alpha: float = 0
     assert negatives is not None
 
     def term(query: int) -> torch.Tensor:
-        pairs = [(query, None), *others(embedded, query, reach="shared", labels=False, equal=False)]
+        pairs = [(query, None), *others(embedded, query, scope="shared", labels=False, equal=False)]
         ours = torch.stack([cosine(embedded.queries[query], document(embedded, pair)) for pair in pairs])
         texts = [positives[s] if n is None else negatives[s, n] for s, n in pairs]
         theirs = torch.stack([cosine(queries[query].double(), text.double()) for text in texts])

@@ -23,8 +23,8 @@ ORDER = torch.tensor([0, 1, 2, 6, 3, 4, 5, 7])
 Formula = Callable[[Embedded], torch.Tensor]
 CASES: dict[str, tuple[dict[str, Any], Formula]] = {
     "infonce": ({}, plain.infonce),
-    "infonce in_batch": ({"negatives": "in_batch"}, partial(plain.infonce, reach="in_batch")),
-    "infonce own": ({"negatives": "own"}, partial(plain.infonce, reach="own")),
+    "infonce in_batch": ({"negatives": "in_batch"}, partial(plain.infonce, scope="in_batch")),
+    "infonce own": ({"negatives": "own"}, partial(plain.infonce, scope="own")),
     "infonce bidirectional": ({"bidirectional": True}, partial(plain.infonce, bidirectional=True)),
     "infonce learned": ({"learn_temperature": True}, plain.infonce),
     "infonce labels only": ({"mask_equal": False}, partial(plain.infonce, equal=False)),

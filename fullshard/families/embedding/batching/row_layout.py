@@ -38,17 +38,17 @@ def lay_out(lengths: np.ndarray, *, packed: bool) -> Layout:
     longest = int(lengths.max())
     rows = best_fit(lengths, length=longest) if packed else np.arange(len(lengths))
     before = np.zeros(len(lengths), dtype=np.int64)
-    room = np.zeros(int(rows.max()) + 1, dtype=np.int64)
+    used = np.zeros(int(rows.max()) + 1, dtype=np.int64)
     for text, row in enumerate(rows):
-        before[text] = room[row]
-        room[row] += lengths[text]
+        before[text] = used[row]
+        used[row] += lengths[text]
     starts = np.cumsum(lengths) - lengths
     within = np.arange(int(lengths.sum())) - np.repeat(starts, lengths)
     places = np.repeat(rows * longest + before, lengths) + within
-    source = np.full(len(room) * longest, PADDING, dtype=np.int64)
+    source = np.full(len(used) * longest, PADDING, dtype=np.int64)
     source[places] = np.arange(len(places))
-    positions = np.arange(longest)[None] - room[:, None]
+    positions = np.arange(longest)[None] - used[:, None]
     positions = np.where(positions >= 0, positions, 0).reshape(-1)
     positions[places] = within
-    shape = (len(room), longest)
+    shape = (len(used), longest)
     return Layout(source.reshape(shape), positions.reshape(shape), places, lengths)

@@ -33,7 +33,7 @@ class EmbedRule:
     takes_positions: bool
     position_offset: int
     """The first position; in the RoBERTa family it comes after the padding index."""
-    reach: int | None
+    window: int | None
     """How far a token sees to either side in sliding-window layers; None without such layers."""
     images: Images | None
     """None for a text-only model."""
@@ -47,8 +47,8 @@ def bind(module: nn.Module, *, pooling: str, normalize: bool, dense: Sequence[La
     if dense:
         setattr(bound, AFTER_POOLING, AfterPooling(dense))
     takes = "position_ids" in inspect.signature(bound.forward).parameters
-    reach, images = _reach(module), images_of(bound.config)
-    rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module), reach, images)
+    window, images = _window(module), images_of(bound.config)
+    rule = EmbedRule(pooling, normalize, is_causal(module), takes, position_offset(module), window, images)
     bound.embed_rule = rule
     bound.embed = types.MethodType(embed, module)
     for name, parameter in module.named_parameters():
@@ -86,7 +86,7 @@ def images_of(config: Any) -> Images | None:
     return Images(token, merge, channels * vision.temporal_patch_size * vision.patch_size**2)
 
 
-def _reach(module: nn.Module) -> int | None:
+def _window(module: nn.Module) -> int | None:
     parts = [part for part in module.modules() if getattr(part, "is_causal", None) is False]
     windows = [window for part in parts if isinstance(window := getattr(part, "sliding_window", None), int)]
     return windows[0] - 1 if windows else None
@@ -117,7 +117,7 @@ def embed(
     elif not packed:
         inputs["attention_mask"] = real.long()
     elif not rule.causal:
-        inputs["attention_mask"] = _same_text(positions, rule.reach)
+        inputs["attention_mask"] = _same_text(positions, rule.window)
     if packed and rule.takes_positions:
         inputs["position_ids"] = positions + rule.position_offset
         if rule.images is not None:  # the position among the tokens, and three axes of an image
@@ -141,13 +141,13 @@ def embed(
     return vectors, scalars() if scalars is not None else None
 
 
-def _same_text(positions: torch.Tensor, reach: int | None) -> torch.Tensor | dict[str, torch.Tensor]:
+def _same_text(positions: torch.Tensor, window: int | None) -> torch.Tensor | dict[str, torch.Tensor]:
     """(rows, 1, length, length): which positions are of one text; one mask per layer type if some have a window."""
     text = (positions == 0).cumsum(-1)
     same = (text[:, :, None] == text[:, None, :])[:, None]
-    if reach is None:
+    if window is None:
         return same
-    near = (positions[:, :, None] - positions[:, None, :]).abs() <= reach
+    near = (positions[:, :, None] - positions[:, None, :]).abs() <= window
     return {"full_attention": same, "sliding_attention": same & near[:, None]}
 
 
