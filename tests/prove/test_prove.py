@@ -49,7 +49,7 @@ def cases_of(result: Result) -> dict[str, dict[str, Any]]:
 
 
 def test_a_healthy_recipe_is_proven_and_nothing_is_left(folder: Path, started: list[str]) -> None:
-    """With dropout and in bf16: resumed bit by bit all the same; the others are compared without."""
+    """With dropout and in bf16: still resumed bit by bit; the other cases are compared without them."""
     model = {"path": str(folder / "model"), "overrides": {"attention_dropout": 0.1}}
     result = ask(folder, precision="bf16", model=model)
     lines = result.stdout.splitlines()

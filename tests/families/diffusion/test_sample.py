@@ -1,5 +1,5 @@
 """`fullshard sample`: the images are those of a plain loop over the exported model, on any number of ranks; options,
-files, and mistakes in words."""
+files, and messages about mistakes."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def untrained(folder: Path) -> Any:
 def varlen_on_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *_: Any, window_size: Any, **settings: Any
 ) -> torch.Tensor:
-    """What torch's kernel for texts of many lengths does, one text after the other; there is none without a GPU."""
+    """What torch's variable-length kernel does, one text after the other; the kernel needs a GPU."""
     found = torch.empty_like(q)
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         apart = torch.arange(stop - start)[:, None] - torch.arange(stop - start)

@@ -177,7 +177,7 @@ def test_adapters_on_a_base_that_no_library_reads(
 
 
 def test_a_hub_name_and_its_revision_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where the backbone lies in a folder of the hub's, which peft has no key for, the fetched one is named."""
+    """If the backbone is in a subfolder on the hub, which peft has no key for, the downloaded folder is named."""
     from fullshard.config.part import decode
     from fullshard.contracts.model import Family
     from fullshard.hf.adapters.edits import adapter_config

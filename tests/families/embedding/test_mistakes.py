@@ -1,4 +1,5 @@
-"""Mistakes in recipes and data of embedding models: found before any rank meets another, in words, with exit code 2."""
+"""Mistakes in recipes and data of embedding models: found before ranks connect, with a clear message and exit code
+2."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def test_an_objective_that_misses_a_key(tmp_path: Path, model: Path, monkeypatch
 
 
 def test_an_objective_for_other_data(tmp_path: Path, model: Path) -> None:
-    """It is told from the batch, before the objective looks for what a pair has."""
+    """The batch shows it, before the objective looks for the keys of a pair."""
     rows(tmp_path / "train.jsonl", *distinct(20))
     _, inputs = grounded(tmp_path, model)
     with pytest.raises(DataError, match=r"contrastive needs tokens, lengths, .* Choose data.encode=pairs, or the obj"):

@@ -304,7 +304,7 @@ def disk_full__torch() -> None:
 
 
 def disk_full__quota() -> None:
-    """The system's own words for a used-up quota; there is none here to use up."""
+    """The system's own message for a used-up quota; this machine has no quota."""
     raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
 

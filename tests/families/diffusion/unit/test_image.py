@@ -318,7 +318,7 @@ def test_broken_files_of_a_folder_are_left_out_and_counted(tmp_path: Path) -> No
         path.write_bytes(b"")
     with pytest.raises(DataError, match=r"no sample is left of 6 records.* relative paths start at data.encode.root"):
         run(source, tmp_path / "cache", Images(unreadable="skip"))
-    # A mistake in the record itself is none of the image's.
+    # A mistake in the record itself is not about the image.
     with pytest.raises(DataError, match="must be the number of a class"):
         Images(unreadable="skip").open(None, length=1).encode({"image": COLOUR, "label": "cat"})
 

@@ -1,5 +1,5 @@
 """Evaluations of images that a model makes: FID is that of torchmetrics, a classifier's answers are counted once each,
-on any number of ranks; code of the user's is loaded, tried, and refused in words."""
+on any number of ranks; the user's code is loaded, tried, and refused with a reason."""
 
 from __future__ import annotations
 

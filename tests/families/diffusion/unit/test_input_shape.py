@@ -1,4 +1,5 @@
-"""Data and denoiser have one shape, or the run is refused in words; a change of size is named, trained and exported."""
+"""Data and denoiser have one shape, or the run is refused with a reason; a change of size is named, trained and
+exported."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def test_euler_steps_are_those_of_diffusers(model: Any) -> None:
 
 
 class Listener:
-    """Predicts what it is told, in the mean of the tokens that count."""
+    """Predicts the mean of the tokens that count."""
 
     null_label = None
 

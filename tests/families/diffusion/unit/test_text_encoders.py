@@ -176,7 +176,7 @@ def test_texts_and_no_text_are_those_of_the_pipeline(
         torch.testing.assert_close(text["pooled"], pooled, **close)
         torch.testing.assert_close(none["pooled"].expand_as(pooled), wanted["none_pooled"], **close)
     assert bool(none["states"].any()) == (join != "sdxl" or no_text == "encoded")
-    # PixArt alone is told where a text ends: two tokens of an empty one.
+    # Only PixArt gets a mask of the text: two tokens of an empty one.
     assert int(none["mask"].sum()) == (2 if kind == "PixArtAlphaPipeline" else none["mask"].numel())
 
 

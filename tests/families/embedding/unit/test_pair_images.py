@@ -199,7 +199,7 @@ def test_all_forms_of_an_image_are_one(vision: Vision, shots: Path, monkeypatch:
     for batch in batches[1:]:
         assert batch["tokens"].equal(batches[0]["tokens"])
         assert batch["pixels"][0].equal(batches[0]["pixels"][0])
-    # The same image is the same document, wherever it lies.
+    # The same image is the same document, wherever it is stored.
     assert len({batch["keys"][1].item() for batch in batches[:-1]}) == 1
     monkeypatch.chdir(shots)
     here = one({"query": "a", "positive_image": "turned.jpg"}, vision)
@@ -281,7 +281,7 @@ def kinds(record: dict[str, Any], **settings: Any) -> str:
         ({"query": "a", "source_image": "a.png", "positive": "b"}, "m2t"),
         ({"query": "a", "query_image": "a.png", "image": "b.png"}, "m2i"),
         ({"query": "a", "positive": "b", "positive_image": "b.png"}, "t2m"),
-        # An empty cell is how a table says that there is none.
+        # In a table, an empty cell means no image.
         ({"query": "", "query_image": "a.png", "positive": None, "positive_image": "b.png"}, "i2i"),
         ({"query": "a", "query_image": "", "positive": "b", "positive_image": None}, "t2t"),
         ({"query": "a", "query_image": {"bytes": None, "path": None}, "positive": "b"}, "t2t"),
@@ -382,7 +382,7 @@ def test_values_that_are_not_images(vision: Vision) -> None:
     missing = fault(both, vision)
     assert missing.startswith("no 'positive' in the record.")
     assert "As an image: positive_image, image. For another" in missing
-    # Types are told even where the record would be left out for its images.
+    # A wrong type is an error even if the record would be skipped for its images.
     assert fault({**pair, "query_image": 3}, vision, unreadable="skip").startswith("'query_image' must be an image")
 
 

@@ -66,7 +66,7 @@ def test_packed_rows_hold_little_padding() -> None:
 
 
 def texts(lengths: list[int], per_sample: list[int], per_batch: list[int]) -> Texts:
-    """Texts whose tokens are numbered, so that each is told from all others."""
+    """Texts whose tokens are numbered, so that each is unique."""
     samples = len(per_sample)
     return Texts(
         tokens=torch.arange(100, 100 + sum(lengths)),

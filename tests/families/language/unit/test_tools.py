@@ -208,7 +208,7 @@ def test_tool_calls_are_rendered_and_learned(with_template: Callable[[str], Any]
 def test_a_template_that_moves_the_tools_gives_each_answer_as_it_was_given(with_template: Callable[[str], Any]) -> None:
     tokenizer = with_template(MISTRAL)
     samples = encode({"messages": CHAT, "tools": TOOLS}, tokenizer)
-    # The tools stand before the last user message: the first two answers share a text, the third has its own.
+    # The tools come before the last user message: the first two answers share a text, the third has its own.
     assert [s["input_ids"].tolist() for s in samples] == [
         reference(CHAT[:4], tokenizer, tools=TOOLS),
         reference(CHAT, tokenizer, tools=TOOLS),
