@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.parse import unquote_to_bytes
 from urllib.request import Request, urlopen
 
@@ -97,9 +97,12 @@ def _download(url: str, where: str) -> bytes:
             if answer.length:
                 raise OSError(f"the connection ended {answer.length:,} bytes before the end")
     except (OSError, HTTPException, ValueError) as error:
+        cause: object = error
         if isinstance(error, HTTPError):
             error.close()  # it holds the connection
-        reason = str(error).rstrip(".") or type(error).__name__
+        elif isinstance(error, URLError):
+            cause = getattr(error.reason, "strerror", None) or error.reason
+        reason = str(cause).rstrip(".") or type(error).__name__
         raise Unreadable(f"{where} cannot be downloaded from {_short(url)}: {reason}. {fix}") from error
     return bytes(found)
 

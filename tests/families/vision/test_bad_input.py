@@ -163,6 +163,11 @@ def test_a_silent_server_is_given_up(folder: Path, address: str, monkeypatch: py
     assert "timedout" in said
 
 
+def test_no_server_at_all(folder: Path) -> None:
+    said = outcome(folder, [record("http://127.0.0.1:9/a.png")], encode={"allow_urls": True})
+    assert "cannotbedownloadedfromhttp://127.0.0.1:9/a.png:Connectionrefused." in said
+
+
 def test_a_url_is_downloaded_once_where_it_is_allowed(folder: Path, address: str) -> None:
     records = [record(f"{address}/good/a.png"), record(f"{address}/missing/b.png")]
     encode = {"allow_urls": True, "unreadable": "skip"}
