@@ -31,7 +31,7 @@ def fresh_processor(config: Any, tokenizer: Any) -> ImageTextProcessor:
     if named_tokens := _NAMED.get(kind):
         tokenizer.add_special_tokens({}, replace_extra_special_tokens=False)
         tokenizer._set_model_specific_special_tokens(named_tokens)
-    settings = {**whole, "chat_template": plain_template("image", placeholder)}
+    settings = {"chat_template": plain_template("image", placeholder), **whole}
     parts = {"image_processor": image_class(**images), "tokenizer": tokenizer}
     return ImageTextProcessor(assemble(PROCESSOR_MAPPING_NAMES[kind], parts, settings), {})
 
@@ -122,7 +122,7 @@ def _gemma(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str], str]
 def _paligemma(config: Any) -> tuple[dict[str, Any], dict[str, Any], list[str], str]:
     vision = config.vision_config
     images = {"size": _square(vision.image_size), "image_seq_length": (vision.image_size // vision.patch_size) ** 2}
-    return images, {}, ["<image>"], "<image>"
+    return images, {"chat_template": None}, ["<image>"], "<image>"
 
 
 SETTINGS = {
