@@ -108,12 +108,13 @@ def balanced(choice: str | None, data: Prepared, *, per_device: int, world: int)
 def described(choice: str | None, data: Prepared) -> list[tuple[str, str]]:
     """A line for the header of a run, unless rows keep their order."""
     wanted = chosen(choice, data)
-    names = [name.replace("_", " ") for name in _media(data)]
-    media = join_words(names) if names else ""
+    if wanted == "none":
+        return []
     words = ["rows of similar length share a micro-batch"]
-    words += [f"ranks get about as many {media}"] if media else []
-    words += [f"steps have about as many rows with {media}"] if media and wanted == "steps" else []
-    return [] if wanted == "none" else [("balance", f"{wanted}: {join_words(words)}")]
+    if names := [name.replace("_", " ") for name in _media(data)]:
+        words.append(f"ranks get about as many {join_words(names)}")
+        words += [f"steps have about as many rows with {join_words(names)}"] if wanted == "steps" else []
+    return [("balance", f"{wanted}: {join_words(words)}")]
 
 
 __all__ = ["Balance", "balanced", "chosen", "described", "make_balance"]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fullshard.contracts.data import Collator
+from fullshard.contracts.data import Collator, Quantity
 from fullshard.data.loader import Loader
 from fullshard.families.language.encoders.text import Text
-from fullshard.multimodal.balance import Balance
+from fullshard.multimodal.balance import Balance, chosen, described
 
 LENGTHS = np.random.default_rng(0).integers(2, 40, 101)
 IMAGES = np.random.default_rng(1).integers(0, 3, 101) * (np.arange(101) < 50)
@@ -27,11 +28,11 @@ def loader(world: int, rank: int = 0, *, choice: str, per_device: int = 2, shuff
         {"input_ids": np.arange(n, dtype=np.int32), "labels": np.arange(n, dtype=np.int32)} for n in LENGTHS.tolist()
     ]
     found = balance(world, per_device=per_device)
-    chosen: dict[str, Any] = {"numbers": found.numbers, **({"even": found.even} if choice != "none" else {})}
+    settings: dict[str, Any] = {"numbers": found.numbers, **({"even": found.even} if choice != "none" else {})}
     if choice == "steps":
-        chosen["spread"] = found.spread
+        settings["spread"] = found.spread
     sizes = {"per_device": per_device, "global_size": GLOBAL, "rank": rank, "world": world}
-    return Loader(samples, Collator(Text()), seed=3, shuffle=shuffle, **sizes, **chosen)
+    return Loader(samples, Collator(Text()), seed=3, shuffle=shuffle, **sizes, **settings)
 
 
 @pytest.mark.parametrize("choice", ["none", "batches", "steps"])
@@ -81,3 +82,19 @@ def test_ranks_get_about_as_many_images() -> None:
 
 def test_packed_rows_are_as_long_as_they_are() -> None:
     assert balance(1, fixed=64).numbers(np.arange(4))["padding"] == pytest.approx(1 - LENGTHS[:4].sum() / 256)
+
+
+@pytest.mark.parametrize("media", [True, False])
+@pytest.mark.parametrize("choice", [None, "none", "batches", "steps"])
+def test_the_header_says_how_rows_are_balanced(choice: str | None, media: bool) -> None:
+    tokens = Quantity("tokens", "tok", LENGTHS)
+    quantities = (
+        [tokens, Quantity("images", "img", IMAGES), Quantity("image_tokens", "", IMAGES)] if media else [tokens]
+    )
+    collator = SimpleNamespace(media_feature="images" if media else None)
+    data: Any = SimpleNamespace(quantities=quantities, collator=collator, train=SimpleNamespace(fixed_length=None))
+    said = dict(described(choice, data)).get("balance", "none")
+    in_force = choice or ("batches" if media else "none")
+    assert chosen(choice, data) == in_force
+    assert said.partition(":")[0] == in_force
+    assert said.count("images") == {"none": 0, "batches": 1, "steps": 2}[in_force] * media
