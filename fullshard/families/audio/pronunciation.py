@@ -37,7 +37,7 @@ def read_rating(text: str) -> Rating | None:
         return None
     if not isinstance(value, dict):
         return None
-    scores = {name: value.get(name) for name in SCORES}
+    scores: dict[str, Any] = {name: value.get(name) for name in SCORES}
     said = [value.get(name) for name in (WORDS, PHONEMES)]
     if not all(_is_number(score) for score in scores.values()) or not all(isinstance(text, str) for text in said):
         return None

@@ -108,7 +108,7 @@ def test_the_miniature_of_paper_r64_trains_with_checkpoints_40_80_and_120(tmp_pa
         f"model.path={tmp_path}/model",
         "model.revision=null",
         f"data.train={write_readings(tmp_path, 313)}",
-        f"data.validation={{kind: files, path: {write_readings(tmp_path / 'held', 4)}}}",
+        f"data.validation={{kind: files, path: {write_readings(tmp_path / 'held', 4)}, split: null}}",
         f"data.cache={tmp_path}/cache",
         "data.workers=0",
         "batch.per_device=1",

@@ -89,13 +89,9 @@ def _pitch(size: int, draw: np.random.Generator) -> Made:
 
 def _direction(size: int, draw: np.random.Generator) -> Made:
     low = draw.uniform(250, 600)
-    ends = (low, low * draw.uniform(2.5, 4))
+    rising = np.geomspace(low, low * draw.uniform(2.5, 4), size)
     answer = str(draw.choice(["rising", "falling"]))
-    return (
-        "Is the pitch rising or falling?",
-        answer,
-        tone(np.geomspace(*ends[:: 1 if answer == "rising" else -1], size)),
-    )
+    return "Is the pitch rising or falling?", answer, tone(rising if answer == "rising" else rising[::-1])
 
 
 def _beeps(size: int, draw: np.random.Generator) -> Made:

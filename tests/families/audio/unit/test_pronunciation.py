@@ -59,8 +59,8 @@ def test_a_damaged_answer_is_not_read(answer: str) -> None:
 
 
 def test_the_numbers_are_those_of_scipy_and_jiwer() -> None:
-    expected, found = [rating(n) for n in range(40)], [rating(n + 1) if n % 3 else rating(n) for n in range(40)]
-    found[7] = found[20] = None
+    expected = [rating(n) for n in range(40)]
+    found = [None if n in (7, 20) else rating(n + 1) if n % 3 else rating(n) for n in range(40)]
     numbers = measure(expected, found)
     read = [(true, given) for true, given in zip(expected, found, strict=True) if given is not None]
     for name in SCORES:
