@@ -145,7 +145,7 @@ def test_ranks_without_images_wait_for_none(
 
 
 @torch.no_grad()
-def by_transformers(folder: Path, record: dict[str, Any], tokens: int) -> list[int]:
+def by_transformers(folder: Path, record: dict[str, Any], tokenizer: Any, tokens: int) -> list[int]:
     """What the exported model answers to a record."""
     inputs = processed(folder, record)
     asked = int((inputs.pop("labels")[0] != -100).nonzero()[0])
@@ -153,7 +153,8 @@ def by_transformers(folder: Path, record: dict[str, Any], tokens: int) -> list[i
         name: value[:, :asked] if value.shape == inputs["input_ids"].shape else value for name, value in inputs.items()
     }
     model = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
-    made = model.generate(**cut, max_new_tokens=tokens, do_sample=False, eos_token_id=0, pad_token_id=0)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.eos_token_id}
+    made = model.generate(**cut, max_new_tokens=tokens, do_sample=False, **ends)
     return made[0, asked:].tolist()  # type: ignore[no-any-return]
 
 
@@ -177,7 +178,7 @@ def test_answers_are_shown_with_their_pictures(ranks: RankPool, tmp_path: Path, 
     (run / "images").symlink_to(tmp_path / "images")
     rows = [line.split(" | ") for line in (run / "pictures" / "answers-2.md").read_text().splitlines()[2:]]
     for row, number in zip(rows, numbers, strict=True):
-        made = by_transformers(run, lines[number], 5)
+        made = by_transformers(run, lines[number], tokenizer, 5)
         assert row[1].endswith(f"What colour is this? {number}{end}")
         assert row[2] == lines[number]["messages"][1]["content"]
         assert row[3] == " ".join(tokenizer.decode(made, skip_special_tokens=True).split())

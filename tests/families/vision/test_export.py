@@ -18,7 +18,7 @@ from fullshard.families.vision.encoders.desktop import Desktop
 from fullshard.families.vision.models.vlm import Vlm
 from fullshard.multimodal.processor import assemble
 from tests.families.vision.small import model_folder, plain_loop, processed, settings, write_records
-from tests.families.vision.test_generate import command
+from tests.families.vision.test_generate import command, stops
 from tests.near import assert_near
 from tests.ranks import RankPool
 from tests.slow import only_first
@@ -104,9 +104,10 @@ def by_transformers(model: Any, folder: Path, picture: Path, prompt: str) -> lis
     kinds = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in processor.model_input_names else {}
     with Image.open(picture) as image:
         pictures = [[image.convert("RGB")]]
-    text, ends = own.placeholder + prompt, processor.tokenizer.eos_token_id
+    text = own.placeholder + prompt
     inputs = processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt", **kinds)
-    made = model.eval().generate(**inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=ends)
+    ends = stops(model, processor.tokenizer)
+    made = model.eval().generate(**inputs, max_new_tokens=TOKENS, do_sample=False, **ends)
     return made[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
 

@@ -59,9 +59,16 @@ def by_transformers(folder: Path, content: list[dict[str, Any]]) -> list[int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # PaliGemma's makes a NumPy array of a tensor
         inputs = processor(text=[text], **given, return_tensors="pt", **kinds)
-    ends = processor.tokenizer.eos_token_id
-    made = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=ends, pad_token_id=ends)
+    made = model.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, **stops(model, processor.tokenizer))
     return made[0, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+def stops(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Where an answer ends: at the stop tokens of the model and of the tokenizer."""
+    own = model.generation_config.eos_token_id
+    own = own if isinstance(own, list) else [own]
+    ends = sorted({tokenizer.eos_token_id, *own} - {None})
+    return {"eos_token_id": ends, "pad_token_id": ends[0]}
 
 
 def asked(*files: Path, text: str = ASKED) -> list[dict[str, Any]]:
