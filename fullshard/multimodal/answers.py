@@ -20,14 +20,16 @@ from fullshard.multimodal.objective import MEDIA
 if TYPE_CHECKING:
     import torch
 
+_PER_TOKEN = ("input_ids", "labels", "position_ids", "mrope", "token_type_ids")
+"""Features with an entry for each token; others may be as long by chance."""
+
 
 def last_answer(sample: Features) -> tuple[Features, list[int]]:
     """A sample up to its last answer, and the tokens of that answer."""
     learned = np.flatnonzero(sample["labels"] != IGNORE)
     # An answer is a run of learned positions; a label is the token after its position.
     begin = learned[np.flatnonzero(np.diff(learned, prepend=-2) > 1)[-1]]
-    size = len(sample["labels"])
-    before = {name: array[: begin + 1] if len(array) == size else array for name, array in sample.items()}
+    before = {name: array[: begin + 1] if name in _PER_TOKEN else array for name, array in sample.items()}
     return before, sample["labels"][learned[learned >= begin]].tolist()
 
 

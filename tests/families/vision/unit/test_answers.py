@@ -42,6 +42,14 @@ def test_new_tokens_are_placed_as_the_processor_places_them(tmp_path: Path, arch
     assert ("media.mrope" in whole) == (architecture == "qwen2_5_vl")
 
 
+def test_images_are_not_cut_with_the_tokens() -> None:
+    """Not even one whose path has as many bytes as the row has tokens."""
+    sample = {"input_ids": np.arange(6), "labels": np.array([-100, -100, 3, 4, 5, -100]), "image_data": np.arange(6)}
+    before, answer = last_answer(sample)
+    assert (before["input_ids"].tolist(), answer) == ([0, 1, 2], [3, 4, 5])
+    assert len(before["image_data"]) == 6
+
+
 def test_the_sheet_and_the_table() -> None:
     picture = Image.new("RGB", (32, 16), "blue")
     shown = [Shown([picture, picture], "What | colour? " * 20, "blue", "red"), Shown([picture], "And?", "blue", "blue")]
