@@ -14,6 +14,7 @@ from fullshard.errors import RecipeError
 from fullshard.families.audio.fresh_processor import SETTINGS, fit_tokens, fresh_processor
 from fullshard.families.audio.processor import because, load_audio_processor
 from fullshard.families.audio.sizes import tiny_audio
+from fullshard.families.audio.tekken import has_tekken, load_tekken
 from fullshard.hf.architecture.config import load_config
 from fullshard.multimodal.processor import has_processor, takes_audio
 from fullshard.multimodal.prompts import Files, Row
@@ -36,8 +37,16 @@ class AudioLM(TowerModel):
     def recognises(cls, folder: Path) -> bool:
         return super().recognises(folder) and has_processor(folder) and takes_audio(folder)
 
+    def own_processor(self) -> Any:
+        if self.path is not None and self.start is None and has_tekken(self._folder()):
+            return self.load_processor(self._folder(), where="model.path")
+        return super().own_processor()
+
     def load_processor(self, folder: Path, *, where: str) -> Any:
-        tokenizer = super().load_processor(folder, where=where)
+        if has_tekken(folder):
+            tokenizer = load_tekken(folder, where=where)
+        else:
+            tokenizer = super().load_processor(folder, where=where)
         config = self._config()
         if not has_processor(folder) and self.path is not None:
             folder = self._folder()

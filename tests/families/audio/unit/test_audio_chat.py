@@ -18,7 +18,7 @@ from transformers import Phi4MultimodalFeatureExtractor, VoxtralConfig, VoxtralP
 from fullshard.contracts.data import IGNORE
 from fullshard.data.prepare import prepare
 from fullshard.data.sources.files import Files
-from fullshard.errors import DataError
+from fullshard.errors import DataError, RecipeError
 from fullshard.families.audio.encoders.audio_chat import AudioChat
 from fullshard.families.audio.models.audio_lm import AudioLM
 from fullshard.families.audio.processor import ChunkProcessor
@@ -171,6 +171,31 @@ def test_voxtral_takes_chunks_of_thirty_seconds(folder: Path) -> None:
     torch.testing.assert_close(processor.features(clips)["input_features"], made, rtol=0, atol=0)
     assert [processor.clip_text(len(clip)).count("[AUDIO]") for clip in clips] == [375, 750]
     assert processor.longest is None
+
+
+def test_voxtral_reads_the_tokenizer_of_mistral(folder: Path, tmp_path: Path) -> None:
+    """As it is published: tekken.json, the audio token as number 24, and no chat template."""
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "<pad>", *(f"<SPECIAL_{n}>" for n in range(6, 24))]
+    special += ["[AUDIO]", "[BEGIN_AUDIO]"]
+    vocabulary = [{"rank": n, "token_bytes": base64.b64encode(bytes([n])).decode()} for n in range(256)]
+    size = {"default_vocab_size": 282, "default_num_special_tokens": 26}
+    tekken = {
+        "config": {"pattern": r"\w+|\W", **size},
+        "vocab": vocabulary,
+        "special_tokens": [{"rank": n, "token_str": token, "is_control": True} for n, token in enumerate(special)],
+    }
+    place = model_folder(tmp_path / "model", "voxtral")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (place / name).unlink()
+    (place / "tekken.json").write_text(json.dumps(tekken))
+    processor = AudioLM(path=str(place)).processor(cache=tmp_path)
+    encoder = AudioChat(audio_root=folder).open(processor, length=256)
+    assert processor.audio_token_id == 24
+    [sample] = encoder.encode(asked([PART, TEXT])).samples
+    assert shown(encoder, sample) == f"<s>[INST][BEGIN_AUDIO]{'#' * 25}Which number?[/INST][one</s>]"
+    (place / "tekken.json").write_text(json.dumps({**tekken, "special_tokens": None}))
+    with pytest.raises(RecipeError, match="pip install mistral-common"):
+        AudioLM(path=str(place)).processor(cache=tmp_path)
 
 
 def error_of(folder: Path, record: dict[str, Any], **settings: Any) -> str:
