@@ -13,6 +13,7 @@ import pytest
 import soundfile
 import soxr
 import torch
+from datasets import Audio, Dataset
 from transformers import Phi4MultimodalFeatureExtractor, VoxtralConfig, VoxtralProcessor, WhisperFeatureExtractor
 
 from fullshard.contracts.data import IGNORE
@@ -303,3 +304,21 @@ def test_clips_and_seconds_are_counted_and_clips_of_similar_length_share_a_batch
     order = balanced(None, data, per_device=2, world=1)["even"](np.arange(8))
     seconds = found["audio_seconds"][order].reshape(4, 2)
     assert (seconds[:, 0] == seconds[:, 1]).all()
+
+
+def test_records_of_every_kind_of_file(folder: Path, tmp_path: Path) -> None:
+    """A data set of the `datasets` library comes undecoded, so that its decoder is not needed."""
+    stored = Dataset.from_dict(
+        {"prompt": ["Which number?"], "response": ["one"], "audio": [{"bytes": wav(), "path": None}]}
+    )
+    stored.cast_column("audio", Audio()).save_to_disk(tmp_path / "saved")
+    stored.to_parquet(tmp_path / "clips.parquet")
+    (tmp_path / "clips.csv").write_text("audio_path,prompt,response\none.wav,Which number?,one\n")
+    (tmp_path / "clips.jsonl").write_text(json.dumps({**PAIR, "audio_path": "one.wav"}) + "\n")
+    encoder = opened(folder)
+    for name in ("saved", "clips.parquet", "clips.csv", "clips.jsonl"):
+        record = Files(path=str(tmp_path / name)).open()[0]
+        assert AudioChat.accepts(record)
+        [sample] = encoder.encode(record).samples
+        assert shown(encoder, sample) == ENDED.format(ONE)
+        np.testing.assert_array_equal(encoder.collator(None).clips(sample)[0], CLIP)
