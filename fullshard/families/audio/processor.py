@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fullshard.errors import RecipeError
+from fullshard.multimodal.combine import combine
 from fullshard.multimodal.processor import Recorder, assemble
 
 KEPT = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -120,6 +121,19 @@ class WholeProcessor(AudioProcessor):
         return recorder.text
 
     def features(self, clips: Sequence[np.ndarray]) -> dict[str, Any]:
+        """One clip at a time: features must not depend on other clips, and Phi-4's extractor fails on some lengths that
+        it gets together."""
+        found = [self._extracted([clip] * self._at_once) for clip in clips]
+        alone = [{name: value[: len(value) // self._at_once] for name, value in each.items()} for each in found]
+        return dict(combine(alone, along={}))
+
+    @functools.cached_property
+    def _at_once(self) -> int:
+        """How many clips an extractor needs to give a mask: some give none for a single clip."""
+        short = np.zeros(self.rate // 4, dtype=np.float32)
+        return 1 if self._extracted([short]).keys() == self._extracted([short] * 2).keys() else 2
+
+    def _extracted(self, clips: Sequence[np.ndarray]) -> dict[str, Any]:
         found = self._called(self.placeholder * len(clips), clips)
         return {name: value for name, value in found.items() if name not in _OF_TEXT}
 
