@@ -93,9 +93,9 @@ def _run(
     aux = frozen_models(recipe, inputs, world, precision)
     proven(recipe, model, train, world, aux)
 
-    def show(name: str, *images: Any, **settings: Any) -> Path:
+    def show(*images: Any, **settings: Any) -> Path:
         """Keeps no pictures: an evaluation writes nothing into the run folder."""
-        return recipe.folder / f"{name} (not kept)"
+        return Path("no picture is written outside training")
 
     evaluating = evaluation_inputs(recipe, inputs, model.module, aux, validation, world, console, show)
     model.module.eval()

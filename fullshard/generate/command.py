@@ -211,7 +211,7 @@ def _announce(console: Console, model: GeneratingModel, layout: str, way: Contin
     lines = [
         ("weights", f"{model.name} ({model.why})"),
         ("prompts", layout),
-        ("way", f"{drawn}, at most {counted(way.tokens, 'token')}"),
+        ("decoding", f"{drawn}, at most {counted(way.tokens, 'token')}"),
         ("cache", cache),
         ("world", world.describe()),
     ]
