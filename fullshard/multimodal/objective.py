@@ -38,7 +38,7 @@ class MediaNextToken(NextToken):
         moved = self._moved(model, batch, plain, last, seen=batch["labels"] != IGNORE, until=last)
         if moved > allowed:
             raise SetupError(
-                f"model: with images, a position that carries a loss sees later tokens: they move its prediction by "
+                f"model: with media, a position that carries a loss sees later tokens: they move its prediction by "
                 f"{moved:.1e} (allowed: {allowed:.0e}). Use a causal model."
             )
         lines.append(f"with media, positions do not see later tokens ({moved:.1e})")
@@ -47,7 +47,7 @@ class MediaNextToken(NextToken):
             moved = self._moved(model, batch, plain, first, seen=later, until=None)
             if moved > allowed:
                 raise SetupError(
-                    f"data.pack: with images, a document in a packed row changes the next one by {moved:.1e} (allowed: "
+                    f"data.pack: with media, a document in a packed row changes the next one by {moved:.1e} (allowed: "
                     f"{allowed:.0e}): the model does not keep documents apart. Set data.pack: false."
                 )
             lines.append(f"with media, documents in a packed row do not see each other ({moved:.1e})")
@@ -61,7 +61,7 @@ class MediaNextToken(NextToken):
 
         ids = batch["input_ids"].clone()
         rows = torch.arange(len(ids), device=ids.device)
-        # A row without labels stays: it may hold nothing but an image.
+        # A row without labels stays: it may hold nothing but a medium.
         other = torch.where(
             (batch["labels"] != IGNORE).any(1), (ids[rows, places] == 0).to(ids.dtype), ids[rows, places]
         )
