@@ -30,7 +30,7 @@ class AudioProcessor:
     """Texts and clips as the model takes them."""
 
     clip_tokens: bool = True
-    """Whether tokens of the text stand for a clip, one for each vector that the tower gives."""
+    """Whether a clip has tokens in the text, one for each vector that the tower gives."""
 
     def __init__(self, extractor: Any, tokenizer: Any, *, class_name: str, kept: dict[str, Any] | None = None) -> None:
         self.extractor, self.tokenizer = extractor, tokenizer
@@ -43,7 +43,7 @@ class AudioProcessor:
 
     @property
     def longest(self) -> int | None:
-        """The most samples of a clip: the extractor would silently cut what comes after them. None: any number."""
+        """The most samples of a clip: the extractor would silently cut the rest. None: any number."""
         taken = inspect.signature(self.extractor.__call__).parameters
         if "truncation" not in taken or taken["truncation"].default is not True:
             return None
@@ -61,7 +61,7 @@ class AudioProcessor:
         return int(self.tokenizer.convert_tokens_to_ids(self.placeholder)) if self.clip_tokens else -1
 
     def clip_text(self, samples: int) -> str:
-        """What stands for a clip of so many samples in the text that is tokenized."""
+        """The text of a clip with this number of samples, before it is tokenized."""
         raise NotImplementedError
 
     def features(self, clips: Sequence[np.ndarray]) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class WholeProcessor(AudioProcessor):
         found = getattr(self.whole, "audio_token", None)
         if found is None:
             raise RecipeError(
-                f"model: {self.class_name} does not say which text stands for a clip, so audio cannot be placed among "
-                "the tokens. This model is not supported."
+                f"model: {self.class_name} does not name the token of a clip, so audio cannot be placed among the "
+                "tokens. This model is not supported."
             )
         return str(found)
 

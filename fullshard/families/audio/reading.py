@@ -173,7 +173,7 @@ def read_again(data: bytes, *, is_file: bool, root: Path | None, rate: int) -> n
         return _decoded(_opened(value, root), rate)[0]
     except Exception as error:
         raise DataError(
-            f"{name} cannot be read any more: {_reason(error)}. It could when the data was encoded. Restore it, "
+            f"{name} can no longer be read: {_reason(error)}. It could when the data was encoded. Restore it, "
             "or delete the folder of data.cache to check all audio again."
         ) from error
 

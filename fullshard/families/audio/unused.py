@@ -26,7 +26,7 @@ def unused(config: Any, names: list[str]) -> list[str]:
 
 @functools.cache
 def _reached(kind: str) -> set[str]:
-    """The parameters of a small model that one clip and one word give a gradient to, and those that never have one."""
+    """The parameters of a small model that get a gradient from one clip and one word, or are always frozen."""
     import numpy as np
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -67,7 +67,7 @@ def tone(number: int, *, seconds: float = 0.5, rate: int = RATE) -> np.ndarray:
 
 
 def write_records(folder: Path, clips_of_each: Sequence[int], *, seconds: Sequence[float] = (0.5,)) -> Path:
-    """Conversations, each with so many clips."""
+    """Conversations, each with this number of clips."""
     lines = []
     (folder / "clips").mkdir(exist_ok=True)
     for number, clips in enumerate(clips_of_each):

@@ -128,7 +128,7 @@ class AudioLM(TowerModel):
 
 def _share_position_tables(module: nn.Module) -> None:
     """Takes tables of positions off the list of modules that stay in fp32: towers read the table without calling its
-    module, so it cannot be a unit of its own."""
+    module, so it cannot be a separate unit."""
     model: Any = module
     for kept in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         if names := getattr(model, kept, None):
