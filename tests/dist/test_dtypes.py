@@ -391,8 +391,8 @@ def recast(settings: dict[str, Any], change: str) -> str:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("all", "model.embed_tokens.weight is kept in torch.bfloat16, planned was torch.float32"),
-        ("model.layers.1.mlp.down_proj", "down_proj.weight is kept in torch.float16, planned was torch.float32"),
+        ("all", "model.embed_tokens.weight is stored in torch.bfloat16, the plan says torch.float32"),
+        ("model.layers.1.mlp.down_proj", "down_proj.weight is stored in torch.float16, the plan says torch.float32"),
     ],
 )
 def test_a_parameter_that_was_cast_is_found(ranks: RankPool, stored: Path, change: str, said: str) -> None:
