@@ -62,8 +62,8 @@ def test_error_rates_are_those_of_jiwer_for_any_number_of_ranks(ranks: RankPool,
             f"run-{world}",
             data={"validation": str(file)},
             batch={"per_device": 4, "global": 8},
-            duration={"steps": 12},
-            optimizer={"lr": 5e-3},
+            duration={"steps": 30},
+            optimizer={"lr": 1e-2},
             evaluate={"parts": ["audio_answers", {"kind": "wer", "samples": None}]},
         )
         records = ranks.run(train, chosen, world=world)[0]
@@ -73,7 +73,7 @@ def test_error_rates_are_those_of_jiwer_for_any_number_of_ranks(ranks: RankPool,
     expected, found = by_transformers(tmp_path, [json.loads(line) for line in file.read_text().splitlines()])
     right = sum(one == other for one, other in zip(expected, found, strict=True))
     assert numbers[0] == [jiwer.wer(expected, found), jiwer.cer(expected, found), right / len(expected)]
-    assert len(set(found)) > 1
+    assert len(set(found)) > 2  # so that answers in another order give other numbers
 
 
 @pytest.mark.parametrize("kind", ["audio_answers", "wer", "pronunciation"])
