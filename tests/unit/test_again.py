@@ -158,7 +158,7 @@ def test_under_a_single_node_launcher_the_command_names_it_and_its_ranks(
 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert rerun.command(RecipeArguments("train", NAME, ["seed=1"]).read()) == f"{starter} 'my recipe.yaml' seed=1"
+    assert rerun.command(RecipeArguments(NAME, ["seed=1"]).read()) == f"{starter} 'my recipe.yaml' seed=1"
 
 
 @pytest.mark.parametrize(
