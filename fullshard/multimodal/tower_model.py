@@ -49,6 +49,12 @@ class TowerModel(TransformersModel):
         """Parameters that the model never uses: they would get no gradient."""
         return []
 
+    def flops_per_token(self, module: nn.Module, *, length: int) -> float:
+        """Of the language model; the other towers do not work on tokens. A family may count them in `media_flops`."""
+        from fullshard.hf.architecture.flops import flops_per_token
+
+        return flops_per_token(module, length=length, without=self.resting(module))
+
     def groups(self, module: nn.Module) -> list[Group]:
         model: Any = module
         return towers.groups(self.towers, model.towers)

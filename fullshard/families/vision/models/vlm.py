@@ -104,12 +104,6 @@ class Vlm(TowerModel):
                 use_bounds(module.get_submodule(name))
         return chosen
 
-    def flops_per_token(self, module: nn.Module, *, length: int) -> float:
-        """Of the language model; the other towers work on images."""
-        from fullshard.hf.architecture.flops import flops_per_token
-
-        return flops_per_token(module, length=length, without=self.resting(module))
-
     def media_flops(self, module: nn.Module) -> dict[str, float]:
         from fullshard.families.vision.tower_flops import flops_per_image_token
 

@@ -30,3 +30,11 @@ def test_towers_keep_their_kernel(tmp_path: Path, name: str) -> None:
     }
     assert kernels
     assert NAME not in kernels
+
+
+def test_towers_are_no_part_of_the_cost_of_a_token(tmp_path: Path) -> None:
+    path = model_folder(tmp_path / "qwen2_audio", "qwen2_audio")
+    family = AudioLM(path=str(path))
+    module: Any = family.build(processor=family.load_processor(path, where="model.path"))
+    language = sum(p.numel() for n, p in module.named_parameters() if tower_of(n, module.towers) == "language")
+    assert family.flops_per_token(module, length=0) == 6 * language
