@@ -16,6 +16,7 @@ from tests.check.healthy_recipe import Workspace, files_in
 from tests.families.audio import small as audio
 from tests.families.audio.readings import write_readings
 from tests.families.embedding import vision
+from tests.families.vision import small as vlm
 from tests.ranks import RankPool
 from tests.slow import only_first
 
@@ -192,6 +193,8 @@ SHORT = ("data.sequence_length=128", "batch.per_device=2", "batch.global=4", "to
 BROUGHT = {
     "audio": (),
     "desktop": (),
+    "desktop-smolvlm": (*SHORT, "model.path=smolvlm", "data.train=recordings.jsonl", "data.holdout=0.3")
+    + ("data.encode.without_image=keep",),
     "diffusion": (),
     "embedding": (),
     "embedding-8b": (*SHORT, "model.path=vision", "model.max_pixels=3136", "objective.matryoshka=[64]")
@@ -217,6 +220,9 @@ BROUGHT = {
 
 @pytest.mark.parametrize("name", sorted(families.recipes()))
 def test_a_built_in_recipe_is_healthy(name: str, workspace: Workspace) -> None:
+    if name == "desktop-smolvlm":
+        vlm.model_folder(workspace.folder / "smolvlm", "smolvlm")
+        vlm.write_recordings(workspace.folder / "recordings.jsonl", episodes=8)
     if name == "embedding-8b":
         vision.vision_folder(workspace.folder / "vision", kind="qwen3_vl")
         vision.pictures(workspace.folder / "seen")

@@ -21,6 +21,7 @@ from tests import small
 from tests.families.audio import small as audio
 from tests.families.audio.readings import write_readings
 from tests.families.embedding import vision
+from tests.families.vision import small as vlm
 
 Look = Callable[..., list[Finding]]
 
@@ -226,6 +227,10 @@ def test_built_in_recipes_are_without_findings(name: str, folder: Path, tmp_path
         audio.model_folder(tmp_path / "phi4", "phi4_multimodal")
         overrides = [f"model.path={tmp_path / 'phi4'}", "model.revision=null", "data.validation=null"]
         overrides += [f"data.train={write_readings(tmp_path, 128)}", "batch.accumulate=1", "data.holdout=0.1"]
+    if name == "desktop-smolvlm":
+        vlm.model_folder(tmp_path / "smolvlm", "smolvlm")
+        overrides = [f"model.path={tmp_path / 'smolvlm'}", "data.sequence_length=128", "data.holdout=0.2"]
+        overrides += [f"data.train={vlm.write_recordings(tmp_path / 'recordings.jsonl', episodes=40)}"]
     brings = name not in ("audio", "desktop", "diffusion", "embedding", "quickstart", "vision")
     reading = read(name, *(overrides if brings else []), "topology.device=cpu")
     ranks = Ranks(2)
