@@ -108,7 +108,7 @@ def test_what_does_not_fit_the_announcement_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="where a was"), SafetensorsStream(tmp_path / "2", entries=entries) as stream:
         stream.add("b", torch.zeros(2))
     with (
-        pytest.raises(ValueError, match=r"not given: \['b'\]"),
+        pytest.raises(ValueError, match=r"not added: \['b'\]"),
         SafetensorsStream(tmp_path / "3", entries=entries) as stream,
     ):
         stream.add("a", torch.zeros(2))

@@ -151,7 +151,7 @@ MISTAKES: dict[str, tuple[type[FullshardError], dict[str, Any], list[str]]] = {
     "a cache of both": (
         RecipeError,
         {"objective": {"cache": {"chunk": 2, "tokens": 9}}},
-        ["exactly one of cache.chunk (texts) and cache.tokens"],
+        ["objective.cache.chunk and objective.cache.tokens exclude each other"],
     ),
     "cosent without labels": (
         DataError,

@@ -168,7 +168,10 @@ def test_names_and_shapes_are_strict_both_ways(tmp_path: Path, whole: dict[str, 
         ({"from": "trained"}, "its run trained a tokenizer, and the checkpoint does not hold it"),
         ({"from": "state.pt"}, "model.from = 'state.pt' holds only tensors. Set model.path"),
         ({"from": "good", "size": "1B"}, "model.size goes with model.path or model.architecture"),
-        ({"architecture": "gemma", "size": "tiny", "base": "x"}, "model.base names the base of a PEFT adapter"),
+        (
+            {"architecture": "gemma", "size": "tiny", "base": "x"},
+            "model.base and model.architecture exclude",
+        ),
     ],
 )
 def test_starts_that_say_too_little_or_too_much(

@@ -380,12 +380,13 @@ def test_the_first_record_decides_the_encoder() -> None:
     assert isinstance(choose_encoder({"input_ids": [1]}), Text)
     assert isinstance(choose_encoder({"messages": CHAT, "text": None}), Chat)
     unknown = fault(lambda: choose_encoder({"title": "x"}))
-    assert "no known form. Keys found: 'title'. Accepted: chat:" in unknown
+    assert "no known form. Keys found: 'title'. Accepted: " in unknown
+    assert "; chat:" in unknown
     assert "; text:" in unknown
     assert "has the form of several encoders: chat and text" in fault(
         lambda: choose_encoder({"text": "x", "messages": CHAT})
     )
-    assert kinds(Encoder) == ["chat", "desktop", "image", "image_chat", "pairs", "text"]
+    assert {"chat", "text"} <= set(kinds(Encoder))
     assert decode(Encoder, "chat", where="data.encode") == Chat()
 
 

@@ -40,8 +40,8 @@ def test_short_forms() -> None:
     ("value", "message"),
     [
         ({}, "exactly one of model.path"),
-        ({"path": "m", "architecture": "llama"}, "exactly one of model.path"),
-        ({"path": "m", "size": "1B"}, "model.size goes with model.architecture"),
+        ({"path": "m", "architecture": "llama"}, "model.path and model.architecture exclude each other"),
+        ({"path": "m", "size": "1B"}, "model.path and model.size exclude each other"),
         ({"architecture": "llama"}, "give model.size"),
         ({"path": "m", "attention": "spda"}, r"did you mean 'sdpa'\?.*allowed: auto"),
         ({"path": "m", "lora": {"rank": 3}}, r"model.lora.rank is not a known key"),
