@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from fullshard.errors import DataError, SetupError
 from fullshard.formatting.plural import counted, join_words
+from fullshard.multimodal.parts import Medium
 from fullshard.text.tokens import inner_tokenizer
 
 if TYPE_CHECKING:
@@ -53,6 +54,24 @@ def row_of(text: str, messages: list[Message] | None, files: Files, family: Any,
     return row or Row(_tokens(text, messages, inner_tokenizer(processor)))
 
 
+def with_placeholders(text: str, names: Sequence[str], placeholder: str, medium: Medium) -> str:
+    """Plain text with the model's placeholder at each mark; without marks, media come first."""
+    marks = text.count(medium.mark)
+    if names and marks not in (0, len(names)):
+        raise DataError(
+            f"the prompt has {counted(marks, 'place')} for {medium.noun}s ({medium.mark}) and --{medium.name} is given "
+            f"{counted(len(names), 'time')}. Give one {medium.noun} for each place, in order."
+        )
+    return text.replace(medium.mark, placeholder) if marks else placeholder * len(names) + text
+
+
+def rendered(messages: list[Message], tokenizer: Any) -> str:
+    """A conversation to answer, by the model's chat template."""
+    if not tokenizer.chat_template:
+        raise SetupError("the tokenizer has no chat template to lay out a conversation. Add --raw to give plain text.")
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
 def _refuse(files: Files, kind: str, taken: Sequence[str]) -> None:
     for medium, names in files.items():
         if names and medium not in taken:
@@ -87,4 +106,4 @@ def described(files: Files) -> str:
     return f", each with {join_words(parts)}" if parts else ""
 
 
-__all__ = ["Files", "Row", "TakesMedia", "described", "row_of"]
+__all__ = ["Files", "Row", "TakesMedia", "described", "rendered", "row_of", "with_placeholders"]

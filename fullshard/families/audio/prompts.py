@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fullshard.errors import DataError, SetupError
+from fullshard.errors import SetupError
 from fullshard.families.audio.bad_clips import read_clips
 from fullshard.families.audio.encoders.audio_chat import AudioChat
 from fullshard.families.audio.processor import AudioProcessor
 from fullshard.families.audio.reading import read_again
 from fullshard.families.audio.record_audio import MEDIUM
-from fullshard.formatting.plural import counted
-from fullshard.multimodal.prompts import Row
+from fullshard.multimodal.prompts import Row, rendered, with_placeholders
 from fullshard.multimodal.spans import replaced
 
 Message = dict[str, Any]
@@ -23,28 +22,11 @@ def audio_prompt(text: str | None, messages: list[Message] | None, names: Sequen
     if not processor.clip_tokens:
         raise SetupError("fullshard generate does not run speech encoder-decoders. Use Transformers' generate.")
     if messages is None:
-        laid_out, values = _marked(str(text), names, processor.placeholder), list(names)
+        laid_out, values = with_placeholders(str(text), names, processor.placeholder, MEDIUM), list(names)
     else:
         messages, values = AudioChat().with_clips({"messages": messages, "audio_path": list(names) or None})
-        laid_out = _rendered(messages, processor.tokenizer) if values else ""
+        laid_out = rendered(messages, processor.tokenizer) if values else ""
     return _row(laid_out, values, processor) if values else None
-
-
-def _marked(text: str, names: Sequence[str], placeholder: str) -> str:
-    """Plain text with a placeholder at each mark; without marks, clips come first."""
-    marks = text.count(MEDIUM.mark)
-    if names and marks not in (0, len(names)):
-        raise DataError(
-            f"the prompt has {counted(marks, 'place')} for clips ({MEDIUM.mark}) and --audio is given "
-            f"{counted(len(names), 'time')}. Give one clip for each place, in order."
-        )
-    return text.replace(MEDIUM.mark, placeholder) if marks else placeholder * len(names) + text
-
-
-def _rendered(messages: list[Message], tokenizer: Any) -> str:
-    if not tokenizer.chat_template:
-        raise SetupError("the tokenizer has no chat template to lay out a conversation. Add --raw to give plain text.")
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
 def _row(text: str, values: Sequence[Any], processor: AudioProcessor) -> Row:

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from fullshard.errors import DataError, SetupError
+from fullshard.errors import DataError
 from fullshard.families.vision import record_images
 from fullshard.families.vision.encoders.image_chat import ImageChat
 from fullshard.families.vision.prefix_layout import question_of
-from fullshard.formatting.plural import counted
 from fullshard.images.reading import quiet, reason
-from fullshard.multimodal.prompts import Row
+from fullshard.multimodal.prompts import Row, rendered, with_placeholders
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,35 +22,18 @@ Message = dict[str, Any]
 def image_prompt(text: str | None, messages: list[Message] | None, names: Sequence[str], processor: Any) -> Row | None:
     """The tokens of a prompt and the pixels of its images, as Transformers' processor makes them."""
     if messages is None:
-        laid_out, images = _marked(str(text), names, processor.placeholder), list(names)
+        laid_out, images = with_placeholders(str(text), names, processor.placeholder, record_images.MEDIUM), list(names)
     else:
         record = {"messages": messages, "images": list(names) or None}
         messages, images = ImageChat().with_images(record)
         if processor.takes_suffix:
             laid_out = processor.placeholder * len(images) + question_of(messages, type(processor.whole).__name__)
         else:
-            laid_out = _rendered(messages, processor.tokenizer) if images else ""
+            laid_out = rendered(messages, processor.tokenizer) if images else ""
     if not images:
         return None
     pictures = [_opened(image) for image in images]
     return _row(processor, laid_out, pictures)
-
-
-def _marked(text: str, names: Sequence[str], placeholder: str) -> str:
-    """Plain text with a placeholder at each mark; without marks, images come first."""
-    marks = text.count(record_images.MARK)
-    if names and marks not in (0, len(names)):
-        raise DataError(
-            f"the prompt has {counted(marks, 'place')} for images ({record_images.MARK}) and --image is given "
-            f"{counted(len(names), 'time')}. Give one image for each place, in order."
-        )
-    return text.replace(record_images.MARK, placeholder) if marks else placeholder * len(names) + text
-
-
-def _rendered(messages: list[Message], tokenizer: Any) -> str:
-    if not tokenizer.chat_template:
-        raise SetupError("the tokenizer has no chat template to lay out a conversation. Add --raw to give plain text.")
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
 def _row(processor: Any, text: str, pictures: list[Image.Image]) -> Row:

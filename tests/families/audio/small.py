@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import soundfile
 import torch
-from torch.nn.functional import cross_entropy
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForMultimodalLM,
@@ -22,6 +21,7 @@ from fullshard.families.audio.fresh_processor import fit_tokens, fresh_processor
 from fullshard.families.audio.models.audio_lm import AudioLM
 from fullshard.families.audio.sizes import tiny_audio
 from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, train_tokenizer
+from tests.families.plain_loop import trained_plainly
 
 MODELS = ["qwen2_audio", "voxtral", "phi4_multimodal"]
 WORDS = ["one", "two", "three", "four"]
@@ -127,41 +127,13 @@ def plain_loop(
     inputs: Sequence[dict[str, Any]] | None = None,
 ) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step of a plain loop in one process, one record at a time."""
-    model = model or loaded(folder / "model")
-    model.train()
-    # Sinusoids, which Transformers freezes when it builds a model but not when it loads one.
-    frozen = (*frozen, "model.audio_tower.embed_positions", "model.encoder.embed_positions")
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and not name.startswith(frozen))
-    groups: dict[tuple[float, bool], list[Any]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            lr = next((rate for start, rate in (rates or {}).items() if name.startswith(start)), 1e-3)
-            groups.setdefault((lr, parameter.dim() >= 2), []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [{"params": g, "lr": lr, "weight_decay": 0.1 if decays else 0.0} for (lr, decays), g in groups.items()],
-        betas=(0.9, 0.95),
-    )
-    trained = [parameter for group in groups.values() for parameter in group]
     if inputs is None:
         records = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
         inputs = [processed(folder, record) for record in records]
-    found = []
-    for step in range(steps):
-        rows = [inputs[(step * batch + at) % len(inputs)] for at in range(batch)]
-        total = sum(int((row["labels"] != -100).sum()) for row in rows)
-        whole = 0.0
-        for row in rows:
-            labels = row["labels"]
-            logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits
-            loss = cross_entropy(logits[0, :-1].float(), labels[0, 1:], ignore_index=-100, reduction="sum") / total
-            loss.backward()
-            whole += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((whole, norm))
-    return found
+    # Sinusoids, which Transformers freezes when it builds a model but not when it loads one.
+    frozen = (*frozen, "model.audio_tower.embed_positions", "model.encoder.embed_positions")
+    model = model or loaded(folder / "model")
+    return trained_plainly(model, inputs, steps=steps, batch=batch, frozen=frozen, rates=rates)
 
 
 def clips_of(folder: Path, record: dict[str, Any]) -> list[np.ndarray]:

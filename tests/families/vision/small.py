@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
-from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from fullshard.families.vision.fresh_processor import fresh_processor
 from fullshard.families.vision.sizes import tiny_vision
 from fullshard.families.vision.sources.desktop_episodes import DesktopEpisodes
 from fullshard.hf.tokenizers.tokenizer import TokenizerTraining, train_tokenizer
+from tests.families.plain_loop import trained_plainly
 from tests.small import recipe
 
 MODELS = [
@@ -133,39 +133,9 @@ def plain_loop(
 
     Inputs come from the processor of Transformers, called as its documentation says."""
     model = model or AutoModelForImageTextToText.from_pretrained(folder / "model")
-    model.train()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(
-            parameter.requires_grad and not name.startswith(frozen) if frozen else parameter.requires_grad
-        )
-    groups: dict[tuple[float, bool], list[Any]] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            lr = next((rate for start, rate in (rates or {}).items() if name.startswith(start)), 1e-3)
-            groups.setdefault((lr, parameter.dim() >= 2), []).append(parameter)
-    optimizer = torch.optim.AdamW(
-        [{"params": g, "lr": lr, "weight_decay": 0.1 if decays else 0.0} for (lr, decays), g in groups.items()],
-        betas=(0.9, 0.95),
-    )
-    trained = [parameter for group in groups.values() for parameter in group]
     records = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
     inputs = [processed(folder, record) for record in records]
-    found = []
-    for step in range(steps):
-        rows = [inputs[(step * batch + at) % len(inputs)] for at in range(batch)]
-        total = sum(int((row["labels"] != -100).sum()) for row in rows)
-        whole = 0.0
-        for row in rows:
-            labels = row["labels"]
-            logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits
-            loss = cross_entropy(logits[0, :-1].float(), labels[0, 1:], ignore_index=-100, reduction="sum") / total
-            loss.backward()
-            whole += float(loss.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(trained, 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((whole, norm))
-    return found
+    return trained_plainly(model, inputs, steps=steps, batch=batch, frozen=frozen, rates=rates)
 
 
 def processed(folder: Path, record: dict[str, Any]) -> dict[str, torch.Tensor]:

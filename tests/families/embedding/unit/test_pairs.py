@@ -354,9 +354,7 @@ def test_pairs_are_chosen_when_nothing_else_fits() -> None:
     assert isinstance(choose_encoder({"sentence1": "a", "sentence2": "b", "score": 0.1}), Pairs)
     assert isinstance(choose_encoder({"query": "a", "answer": "b"}), Chat)
     assert isinstance(choose_encoder({"query": "a", "positive": "b", "text": "c"}), Text)
-    with pytest.raises(
-        DataError, match=r"no known form\. .*; pairs: \{\"query\": .* with data.encode: .* pairs,"
-    ):
+    with pytest.raises(DataError, match=r"no known form\. .*; pairs: \{\"query\": .* with data.encode: .* pairs,"):
         choose_encoder({"anchor": "a", "caption": "b"})
 
 
