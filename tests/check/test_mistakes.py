@@ -181,7 +181,7 @@ def unknown_sink(workspace: Workspace) -> None:
     workspace.set("log", sinks=["tensorbord"])
 
 
-@mistake("recipe", "recipe: conflict", "evaluate.parts: sample", "the model has none", remedy="model.tokenizer")
+@mistake("recipe", "recipe: conflict", "evaluate.parts: sample", "the model has no tokenizer", remedy="model.tokenizer")
 def prompts_without_a_tokenizer(workspace: Workspace) -> None:
     workspace.set("evaluate", parts=["loss", {"kind": "sample", "prompts": ["The"]}])
     workspace.set("data", holdout=0.1)
