@@ -37,3 +37,9 @@ def test_every_package_has_a_line() -> None:
         "evaluations",
         "recipes",
     }
+
+
+def test_the_picture_shows_every_family() -> None:
+    folders = [path.parent.name for path in (ROOT / "fullshard" / "families").glob("*/__init__.py")]
+    assert len(folders) >= 3
+    assert [name for name in folders if f">families/{name}<" not in PICTURE] == []
