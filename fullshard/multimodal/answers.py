@@ -40,8 +40,8 @@ def stop_tokens(tokenizer: Any, answers: Sequence[Sequence[int]]) -> set[int]:
 
 @no_grad
 def greedy(inputs: EvaluationInputs, prompts: Sequence[Features], *, tokens: int, ends: set[int]) -> list[list[int]]:
-    """At most so many tokens after each prompt, on every rank. The ranks share the prompts. Either all prompts have
-    media or none has: all ranks run a tower, or none."""
+    """The continuation of each prompt by up to `tokens` tokens, on every rank; the ranks share the prompts. All prompts
+    have media, or all have none, because every rank has to run the same towers."""
     from fullshard.dist import reduce
 
     ranks, rank = reduce.place()

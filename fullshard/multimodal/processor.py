@@ -185,7 +185,7 @@ class ImageTextProcessor:
         return recorder.text, found.get("image_grid_thw")
 
     def processed(self, text: str, images: Sequence[Any], **settings: Any) -> Any:
-        """What Transformers' processor makes of one text and its images."""
+        """The output of Transformers' processor for one text and its images."""
         with warnings.catch_warnings():
             # PaliGemma's makes a NumPy array of a tensor.
             warnings.simplefilter("ignore", DeprecationWarning)

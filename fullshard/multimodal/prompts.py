@@ -46,7 +46,7 @@ class TakesMedia(Protocol):
 
 
 def row_of(text: str, messages: list[Message] | None, files: Files, family: Any, processor: Any) -> Row:
-    """The row of a conversation to answer, or of a text to continue if there is none. Raises SetupError for media that
+    """The row of a conversation to answer or, without messages, of a text to continue. Raises SetupError for media that
     the model does not take."""
     takes = isinstance(family, TakesMedia)
     _refuse(files, family.kind(), family.prompt_media if takes else ())

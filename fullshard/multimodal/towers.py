@@ -137,7 +137,7 @@ def without_adapters(settings: Mapping[str, Tower], towers: Mapping[str, list[st
 
 
 def _outermost(module: nn.Module, taken: list[str], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules that contain none of the taken ones."""
+    """The largest modules that do not contain a taken one."""
     for key, child in module.named_children():
         name = f"{prefix}{key}"
         if _within(name, taken):

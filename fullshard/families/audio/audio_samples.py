@@ -72,7 +72,7 @@ class AudioCollator(Collator):
         return super().blank(self.without_media(sample))
 
     def touching(self, samples: Sequence[Features]) -> Sequence[Features]:
-        """The samples, and a row of no weight with a clip if none of them has one."""
+        """The samples; if no sample has a clip, also a row with one that adds nothing to the loss."""
         return samples if any(len(sample["audio_sizes"]) for sample in samples) else [*samples, self._silence]
 
     def without_media(self, sample: Features) -> Features:

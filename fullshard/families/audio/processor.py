@@ -91,7 +91,7 @@ class AudioProcessor:
 
 
 class WholeProcessor(AudioProcessor):
-    """Transformers' processor, called with text and audio; its part for images stays out where there are none."""
+    """Transformers' processor, called with text and audio only."""
 
     def __init__(self, whole: Any, extractor: Any, **more: Any) -> None:
         super().__init__(extractor, whole.tokenizer, class_name=type(whole).__name__, **more)

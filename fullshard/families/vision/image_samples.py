@@ -104,7 +104,7 @@ class ImageCollator(Collator):
         return super().blank(self.without_media(sample))
 
     def touching(self, samples: Sequence[Features]) -> Sequence[Features]:
-        """The samples, and a row of no weight with an image if none of them has one."""
+        """The samples; if no sample has an image, also a row with one that adds nothing to the loss."""
         return samples if any(sample["image_counts"].sum() for sample in samples) else [*samples, self._blank_image]
 
     def without_media(self, sample: Features) -> Features:

@@ -39,7 +39,7 @@ class Transcripts(ClipRules):
     language: str | None = "en"
     """The language of the transcripts, by its code; null for models of one language."""
     task: Literal["transcribe", "translate"] = "transcribe"
-    """What the decoder is told to do, if it has a language."""
+    """The decoder's task, for models of several languages."""
 
     @staticmethod
     def accepts(record: Record) -> bool:

@@ -127,7 +127,7 @@ def _written(
     use_info: bool,
     counts: Counter[str],
 ) -> Iterator[list[Segment]]:
-    """The segments of each event; a window holds all or none of them."""
+    """The segments of each event; a window never splits them."""
     yield [Text(EPISODE_START, trained=False, event=None)]
     for event in _chosen(_shifted(episode.events, shift_ns), form, use_info, counts):
         text = form.encode(event)
