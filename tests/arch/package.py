@@ -33,6 +33,9 @@ SERVING = (
     "text",
     # Other tools' keys and files, translated or answered.
     "dialects",
+    # Several runs in a row, and the library for those who keep their own loop: both call the engine.
+    "stages",
+    "own_loop",
 )
 """What is not the engine. Everything else in the package is."""
 

@@ -23,9 +23,11 @@ from tests.arch.package import (
     unit,
 )
 
-ENGINE, PACKAGE_LINES, TOUR_LINES = 14_000, 39_393, 2_500
+ENGINE, PACKAGE_LINES, TOUR_LINES = 14_000, 38_968, 2_500
 """The most lines that each may have. Lower these as parts shrink, and never raise them."""
 FAMILIES = ("diffusion", "embedding", "language")
+COUNTED_APART = ("multimodal", "dialects", "stages", "own_loop")
+"""Packages that grow with what they serve: a tower, another trainer's files, a new way to call the engine."""
 SOURCES = [path for path in FILES if path.name != "__init__.py"]
 TOUR = ("recipe", "build", "loop", "step", "dist.shard", "families.language.objectives.causal_lm")
 """What a newcomer reads first, with every engine module that build, loop and step import."""
@@ -65,8 +67,8 @@ def test_the_engine_stays_small() -> None:
 
 
 def test_the_package_stays_small() -> None:
-    """A family that is added counts for itself, and so do towers, which the present families do not have."""
-    present = {module for module in MODULES if family(module) in ("", *FAMILIES) and unit(module) != "multimodal"}
+    """A family that is added counts for itself, and so does a dialect."""
+    present = {module for module in MODULES if family(module) in ("", *FAMILIES) and unit(module) not in COUNTED_APART}
     counted = {module: lines(MODULES[module]) for module in present}
     assert sum(counted.values()) <= PACKAGE_LINES
 
