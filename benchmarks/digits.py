@@ -127,7 +127,7 @@ def main() -> int:
         if run is None:
             import fullshard
 
-            run = Path(fullshard.train(fullshard.load("diffusion", f"output={temporary}")).folder)
+            run = Path(fullshard.train(fullshard.read("diffusion", f"output={temporary}")).folder)
         found = []
         for guidance in options.guidance:
             samples = make(run, each=options.count // CLASSES, guidance=guidance, steps=32)

@@ -2,7 +2,7 @@
 """fullshard: PyTorch-native FSDP training. One recipe, one command, one loop.
 
 import fullshard
-recipe = fullshard.load("recipe.yaml", "optimizer.lr=3e-4")
+recipe = fullshard.read("recipe.yaml", "optimizer.lr=3e-4")
 result = fullshard.train(recipe)
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fullshard.contracts.sink import OpenSink, Sink
     from fullshard.errors import CheckpointError, DataError, FullshardError, NumericalError, RecipeError, SetupError
     from fullshard.recipe import Recipe
-    from fullshard.recipes.read import load
+    from fullshard.recipes.read import read_recipe as read
     from fullshard.run import train_recipe as train
     from fullshard.similarity.base import Embedded, SimilarityLoss
 
@@ -48,7 +48,7 @@ _MODULES = {
     "contracts.sink": "OpenSink Sink",
     "errors": "CheckpointError DataError FullshardError NumericalError RecipeError SetupError",
     "recipe": "Recipe",
-    "recipes.read": "load",
+    "recipes.read": "read",
     "run": "train",
     "similarity.base": "Embedded SimilarityLoss",
 }
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     module = importlib.import_module(f"fullshard.{_MODULE_OF[name]}")
-    return module.train_recipe if name == "train" else getattr(module, name)
+    return getattr(module, f"{name}_recipe" if name in ("read", "train") else name)
 
 
 def __dir__() -> list[str]:

@@ -60,7 +60,7 @@ def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) 
 def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = False) -> Result:
     """Trains a recipe and returns the result. Starts ranks unless this process is already one."""
     if not isinstance(recipe, Recipe):
-        raise RecipeError(f"fullshard.train takes a recipe, found {recipe!r}. Read one first, with fullshard.load.")
+        raise RecipeError(f"fullshard.train takes a recipe, found {recipe!r}. Read one first, with fullshard.read.")
     reading = Reading(recipe, "", "a recipe in Python")
     under_launcher = env.detect(os.environ).world > 1
     ranks = on_ranks.ranks_of(recipe.topology)

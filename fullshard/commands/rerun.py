@@ -22,7 +22,7 @@ def command(reading: Reading, *changes: str, resume: str | None = None) -> str:
         return reading.typed.again(*changes, resume=resume)
     # A recipe made in Python has no file, but its resolved form does.
     words = ", ".join(repr(word) for word in (str(reading.recipe.folder / RESOLVED), *changes))
-    return f"import fullshard; fullshard.train(fullshard.load({words}){f', resume={resume!r}' if resume else ''})"
+    return f"import fullshard; fullshard.train(fullshard.read({words}){f', resume={resume!r}' if resume else ''})"
 
 
 def go_on(reading: Reading, *, out_of_patience: bool) -> str:

@@ -67,7 +67,7 @@ class Reading:
     """The command line in parts, to be repeated with other settings; None for a recipe made in Python."""
 
 
-def load(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None) -> Recipe:
+def read_recipe(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None) -> Recipe:
     """Reads a recipe: a YAML path, a built-in name or a mapping, with settings like "optimizer.lr=3e-4" on top."""
     return read(source, *overrides, preset=preset).recipe
 
@@ -75,7 +75,7 @@ def load(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | 
 def read(
     source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None, typed: Typed | None = None
 ) -> Reading:
-    """Reads a recipe as `load` does, and keeps where its values came from."""
+    """Reads a recipe as `read_recipe` does, and keeps where its values came from."""
     name, document = _open(source)
     run = document.values.get(RUN_KEY)
     settings = Settings(Recipe)

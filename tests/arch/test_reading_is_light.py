@@ -49,13 +49,13 @@ except SystemExit as end:
 
 
 def test_reading_any_built_in_recipe_imports_nothing_heavy(tmp_path: Path) -> None:
-    read = f"from fullshard.recipes.read import load\nfor name in {[*recipes()]!r}:\n    load(name)"
+    read = f"from fullshard.recipes.read import read_recipe\nfor name in {[*recipes()]!r}:\n    read_recipe(name)"
     assert imported(read, folder=tmp_path) == ""
 
 
 def test_reading_a_recipe_with_a_users_own_part_imports_nothing_heavy(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN_PART)
     read = (
-        "from fullshard import load\nassert load('quickstart', 'schedule={kind: mine.Flat}').schedule.factor(0, 1) == 1"
+        "from fullshard import read\nassert read('quickstart', 'schedule={kind: mine.Flat}').schedule.factor(0, 1) == 1"
     )
     assert imported(read, folder=tmp_path) == ""

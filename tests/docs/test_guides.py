@@ -60,7 +60,7 @@ def test_the_objective_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "log": {"sinks": []},
         **yaml.safe_load(blocks("yaml", OWN_PARTS)[0]),
     }
-    result = fullshard.train(fullshard.load(settings))
+    result = fullshard.train(fullshard.read(settings))
     assert (result.step, result.stopped) == (2, "done")
     assert "proven" in (tmp_path / "runs" / "smoothed" / "log.txt").read_text()
 
@@ -84,7 +84,7 @@ def test_every_recipe_decodes() -> None:
     first, *others = [yaml.safe_load(block) for block in blocks("yaml", (ROOT / "docs" / "recipes.md").read_text())]
     assert others
     for sections in (first, *others):
-        fullshard.load(first | sections)
+        fullshard.read(first | sections)
 
 
 def test_every_contract_is_listed() -> None:

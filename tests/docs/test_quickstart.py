@@ -145,7 +145,7 @@ def test_what_the_run_wrote_down(run: Path) -> None:
     log = (run / "log.txt").read_text()
     for words in ("2 ranks, CPU, gloo", "New Best Val Loss", "Sample continuation of 'The for statement'"):
         assert words in log
-    resolved = fullshard.load(run / "recipe.resolved.yaml")
+    resolved = fullshard.read(run / "recipe.resolved.yaml")
     assert resolved.sharding.strategy != "auto"
     assert resolved.precision in ("bf16", "fp32")
     assert yaml.safe_load((run / "recipe.resolved.yaml").read_text())["run"]["versions"]["torch"]

@@ -306,7 +306,7 @@ def test_a_data_source_says_where_a_bad_record_is(parts: Path, folder: Path) -> 
         folder, name="broken", data={"train": {"kind": "my_broken_source.Sequences", "count": 40, "broken": 7}}
     )
     with pytest.raises(fullshard.DataError, match="sequence number 7: no 'text' or 'input_ids' in the record"):
-        fullshard.train(fullshard.load(settings))
+        fullshard.train(fullshard.read(settings))
 
 
 COUNTED = SOURCE.replace(
@@ -419,7 +419,7 @@ def test_an_objective_that_needs_what_the_encoder_does_not_give(parts: Path, fol
     with pytest.raises(
         fullshard.DataError, match=r"my_needy.Smoothed needs weights in a batch, and the encoder text gives "
     ):
-        fullshard.train(fullshard.load(settings))
+        fullshard.train(fullshard.read(settings))
 
 
 SINK = """
@@ -486,7 +486,7 @@ def test_launcher(parts: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(parts), os.environ.get("PYTHONPATH", "")]))
     launcher = {"kind": "my_launcher.OneByOne", "note": str(parts / "note.json")}
     topology = {"devices": 2, "launcher": launcher}
-    recipe_of_ours = fullshard.load(recipe(folder, name="launcher", duration={"steps": 2}, topology=topology))
+    recipe_of_ours = fullshard.read(recipe(folder, name="launcher", duration={"steps": 2}, topology=topology))
     result = fullshard.train(recipe_of_ours)
     note = json.loads((parts / "note.json").read_text())
     assert note["codes"] == [0, 0]
@@ -645,11 +645,11 @@ def test_a_kind_that_cannot_be_used(parts: Path, folder: Path, kind: str, messag
     (parts / "my_wrong.py").write_text(SCHEDULE + OPTIMIZER)
     (parts / "my_needs_more.py").write_text("import not_installed_here\n" + SCHEDULE)
     with pytest.raises(RecipeError) as caught:
-        fullshard.load(recipe(folder, schedule={"kind": kind}))
+        fullshard.read(recipe(folder, schedule={"kind": kind}))
     assert str(caught.value) == f"a mapping: {message}"
 
 
 def test_a_wrong_key_of_a_users_part_is_named(parts: Path, folder: Path) -> None:
     (parts / "my_keys.py").write_text(SCHEDULE)
     with pytest.raises(RecipeError, match=r"schedule\.factor is not a known key \(did you mean 'factors'\?\)"):
-        fullshard.load(recipe(folder, schedule={"kind": "my_keys.Listed", "factor": [1.0]}))
+        fullshard.read(recipe(folder, schedule={"kind": "my_keys.Listed", "factor": [1.0]}))

@@ -45,7 +45,7 @@ def losses(case: str, local: Path, output: Path, *overrides: str) -> dict[str, l
     settings = [*shrunk(name, local), f"topology.devices={ranks}", f"output={output}", f"data.cache={output}/cache"]
     if name == "quickstart":  # its own texts are Python's documentation, which differs between versions of Python
         settings.append(f"data.train={local}/texts")
-    fullshard.train(fullshard.load(name, *settings, *overrides))
+    fullshard.train(fullshard.read(name, *settings, *overrides))
     return logged(output / name)
 
 
@@ -114,7 +114,7 @@ def continued(name: str, ranks: int) -> dict[str, list[Any]]:
     """The rest of the run from the checkpoint in the current folder."""
     import fullshard
 
-    recipe = fullshard.load(RECIPE | {"name": name, "topology": {"device": "cpu", "devices": ranks}})
+    recipe = fullshard.read(RECIPE | {"name": name, "topology": {"device": "cpu", "devices": ranks}})
     fullshard.train(recipe, resume=CHECKPOINT)
     return logged(Path("runs") / name)
 
@@ -127,7 +127,7 @@ def write_checkpoint(folder: Path) -> None:
     os.chdir(folder)
     model_folder(Path("model"), **TINY)
     token_file(Path("train.jsonl"), records=100)
-    recipe = fullshard.load(RECIPE | {"name": "whole", "topology": {"device": "cpu", "devices": 2}})
+    recipe = fullshard.read(RECIPE | {"name": "whole", "topology": {"device": "cpu", "devices": 2}})
     fullshard.train(recipe)
     shutil.copytree(Path("runs") / "whole" / CHECKPOINT, CHECKPOINT)
     with tarfile.open(f"{CHECKPOINT}.tar.xz", "w:xz") as archive:  # 240 kB, most of them zeros

@@ -53,7 +53,7 @@ def test_every_recipe_key_is_accepted() -> None:
 @pytest.mark.parametrize("key", COMPATIBILITY)
 def test_a_key_without_effect_is_accepted(key: str) -> None:
     for value in COMPATIBILITY[key]:
-        fullshard.load(MINIMAL, f"{key}={json.dumps(value)}")
+        fullshard.read(MINIMAL, f"{key}={json.dumps(value)}")
 
 
 def test_every_command_and_option_exists() -> None:

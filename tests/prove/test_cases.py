@@ -15,7 +15,7 @@ from fullshard.contracts.launcher import Ranks
 from fullshard.log.console import Console
 from fullshard.prove.cases import NAMES, Case, Place, Plan, plan
 from fullshard.recipe import Recipe
-from fullshard.recipes.read import load
+from fullshard.recipes.read import read_recipe
 from fullshard.setup.run_inputs import prepare_inputs
 from tests.small import model_folder, recipe, token_file
 
@@ -34,7 +34,7 @@ def place(world: int = 1, **changes: Any) -> Place:
 
 
 def planned(folder: Path, where: Place, *cases: str, **sections: Any) -> tuple[Recipe, Plan]:
-    asked = load(recipe(folder, **sections))
+    asked = read_recipe(recipe(folder, **sections))
     world = where.ranks.per_node * asked.topology.nodes
     return asked, plan(
         asked, where, prepare_inputs(asked, world_size=world, console=Console(silent=True)), cases=cases or NAMES
@@ -92,10 +92,10 @@ def test_each_case_changes_one_thing(folder: Path) -> None:
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
 def test_every_run_can_divide_the_step(folder: Path, world: int, half: bool) -> None:
-    inputs = prepare_inputs(load(recipe(folder)), world_size=1, console=Console(silent=True))
+    inputs = prepare_inputs(read_recipe(recipe(folder)), world_size=1, console=Console(silent=True))
     for per_device, accumulate in itertools.product([1, 3, 4, 6], [1, 3, 32]):
         own = per_device * accumulate * world
-        asked = load(recipe(folder, batch={"per_device": per_device, "global": own}))
+        asked = read_recipe(recipe(folder, batch={"per_device": per_device, "global": own}))
         steps = replace(inputs.plan, per_device=per_device, accumulate=accumulate, world=world)
         found = plan(asked, place(world, half=half), replace(inputs, plan=steps), cases=NAMES)
         for case in everyone(found):
@@ -130,7 +130,7 @@ def test_8_bit_states_are_kept_in_fp32_where_slices_differ(folder: Path) -> None
 
 
 def test_a_dropout_without_a_setting_is_left_out_with_its_name(folder: Path) -> None:
-    asked = load(recipe(folder))
+    asked = read_recipe(recipe(folder))
     inputs = prepare_inputs(asked, world_size=1, console=Console(silent=True))
     inputs.module.add_module("mine", nn.Dropout(0.5))
     found = plan(asked, place(), inputs, cases=("resume", "world"))

@@ -31,14 +31,14 @@ def ranks(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_decodes_as_shipped(name: str) -> None:
-    recipe = fullshard.load(name)
+    recipe = fullshard.read(name)
     assert recipe.name == name
-    assert fullshard.load(plain(recipe)) == recipe
+    assert fullshard.read(plain(recipe)) == recipe
 
 
 @pytest.mark.parametrize("name", one_in(4, RECIPES))
 def test_a_recipe_trains_three_steps(name: str, local: Path, tmp_path: Path) -> None:
-    result = fullshard.train(fullshard.load(name, *shrunk(name, local), *ranks(name), f"output={tmp_path}"))
+    result = fullshard.train(fullshard.read(name, *shrunk(name, local), *ranks(name), f"output={tmp_path}"))
     assert (result.step, result.stopped) == (3, "done")
     records = read_metrics(tmp_path / name / "metrics.jsonl")
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
@@ -53,7 +53,7 @@ def test_a_recipe_trains_three_steps(name: str, local: Path, tmp_path: Path) -> 
 def test_a_preset_goes_under_a_recipe(name: str, preset: str) -> None:
     below = yaml.safe_load(families.presets()[preset].read_text())
     stated = yaml.safe_load(families.recipes()[name].read_text())
-    in_force = plain(fullshard.load(name, preset=preset))
+    in_force = plain(fullshard.read(name, preset=preset))
     assert below
     for section, values in below.items():
         for key, value in values.items():

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fullshard.cli import app
 from fullshard.commands import rerun
 from fullshard.log.metrics import read as read_metrics
-from fullshard.recipes.read import Reading, Typed, hand_on, load, read
+from fullshard.recipes.read import Reading, Typed, hand_on, read, read_recipe
 from fullshard.run import execute
 from tests import small
 
@@ -71,7 +71,8 @@ def test_the_commands_that_a_run_prints(say: Say, tmp_path: Path) -> None:
     assert (there["name"], there["optimizer"]["lr"], there["seed"]) == ("mine-2", 2e-3, 7)
     assert (there["output"], there["topology"]["devices"]) == ("my runs", 1)
     assert (
-        there["sharding"]["activation_checkpointing"] == load(NAME, preset=GIVEN[3]).sharding.activation_checkpointing
+        there["sharding"]["activation_checkpointing"]
+        == read_recipe(NAME, preset=GIVEN[3]).sharding.activation_checkpointing
     )
 
     logs = shlex.split(after("See the curves:", first))
@@ -111,12 +112,12 @@ def test_the_command_that_a_check_prints(say: Say) -> None:
 def test_a_recipe_made_in_python_is_rerun_from_python(
     say: Say, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    execute(Reading(load(NAME), "", "a recipe in Python"), resume="auto")
+    execute(Reading(read_recipe(NAME), "", "a recipe in Python"), resume="auto")
     line = after("Change a setting:", capfd.readouterr().out)
     names: dict[str, Any] = {}
     exec(line.replace("fullshard.train(", "recipe = (", 1), names)
     assert (names["recipe"].name, names["recipe"].optimizer.lr) == ("mine-2", 5e-3)
-    assert line.startswith("import fullshard; fullshard.train(fullshard.load('")
+    assert line.startswith("import fullshard; fullshard.train(fullshard.read('")
 
 
 def test_settings_keep_their_place_and_are_replaced_once() -> None:
@@ -137,7 +138,7 @@ def test_ranks_know_the_command_line_of_the_run(say: Say, tmp_path: Path) -> Non
     typed = Typed(("fullshard", "train", NAME, "--devices", "2"), ("seed=3",))
     hand_on(read(NAME, "seed=3", typed=typed), tmp_path / "handed.yaml")
     assert read(tmp_path / "handed.yaml").typed == typed
-    hand_on(Reading(load(NAME), "", "a recipe in Python"), tmp_path / "handed.yaml")
+    hand_on(Reading(read_recipe(NAME), "", "a recipe in Python"), tmp_path / "handed.yaml")
     assert read(tmp_path / "handed.yaml").typed is None
 
 
@@ -184,5 +185,5 @@ def test_printed_python_lines_include_their_imports(line: str, expected: str) ->
 def test_without_a_loader_no_python_line_is_printed(say: Say) -> None:
     from fullshard.contracts.model import Family
 
-    assert Family.load_with(load(NAME).model, "out", adapter=False) is not None, "Transformers' own"
+    assert Family.load_with(read_recipe(NAME).model, "out", adapter=False) is not None, "Transformers' own"
     assert Family.loader is None

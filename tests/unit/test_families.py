@@ -19,7 +19,7 @@ from fullshard.config.part import decode, kinds, part_class
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.schedule import Schedule
 from fullshard.errors import RecipeError, SetupError
-from fullshard.recipes.read import load
+from fullshard.recipes.read import read_recipe
 
 STAIRS = '''
 from fullshard.contracts.schedule import Schedule
@@ -102,7 +102,7 @@ def test_an_installed_package_adds_a_family(install: Install) -> None:
     found = decode(Schedule, {"kind": "stairs", "height": 0.25}, where="schedule")
     assert (found.kind(), type(found).__module__) == ("stairs", "lab_family.schedules.stairs")
     assert sentence(families.recipes()["lab"]) == "A recipe of another package."
-    assert load("lab").schedule.kind() == "stairs"
+    assert read_recipe("lab").schedule.kind() == "stairs"
     assert "hello" in families.commands()
 
 

@@ -17,7 +17,7 @@ from fullshard.dialects import foreign_keys
 from fullshard.errors import DataError, RecipeError
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
-from fullshard.recipes.read import load, read
+from fullshard.recipes.read import read, read_recipe
 
 BASE: dict[str, Any] = {
     "model": {"architecture": "qwen3", "size": "tiny", "tokenizer": {"train": {"vocab_size": 300}}},
@@ -109,7 +109,7 @@ def test_another_trainers_strategy_is_answered_with_ours(word: str) -> None:
     message = error_of_words(f"sharding={word}")
     ours = foreign_keys.of_value("sharding.strategy", word)
     assert f"(here {word} is {ours})" in message
-    load(BASE, f"sharding={ours}")
+    read_recipe(BASE, f"sharding={ours}")
 
 
 def test_a_typo_in_our_key_suggests_our_key() -> None:
@@ -130,7 +130,7 @@ def test_every_value_that_the_table_suggests_is_accepted() -> None:
         if key in ("log.sinks", "model.attention"):
             continue  # a list; a model on a GPU
         for ours in values:
-            load(BASE, f"{key}={ours}")
+            read_recipe(BASE, f"{key}={ours}")
 
 
 def test_no_foreign_key_is_in_the_table_twice() -> None:
@@ -143,16 +143,16 @@ def test_no_foreign_key_is_in_the_table_twice() -> None:
 
 
 def test_short_forms() -> None:
-    assert load(BASE, "objective=causal_lm").objective.kind() == "causal_lm"
-    assert load(BASE, "optimizer=muon").optimizer.kind() == "muon"
-    assert load(BASE, "schedule=linear").schedule.kind() == "linear"
-    assert load(BASE, "data.train=digits").data.train.kind() == "digits"
-    assert load(BASE, "topology.launcher=local").topology.launcher.kind() == "local"
-    with_adapters = load({**BASE, "model": {**BASE["model"], "lora": True}})
+    assert read_recipe(BASE, "objective=causal_lm").objective.kind() == "causal_lm"
+    assert read_recipe(BASE, "optimizer=muon").optimizer.kind() == "muon"
+    assert read_recipe(BASE, "schedule=linear").schedule.kind() == "linear"
+    assert read_recipe(BASE, "data.train=digits").data.train.kind() == "digits"
+    assert read_recipe(BASE, "topology.launcher=local").topology.launcher.kind() == "local"
+    with_adapters = read_recipe({**BASE, "model": {**BASE["model"], "lora": True}})
     assert with_adapters.model.lora.r == 16  # type: ignore[attr-defined]
     off = {**BASE, "model": {**BASE["model"], "lora": False}, "ema": False, "checkpoint": {"best": False}}
-    assert (load(off).model.lora, load(off).ema, load(off).checkpoint.best) == (None, None, None)  # type: ignore[attr-defined]
-    switched_off = load({**BASE, "model": {**BASE["model"], "lora": {"r": 8}}}, "model.lora=false")
+    assert (read_recipe(off).model.lora, read_recipe(off).ema, read_recipe(off).checkpoint.best) == (None, None, None)  # type: ignore[attr-defined]
+    switched_off = read_recipe({**BASE, "model": {**BASE["model"], "lora": {"r": 8}}}, "model.lora=false")
     assert switched_off.model.lora is None  # type: ignore[attr-defined]
 
 

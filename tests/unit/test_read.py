@@ -18,7 +18,7 @@ from fullshard.dialects.foreign_keys import NO_EFFECT
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse, parse_value, render
 from fullshard.recipe import Batch
-from fullshard.recipes.read import hand_on, load, read, run_facts, save_resolved
+from fullshard.recipes.read import hand_on, read, read_recipe, run_facts, save_resolved
 
 OWN_PARTS = """
 from typing import Any, ClassVar
@@ -272,7 +272,7 @@ def test_a_change_of_kind_keeps_shared_keys_and_reports_dropped_ones() -> None:
 
 
 def test_a_path_replaces_a_source_of_another_kind() -> None:
-    recipe = load({**MINIMAL, "data": {"train": {"kind": "python_reference"}}}, "data.train=a.jsonl")
+    recipe = read_recipe({**MINIMAL, "data": {"train": {"kind": "python_reference"}}}, "data.train=a.jsonl")
     assert plain(recipe.data.train).items() >= {"kind": "files", "path": "a.jsonl"}.items()
 
 
@@ -281,31 +281,31 @@ def test_a_path_replaces_a_source_of_another_kind() -> None:
 
 @pytest.mark.parametrize("key", ["batch.per_device", "batch.per-device", "--batch.per-device"])
 def test_hyphens_and_underscores_are_the_same(key: str) -> None:
-    assert load({**MINIMAL, "batch": {"per-device": 2}}, f"{key}=4").batch.per_device == 4
+    assert read_recipe({**MINIMAL, "batch": {"per-device": 2}}, f"{key}=4").batch.per_device == 4
 
 
 @pytest.mark.parametrize("word", ["true", "True", "yes", "on"])
 def test_true_in_every_spelling(word: str) -> None:
-    assert load(MINIMAL, f"sharding.cpu_offload={word}").sharding.cpu_offload is True
-    assert load({**MINIMAL, "sharding": {"cpu_offload": word}}).sharding.cpu_offload is True
+    assert read_recipe(MINIMAL, f"sharding.cpu_offload={word}").sharding.cpu_offload is True
+    assert read_recipe({**MINIMAL, "sharding": {"cpu_offload": word}}).sharding.cpu_offload is True
 
 
 @pytest.mark.parametrize("word", ["false", "False", "no", "off"])
 def test_false_in_every_spelling(word: str) -> None:
-    assert load(MINIMAL, f"sharding.compile={word}").sharding.compile is False
+    assert read_recipe(MINIMAL, f"sharding.compile={word}").sharding.compile is False
 
 
 def test_scientific_notation_is_a_number_in_file_and_on_the_command_line() -> None:
-    assert load(written(RECIPE)).optimizer.lr == 1e-4
-    assert load(written(RECIPE), "optimizer.lr=5E-5").optimizer.lr == 5e-5
+    assert read_recipe(written(RECIPE)).optimizer.lr == 1e-4
+    assert read_recipe(written(RECIPE), "optimizer.lr=5E-5").optimizer.lr == 5e-5
 
 
 def test_null_and_lists() -> None:
-    recipe = load(MINIMAL, "checkpoint.best=null", "topology.devices=[0, 2]", "topology.device=cuda")
+    recipe = read_recipe(MINIMAL, "checkpoint.best=null", "topology.devices=[0, 2]", "topology.device=cuda")
     assert recipe.checkpoint.best is None
     assert recipe.topology.devices == [0, 2]
-    assert load(MINIMAL, "topology.devices=0,2").topology.devices == [0, 2]
-    assert load(MINIMAL, "topology.devices='2'", "topology.device=gpu").topology.devices == 2
+    assert read_recipe(MINIMAL, "topology.devices=0,2").topology.devices == [0, 2]
+    assert read_recipe(MINIMAL, "topology.devices='2'", "topology.device=gpu").topology.devices == 2
     for devices in (0, -1, []):
         assert "topology.devices must be at least 1" in error_of(MINIMAL, f"topology.devices={devices}")
     assert "topology.devices names a GPU twice: [0, 0]" in error_of(MINIMAL, "topology.devices=[0, 0]")
@@ -313,31 +313,32 @@ def test_null_and_lists() -> None:
 
 
 def test_a_key_inside_a_short_form() -> None:
-    recipe = load({**MINIMAL, "data": {"train": "a.jsonl"}, "sharding": "hybrid"}, "sharding.cpu_offload=true")
+    recipe = read_recipe({**MINIMAL, "data": {"train": "a.jsonl"}, "sharding": "hybrid"}, "sharding.cpu_offload=true")
     assert (recipe.sharding.strategy, recipe.sharding.cpu_offload) == ("hybrid", True)
-    assert load({**MINIMAL, "schedule": "linear"}, "schedule.warmup=5").schedule.warmup == 5
+    assert read_recipe({**MINIMAL, "schedule": "linear"}, "schedule.warmup=5").schedule.warmup == 5
 
 
 def test_a_model_named_by_one_word_takes_adapter_settings() -> None:
-    model = plain(load({"model": "some/name", "data": {"train": "a.jsonl"}}, "model.lora.r=8").model)
+    model = plain(read_recipe({"model": "some/name", "data": {"train": "a.jsonl"}}, "model.lora.r=8").model)
     assert (model["kind"], model["path"], model["lora"]["r"]) == ("hf", "some/name", 8)
 
 
 def test_a_key_inside_something_that_is_null_or_absent() -> None:
-    assert plain(load(MINIMAL, "model.lora.r=8").model)["lora"] == {"r": 8, "dropout": 0.0}
-    assert load({**MINIMAL, "checkpoint": {"best": None}}, "checkpoint.best.metric=x").checkpoint.best is not None
+    assert plain(read_recipe(MINIMAL, "model.lora.r=8").model)["lora"] == {"r": 8, "dropout": 0.0}
+    recipe = read_recipe({**MINIMAL, "checkpoint": {"best": None}}, "checkpoint.best.metric=x")
+    assert recipe.checkpoint.best is not None
 
 
 def test_a_free_mapping_is_merged_key_by_key_and_keeps_its_hyphens() -> None:
     model = {**MINIMAL["model"], "config": {"hidden-size": 4, "layers": {"n": 1}}}
-    config = plain(load({**MINIMAL, "model": model}, "model.config.layers.n=2", "model.config.a-b=3").model)["config"]
-    assert config == {"hidden-size": 4, "layers": {"n": 2}, "a-b": 3}
+    recipe = read_recipe({**MINIMAL, "model": model}, "model.config.layers.n=2", "model.config.a-b=3")
+    assert plain(recipe.model)["config"] == {"hidden-size": 4, "layers": {"n": 2}, "a-b": 3}
 
 
 def test_a_list_element_by_index() -> None:
-    recipe = load({**MINIMAL, "log": {"sinks": ["tensorboard", "tensorboard"]}}, "log.sinks[1].kind=tensorboard")
+    recipe = read_recipe({**MINIMAL, "log": {"sinks": ["tensorboard", "tensorboard"]}}, "log.sinks[1].kind=tensorboard")
     assert len(recipe.log.sinks) == 2
-    assert load({**MINIMAL, "data": {"train": ["a.jsonl", "b.jsonl"]}}, "data.train.path[1]=c.jsonl")
+    assert read_recipe({**MINIMAL, "data": {"train": ["a.jsonl", "b.jsonl"]}}, "data.train.path[1]=c.jsonl")
     message = error_of({**MINIMAL, "log": {"sinks": ["tensorboard"]}}, "log.sinks[3].kind=x")
     assert "log.sinks[3].kind: the recipe gives 1 entry at log.sinks" in message
     assert "no list" in error_of(MINIMAL, "precision[0]=x")
@@ -430,7 +431,7 @@ def test_a_recipe_handed_to_ranks_keeps_where_it_came_from(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", sorted(families.presets()))
 def test_every_preset_decodes_and_says_what_it_is_for(name: str) -> None:
-    assert load(MINIMAL, preset=name).topology.nodes >= 1
+    assert read_recipe(MINIMAL, preset=name).topology.nodes >= 1
     assert len(sentence(families.presets()[name])) > 40
 
 
@@ -455,7 +456,7 @@ def test_keys_that_fsdp2_made_meaningless_are_accepted_and_noted(tmp_path: Path)
     assert notes[2].startswith("sharding.backward_prefetch = BACKWARD_POST is not available: FSDP2 always gathers")
     hand_on(reading, tmp_path / "handed.yaml")
     assert read(tmp_path / "handed.yaml") == reading
-    assert without_effect(load(tmp_path / "handed.yaml")) == notes
+    assert without_effect(read_recipe(tmp_path / "handed.yaml")) == notes
 
 
 def test_keys_without_effect_on_the_command_line() -> None:
@@ -471,8 +472,8 @@ def test_keys_without_effect_on_the_command_line() -> None:
 
 def test_an_old_resolved_recipe_with_these_keys_as_null_still_loads() -> None:
     keys = dict.fromkeys(NO_EFFECT["sharding"])
-    old = load({**MINIMAL, "sharding": {"strategy": "full", **keys}})
-    assert old == load({**MINIMAL, "sharding": "full"})
+    old = read_recipe({**MINIMAL, "sharding": {"strategy": "full", **keys}})
+    assert old == read_recipe({**MINIMAL, "sharding": "full"})
     assert not without_effect(old)
     assert not keys.keys() & plain(old)["sharding"].keys()
 
@@ -517,14 +518,14 @@ def test_a_warm_up_that_is_not_a_number_is_refused() -> None:
 
 def test_a_star_on_the_command_line_needs_quotes() -> None:
     assert error_of(MINIMAL, "model.config=[*, a.*]").endswith("""model.config='["*", a.*]'.""")
-    assert load(MINIMAL, 'data.train=["*"]').data.train.path == ["*"]  # type: ignore[attr-defined]
+    assert read_recipe(MINIMAL, 'data.train=["*"]').data.train.path == ["*"]  # type: ignore[attr-defined]
     assert "not complete" in error_of(MINIMAL, "model.config=[a*")
 
 
 def test_two_keys_that_exclude_each_other_on_one_command_line() -> None:
     message = error_of(MINIMAL, "duration.epochs=2", "duration.steps=5")
     assert message == "command line: duration.epochs and duration.steps exclude each other. Give one of them."
-    assert load(MINIMAL, "duration.epochs=null", "duration.steps=5").duration.steps == 5
+    assert read_recipe(MINIMAL, "duration.epochs=null", "duration.steps=5").duration.steps == 5
 
 
 def test_a_longer_word_suggests_the_key_that_it_begins_with() -> None:
@@ -537,7 +538,7 @@ def test_a_part_without_a_method_of_its_contract_is_refused() -> None:
     message = error_of(MINIMAL, "schedule.kind=own_parts.Flat")
     assert "schedule.kind = 'own_parts.Flat': the class has no method after_warmup or factor" in message
     assert "fullshard.contracts.schedule" in message
-    assert load(MINIMAL, "schedule.kind=own_parts.Whole").schedule.factor(0, 1) == 1.0
+    assert read_recipe(MINIMAL, "schedule.kind=own_parts.Whole").schedule.factor(0, 1) == 1.0
 
 
 def test_every_contract_names_methods_that_it_has() -> None:

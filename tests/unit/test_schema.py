@@ -10,7 +10,7 @@ from fullshard.config import families
 from fullshard.config.part import plain
 from fullshard.formatting.yaml_text import parse
 from fullshard.recipe import Recipe
-from fullshard.recipes.read import load
+from fullshard.recipes.read import read_recipe
 
 VALIDATOR = jsonschema.Draft202012Validator
 
@@ -25,7 +25,7 @@ def validator() -> Any:
 @pytest.mark.parametrize("name", sorted(families.recipes()))
 def test_built_in_recipes_match_the_schema_as_written_and_resolved(validator: Any, name: str) -> None:
     validator.validate(parse(families.recipes()[name].read_text(), name=name).values)
-    validator.validate({**plain(load(name)), "run": {"name": name}})
+    validator.validate({**plain(read_recipe(name)), "run": {"name": name}})
 
 
 MINIMAL: dict[str, Any] = {"model": "a/model", "data": {"train": ["a.jsonl", "b.jsonl"]}}

@@ -21,7 +21,7 @@ PAGE = (Path(fullshard.__file__).parent / "families" / "audio" / "README.md").re
 
 def test_the_recipes_decode() -> None:
     for text in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL):
-        recipe = fullshard.load(yaml.safe_load(text))
+        recipe = fullshard.read(yaml.safe_load(text))
         assert recipe.model.kind() == "audio_lm"
         assert recipe.data.encode is not None
 

@@ -116,7 +116,7 @@ def test_here_a_model_with_nothing_to_train_is_refused(ranks: RankPool, folder: 
 
 def test_here_a_device_map_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"model\.device_map"):
-        fullshard.load({"model": {"kind": "audio_lm", "path": "m", "device_map": "auto"}, "data": {"train": "t.jsonl"}})
+        fullshard.read({"model": {"kind": "audio_lm", "path": "m", "device_map": "auto"}, "data": {"train": "t.jsonl"}})
 
 
 def test_here_a_card_without_bf16_computes_in_fp16_and_says_so() -> None:

@@ -40,7 +40,7 @@ def baseline(train: Sounds, held_out: Sounds) -> float:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_audio_beats_the_most_frequent_answer(tmp_path: Path) -> None:
-    recipe = fullshard.load("audio", f"output={tmp_path}", f"data.cache={tmp_path}/cache", "topology.device=cpu")
+    recipe = fullshard.read("audio", f"output={tmp_path}", f"data.cache={tmp_path}/cache", "topology.device=cpu")
     assert recipe.topology.devices == 2
     fullshard.train(recipe)
     found = [record for record in read_metrics(tmp_path / "audio" / "metrics.jsonl") if "answers" in record][-1]
@@ -52,7 +52,7 @@ def test_audio_beats_the_most_frequent_answer(tmp_path: Path) -> None:
 
 
 def test_paper_r64_states_what_the_seed_states() -> None:
-    stated = plain(fullshard.load(PAPER))
+    stated = plain(fullshard.read(PAPER))
     assert stated["model"]["path"] == "microsoft/Phi-4-multimodal-instruct"
     lora = {"r": 64, "alpha": 128, "dropout": 0.05}
     assert {key: stated["model"]["lora"][key] for key in lora} == lora
@@ -102,7 +102,7 @@ def test_a_model_of_its_size_dry_runs_with_the_steps_of_the_seed(
 def test_the_miniature_of_paper_r64_trains_with_checkpoints_40_80_and_120(tmp_path: Path) -> None:
     """313 records in micro-batches of one: as many micro-batches as 2,500 records in those of eight."""
     model_folder(tmp_path / "model", "phi4_multimodal")
-    recipe = fullshard.load(
+    recipe = fullshard.read(
         PAPER,
         f"output={tmp_path}",
         f"model.path={tmp_path}/model",

@@ -22,7 +22,7 @@ PAGE = (Path(fullshard.__file__).parent / "families" / "diffusion" / "README.md"
 def test_the_recipe_trains_and_is_sampled_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "digits.yaml").write_text(RECIPE)
     short = ("duration.steps=2", "duration.epochs=null", "topology.device=cpu", "topology.devices=1", "log.sinks=[]")
-    result = fullshard.train(fullshard.load(tmp_path / "digits.yaml", *short, f"output={tmp_path}"))
+    result = fullshard.train(fullshard.read(tmp_path / "digits.yaml", *short, f"output={tmp_path}"))
     assert (result.step, result.stopped) == (2, "done")
     assert 0 < result.validation["loss"] < 10
     assert (tmp_path / "digits" / "pictures" / "samples-2.png").is_file()
@@ -42,10 +42,10 @@ def test_every_setting_decodes(tmp_path: Path) -> None:
     )
     assert len(found) == 14
     for key, value in found:
-        fullshard.load(tmp_path / "digits.yaml", f"{key}={value}")
+        fullshard.read(tmp_path / "digits.yaml", f"{key}={value}")
     for value in ("{kind: flow_matching, time: uniform, integer_time: true, loss: l1_loss, label_drop: 0.2}",):
-        fullshard.load(tmp_path / "digits.yaml", f"objective={value}")
+        fullshard.read(tmp_path / "digits.yaml", f"objective={value}")
     for prediction in ("epsilon", "v"):
         for betas in ("linear", "cosine"):
             ddpm = f"objective={{kind: ddpm, prediction: {prediction}, betas: {betas}, min_snr: 5}}"
-            fullshard.load(tmp_path / "digits.yaml", ddpm)
+            fullshard.read(tmp_path / "digits.yaml", ddpm)

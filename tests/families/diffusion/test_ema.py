@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fullshard import load
+import fullshard
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
 from fullshard.contracts.ema import Ema
@@ -154,6 +154,6 @@ def test_decay_warms_up() -> None:
 
 
 def test_its_short_spellings() -> None:
-    assert load("quickstart", "ema=true").ema == Ema()
-    assert load("diffusion", "ema=null").ema is None
-    assert load("diffusion", "ema=false").ema is None
+    assert fullshard.read("quickstart", "ema=true").ema == Ema()
+    assert fullshard.read("diffusion", "ema=null").ema is None
+    assert fullshard.read("diffusion", "ema=false").ema is None

@@ -31,7 +31,7 @@ SHORT = (
 
 @pytest.mark.slow
 def test_a_short_run_draws_digits(tmp_path: Path) -> None:
-    fullshard.train(fullshard.load("diffusion", *SHORT, f"output={tmp_path}", f"data.cache={tmp_path}/cache"))
+    fullshard.train(fullshard.read("diffusion", *SHORT, f"output={tmp_path}", f"data.cache={tmp_path}/cache"))
     found = measure(*make(tmp_path / "diffusion", each=10, guidance=2, steps=12))
     assert found.classifier >= 0.97
     assert found.recognised >= 0.8

@@ -258,4 +258,4 @@ def test_a_label_that_the_model_has_no_row_for_names_its_record(tmp_path: Path, 
     recipe = settings(tmp_path, "few", objective={"kind": kind})
     recipe["model"] = {"kind": "diffusers", "architecture": "dit", "size": "tiny", "classes": 5, "overrides": SHAPE}
     with pytest.raises(DataError, match=r"digits, number \d+: the label [5-9], but the model has the classes 0 to 4"):
-        fullshard.train(fullshard.load(recipe))
+        fullshard.train(fullshard.read(recipe))

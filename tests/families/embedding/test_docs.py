@@ -102,12 +102,12 @@ def test_no_command_is_left_out() -> None:
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_every_block_decodes(block: str) -> None:
     """A whole recipe, or sections that replace those of the first."""
-    fullshard.load(yaml.safe_load(blocks("yaml")[0]) | yaml.safe_load(block))
+    fullshard.read(yaml.safe_load(blocks("yaml")[0]) | yaml.safe_load(block))
 
 
 @pytest.mark.parametrize("setting", settings())
 def test_every_setting_decodes(setting: str) -> None:
-    fullshard.load(yaml.safe_load(blocks("yaml")[0]), setting)
+    fullshard.read(yaml.safe_load(blocks("yaml")[0]), setting)
 
 
 def test_the_table_of_losses() -> None:

@@ -32,7 +32,7 @@ def rows(head: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("setting", settings())
 def test_every_setting_decodes(setting: str) -> None:
-    fullshard.load(yaml.safe_load(RECIPE), setting)
+    fullshard.read(yaml.safe_load(RECIPE), setting)
 
 
 def test_there_are_settings() -> None:

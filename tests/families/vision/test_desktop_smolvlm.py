@@ -49,7 +49,7 @@ FORMATS = {"full": "full", "grad_op": "sharded", "none": "sharded", "hybrid": "f
 @pytest.mark.parametrize("strategy", FORMATS)
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_the_recipe_as_shipped_takes_every_strategy_and_format(strategy: str, kind: str) -> None:
-    recipe = fullshard.load(NAME, f"sharding.strategy={strategy}", f"checkpoint.format={kind}")
+    recipe = fullshard.read(NAME, f"sharding.strategy={strategy}", f"checkpoint.format={kind}")
     assert (recipe.sharding.strategy, recipe.checkpoint.format) == (strategy, kind)
 
 
@@ -91,7 +91,7 @@ def test_its_miniature_trains_alike_under_every_strategy(ranks: RankPool, tmp_pa
     write_recordings(tmp_path / "recordings.jsonl", episodes=4)
     curves: dict[str, Any] = {}
     for strategy, kind in FORMATS.items():
-        recipe = fullshard.load(
+        recipe = fullshard.read(
             NAME,
             f"name={strategy}",
             f"output={tmp_path}",

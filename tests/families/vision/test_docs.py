@@ -34,7 +34,7 @@ def block(language: str) -> str:
 
 def test_the_recipes_decode() -> None:
     for text in re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL):
-        recipe = fullshard.load(yaml.safe_load(text))
+        recipe = fullshard.read(yaml.safe_load(text))
         assert recipe.model.kind() == "vlm"
         assert recipe.data.encode is not None
 
@@ -72,7 +72,7 @@ SHOWN = {0: "move 8 down", 3: "button down", 4: "button up", 5: "8 left, 8 up", 
 
 
 def test_the_picture_is_what_the_recipe_draws() -> None:
-    records = Episodes(fullshard.load("desktop").data.train.open())
+    records = Episodes(fullshard.read("desktop").data.train.open())
     events = read_episode(records[2]).events
     assert all(words(events[2 * at + 1]).endswith(said) for at, said in SHOWN.items())
     drawn = Image.new("RGB", (6 * 136 - 8, 128), "white")

@@ -19,14 +19,14 @@ MARGINS = {"actions": 0.5, "actions_key": 0.5, "actions_button": 0.3, "actions_m
 
 @pytest.mark.slow
 def test_desktop_predicts_actions_of_every_type(tmp_path: Path) -> None:
-    found = fullshard.train(fullshard.load("desktop", f"output={tmp_path}")).validation
+    found = fullshard.train(fullshard.read("desktop", f"output={tmp_path}")).validation
     for number, margin in MARGINS.items():
         assert found[number] >= found[f"{number}_baseline"] + margin, (number, found)
 
 
 @pytest.mark.slow
 def test_vision_answers_from_the_picture(tmp_path: Path) -> None:
-    recipe = fullshard.load("vision", f"output={tmp_path}")
+    recipe = fullshard.read("vision", f"output={tmp_path}")
     assert recipe.data.validation is not None
     usual = usual_answers(recipe.data.train)
     held_out = list(questions(recipe.data.validation))

@@ -19,7 +19,7 @@ from fullshard.errors import DataError
 from fullshard.families.embedding.objectives.contrastive import Contrastive
 from fullshard.log.console import Console
 from fullshard.recipe import Recipe
-from fullshard.recipes.read import load
+from fullshard.recipes.read import read_recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import check_batch, prepare_inputs
 from tests import small
@@ -47,7 +47,7 @@ def distinct(number: int, *, size: int = 8, first: int = 0) -> list[list[int]]:
 def grounded(folder: Path, model: Path, *, world: int = 1, **sections: Any) -> tuple[Recipe, RunInputs]:
     # The model of the tests has no tokenizer, so that any is another one.
     other = {"tokenizer": sections.pop("tokenizer"), "resize_embedding": True} if "tokenizer" in sections else {}
-    recipe = load(small.recipe(folder, model={"path": str(model), **other}, **sections))
+    recipe = read_recipe(small.recipe(folder, model={"path": str(model), **other}, **sections))
     return recipe, prepare_inputs(recipe, world_size=world, console=Console(silent=True))
 
 
@@ -81,7 +81,7 @@ def test_healthy_data_gives_ticks_only(tmp_path: Path, model: Path, pack: bool, 
 
 
 def test_the_quickstart_is_healthy_and_quick() -> None:
-    recipe = load("quickstart")
+    recipe = read_recipe("quickstart")
     inputs = prepare_inputs(recipe, world_size=2, console=Console(silent=True))
     begun = time.monotonic()
     findings = list(data.look(recipe, inputs))

@@ -24,7 +24,7 @@ from fullshard.errors import SetupError
 from fullshard.launch.host_memory import memory_left
 from fullshard.proofs.same_run import Subject
 from fullshard.recipe import Batch, Duration, Recipe
-from fullshard.recipes.read import load
+from fullshard.recipes.read import read_recipe
 from fullshard.setup.step_plan import plan_steps
 from tests import small
 from tests.ranks import RankPool
@@ -54,7 +54,7 @@ def recipe(folder: Path, **sections: Any) -> Recipe:
     topology = {"device": "auto"} | sections.pop("topology", {})
     precision = sections.pop("precision", "auto")
     model = {"path": None, "architecture": "qwen3", "size": "tiny"} | sections.pop("model", {})
-    return load(small.recipe(folder, precision=precision, topology=topology, model=model, **sections))
+    return read_recipe(small.recipe(folder, precision=precision, topology=topology, model=model, **sections))
 
 
 def look(
@@ -77,7 +77,7 @@ def test_this_machine_is_read_and_healthy(tmp_path: Path) -> None:
     here = machine.inspect()
     assert here.cores >= 1
     assert here.memory_bytes > 2**20
-    asked = load(small.recipe(tmp_path, model={"path": str(small.model_folder(tmp_path / "model"))}))
+    asked = read_recipe(small.recipe(tmp_path, model={"path": str(small.model_folder(tmp_path / "model"))}))
     findings = list(environment.look(asked, Ranks(1)))
     assert [f for f in findings if f.level != "ok"] == []
     assert {"Python", "torch", "devices", "precision", "attention", "packages", "output"} <= {f.check for f in findings}
@@ -428,7 +428,7 @@ def test_the_budget_is_what_a_run_writes(tmp_path: Path) -> None:
     tensors = json.loads((saved / "manifest.json").read_text())["tensors"]
     weights = [t["shape"] for name, t in tensors.items() if name.startswith("model/")]
     number = sum(_product(shape) for shape in weights)
-    each, count, export = capacity.budget(load(settings), ModelSize(number, number))
+    each, count, export = capacity.budget(read_recipe(settings), ModelSize(number, number))
     assert each <= written <= each + 3000 * len(tensors)  # DCP frames every tensor, and the manifest names it
     exported = sum(file.stat().st_size for file in (tmp_path / "runs/run/model").iterdir())
     assert export <= exported <= export + 50_000
@@ -441,7 +441,7 @@ def test_frozen_weights_keep_half_precision(tmp_path: Path) -> None:
 
     folder = small.model_folder(tmp_path / "model")
     AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
-    asked = load(small.recipe(tmp_path, model={"path": str(folder), "lora": True}))
+    asked = read_recipe(small.recipe(tmp_path, model={"path": str(folder), "lora": True}))
     module = asked.model.build(processor=None)
     trainable = sum(p.numel() for p in module.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in module.parameters()) - trainable
@@ -506,7 +506,7 @@ def agree(
     import torch
 
     rank = int(os.environ["RANK"])
-    asked = load(other if other and rank == 1 else settings)
+    asked = read_recipe(other if other and rank == 1 else settings)
     world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
     folder = asked.output / str(rank) if apart else None
     clock = (lambda: time.time() + late_s) if rank == 1 else time.time

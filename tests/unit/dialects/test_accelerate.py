@@ -100,8 +100,8 @@ def test_without_settings_there_are_no_notes() -> None:
     ],
 )
 def test_the_words_to_write_are_settings_of_ours(environ: dict[str, str], key: str) -> None:
-    from fullshard.recipes.read import load
+    from fullshard.recipes.read import read_recipe
 
     [line] = notes({"ACCELERATE_USE_FSDP": "true", **environ}, world=1)
     assert line.endswith(f" is ignored. Write {key}.")
-    load("quickstart", *to_overrides([key], sections=[key.partition(".")[0]], options=()))
+    read_recipe("quickstart", *to_overrides([key], sections=[key.partition(".")[0]], options=()))

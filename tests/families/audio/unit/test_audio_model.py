@@ -31,14 +31,14 @@ from tests.small import model_folder as text_folder
 @pytest.mark.parametrize("kind", ["hf", "audio_lm"])
 def test_adapters_by_the_name_of_a_preset(kind: str, short: object, expected: tuple[float, ...]) -> None:
     """For every family."""
-    recipe = fullshard.load({"model": {"kind": kind, "path": "m", "lora": short}, "data": {"train": "t.jsonl"}})
+    recipe = fullshard.read({"model": {"kind": kind, "path": "m", "lora": short}, "data": {"train": "t.jsonl"}})
     lora: Lora = recipe.model.lora  # type: ignore[attr-defined]
     assert (lora.r, lora.alpha, lora.dropout) == expected
 
 
 def test_an_unknown_preset_lists_the_known_ones() -> None:
     with pytest.raises(RecipeError, match="must be one of paper_r64, pretrained_r320"):
-        fullshard.load({"model": {"kind": "audio_lm", "path": "m", "lora": "paper64"}, "data": {"train": "t.jsonl"}})
+        fullshard.read({"model": {"kind": "audio_lm", "path": "m", "lora": "paper64"}, "data": {"train": "t.jsonl"}})
 
 
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
