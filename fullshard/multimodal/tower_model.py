@@ -21,6 +21,7 @@ from fullshard.multimodal import towers
 from fullshard.multimodal.towers import Tower
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,13 @@ class TowerModel(TransformersModel):
         from fullshard.hf.architecture.flops import flops_per_token
 
         return flops_per_token(module, length=length, without=self.resting(module))
+
+    def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
+        from fullshard.multimodal.depthwise import use_own_kernel
+
+        chosen = super().choose_kernels(module, device=device, compute=compute, packed=packed)
+        switched = use_own_kernel(module, device=device, compute=compute)
+        return f"{chosen}; {counted(switched, 'depthwise convolution')} without cuDNN" if switched else chosen
 
     def groups(self, module: nn.Module) -> list[Group]:
         model: Any = module
