@@ -53,14 +53,14 @@ def look(reading: Reading, ranks: Ranks, inputs: RunInputs | None) -> Iterator[F
 
 
 def _origin(reading: Reading) -> Iterator[Finding]:
-    preset = f", preset {reading.preset}" if reading.preset else ""
-    yield ok("recipe", f"{reading.source}{preset}: every key is known and every value is valid")
+    under = "".join(f", preset {name}" for name in reading.presets)
+    yield ok("recipe", f"{reading.source}{under}: every key is known and every value is valid")
     lines = reading.overridden
     for line in lines[:_MOST_LINES]:
         yield ok("recipe", line)
     if len(lines) > _MOST_LINES:
         yield ok(
-            "recipe", f"and {counted(len(lines) - _MOST_LINES, 'more setting')} from the command line or the preset"
+            "recipe", f"and {counted(len(lines) - _MOST_LINES, 'more setting')} from the command line or a preset"
         )
 
 

@@ -58,9 +58,12 @@ Master = Annotated[
     typer.Option("--master", metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
 ]
 Preset = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
-        "--preset", metavar="NAME", help="Settings that the recipe overrides.", autocompletion=complete_preset
+        "--preset",
+        metavar="NAME",
+        help="Settings that the recipe overrides; can be repeated, later ones win.",
+        autocompletion=complete_preset,
     ),
 ]
 Output = Annotated[
@@ -101,14 +104,15 @@ class RecipeArguments:
         if self.recipe.startswith("-"):
             wanted = f"fullshard {self.command} RECIPE {self.recipe} ..."
             raise RecipeError(f"The recipe must come before {self.recipe}. Write: {wanted}")
-        given = self._given()
+        given, under = self._given(), self.preset or []
         settings = to_overrides(self.settings or [], sections=list(Recipe.model_fields), options=self.options)
-        own = [word for option, value in given.items() for word in (option, value)]
+        chosen = [*given.items(), *(("--preset", name) for name in under)]
+        own = [word for option, value in chosen for word in (option, value)]
         typed = Typed((*_starter(), "train", self.recipe, *own), tuple(settings))
-        return read(self.recipe, *_overrides(settings, given), preset=self.preset, typed=typed)
+        return read(self.recipe, *_overrides(settings, given), preset=under, typed=typed)
 
     def _given(self) -> dict[str, str]:
-        names = ("devices", "gpus", "nodes", "output", "preset", "node_rank", "master", "resume")
+        names = ("devices", "gpus", "nodes", "output", "node_rank", "master", "resume")
         found = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
         return {option: str(value) for option, value in found.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""The commands for what is built in: list, show and copy recipes, list presets, print the schema.
+"""The commands for what is built in: list, show and copy recipes, list and show presets, print the schema.
 
 Must not know what a recipe means, nor import torch.
 """
@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from fullshard.config import families
+from fullshard.dialects import presets as named
 from fullshard.errors import RecipeError
 
 recipes = typer.Typer(invoke_without_command=True, rich_markup_mode=None, help="List, show and copy built-in recipes.")
@@ -24,7 +25,7 @@ def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_preset(incomplete: str) -> list[tuple[str, str]]:
-    return _described(families.presets(), incomplete)
+    return _described(named.known(), incomplete)
 
 
 def _described(known: dict[str, Path], incomplete: str) -> list[tuple[str, str]]:
@@ -85,10 +86,23 @@ def recipe_schema() -> None:
     typer.echo(json.dumps(schema(Recipe), indent=2))
 
 
-def presets() -> None:
-    """List the built-in presets."""
-    _list(families.presets())
-    typer.echo("\nUse one:   fullshard train RECIPE --preset NAME")
+def presets(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Print this preset.", autocompletion=complete_preset)
+    ] = None,
+) -> None:
+    """List the presets, built-in ones and those of the folder presets/ here; or print one."""
+    if name is not None:
+        typer.echo(named.path_of(name).read_text(encoding="utf-8"), nl=False)
+        return
+    known = named.known()
+    own = {name: path for name, path in known.items() if not named.is_built_in(path)}
+    _list({name: path for name, path in known.items() if name not in own})
+    if own:
+        typer.echo("\nYours, in presets/:")
+        _list(own)
+    typer.echo("\nUse one:   fullshard train RECIPE --preset NAME, or presets: NAME in the recipe")
+    typer.echo("Read one:  fullshard presets NAME")
 
 
 def _built_in(name: str) -> Path:

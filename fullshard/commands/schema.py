@@ -21,6 +21,7 @@ def schema(recipe: type[Section]) -> dict[str, Any]:
     whole = _object(recipe, definitions)
     # Every resolved recipe has it; reading drops it.
     whole["properties"]["run"] = {"type": "object", "description": "Where a resolved recipe came from; not a setting."}
+    whole["properties"]["presets"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     return {"$schema": _DIALECT, "title": "fullshard recipe", **whole, "$defs": definitions}
 
 

@@ -81,7 +81,3 @@ def recipes() -> dict[str, Path]:
                 f"Two families provide a recipe called {path.stem!r}: {found[path.stem]} and {path}. Rename one."
             )
     return dict(sorted(found.items()))
-
-
-def presets() -> dict[str, Path]:
-    return {path.stem: path for path in sorted((Path(__file__).parents[1] / "presets").glob("*.yaml"))}

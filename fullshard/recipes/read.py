@@ -1,6 +1,6 @@
-"""From a recipe file or a built-in name, a preset and the command line to one checked Recipe.
+"""From a recipe file or a built-in name, presets and the command line to one checked Recipe.
 
-Command line over recipe over preset over default; the run says what replaced what. The user's file is never changed.
+Command line over recipe over presets over default; the run says what replaced what. The user's file is never changed.
 Relative paths in a recipe are relative to the current directory. Must not know torch or any part."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import metadata
@@ -19,7 +19,8 @@ from typing import Any
 
 from fullshard.config import families
 from fullshard.config.merge import Settings, parse_override
-from fullshard.config.part import decode, did_you_mean, plain
+from fullshard.config.part import decode, plain
+from fullshard.dialects import presets
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import Document, parse, render
 from fullshard.recipe import Recipe
@@ -61,29 +62,37 @@ class Reading:
     """The same for messages: the file, `built-in recipe NAME`, or `a mapping`."""
     overridden: tuple[str, ...] = ()
     """One line per setting of the command line or a preset: what replaced what."""
-    preset: str | None = None
+    presets: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
     typed: Typed | None = None
     """The command line in parts, to be repeated with other settings; None for a recipe made in Python."""
 
 
-def read_recipe(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None) -> Recipe:
-    """Reads a recipe: a YAML path, a built-in name or a mapping, with settings like "optimizer.lr=3e-4" on top."""
+def read_recipe(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | Sequence[str] = ()) -> Recipe:
+    """Reads a recipe: a YAML path, a built-in name or a mapping; settings like "optimizer.lr=3e-4" win over it, and it
+    wins over presets."""
     return read(source, *overrides, preset=preset).recipe
 
 
 def read(
-    source: str | Path | Mapping[str, Any], *overrides: str, preset: str | None = None, typed: Typed | None = None
+    source: str | Path | Mapping[str, Any],
+    *overrides: str,
+    preset: str | Sequence[str] = (),
+    typed: Typed | None = None,
 ) -> Reading:
     """Reads a recipe as `read_recipe` does, and keeps where its values came from."""
     name, document = _open(source)
     run = document.values.get(RUN_KEY)
     settings = Settings(Recipe)
-    if preset is not None:
-        settings.lay(_preset(preset), f"preset {preset}")
-    settings.lay({key: value for key, value in document.values.items() if key != RUN_KEY}, "recipe")
-    for text in overrides:
-        settings.set(*parse_override(text), COMMAND_LINE)
+    parsed = [parse_override(text) for text in overrides]
+    preset = [preset] if isinstance(preset, str) else preset
+    under = presets.chosen(document.values, parsed, preset)
+    for one in under:
+        settings.lay(presets.values_of(one, source), f"preset {one}")
+    settings.lay({key: value for key, value in document.values.items() if key not in (RUN_KEY, presets.KEY)}, "recipe")
+    for path, value in parsed:
+        if path != (presets.KEY,):
+            settings.set(path, value, COMMAND_LINE)
     try:
         recipe = decode(Recipe, settings.values)
     except RecipeError as error:
@@ -91,13 +100,12 @@ def read(
         raise RecipeError("\n".join(placed)) from None
     if isinstance(run, Mapping) and run.get("handed_on"):
         typed = Typed(*map(tuple, run["typed"])) if run["typed"] else None
-        return Reading(
-            recipe, run["name"], run["source"], tuple(run["overridden"]), run["preset"], tuple(run["command"]), typed
-        )
+        overridden, under, command = (tuple(run[key]) for key in ("overridden", "presets", "command"))
+        return Reading(recipe, run["name"], run["source"], overridden, under, command, typed)
     asked = "" if isinstance(source, Mapping) else str(source)
     if asked and typed is None:
-        typed = Typed(("fullshard", "train", asked, *(("--preset", preset) if preset else ())), overrides)
-    return Reading(recipe, asked, name, tuple(settings.replaced), preset, tuple(sys.argv), typed)
+        typed = Typed(("fullshard", "train", asked, *(w for one in preset for w in ("--preset", one))), overrides)
+    return Reading(recipe, asked, name, tuple(settings.replaced), tuple(under), tuple(sys.argv), typed)
 
 
 def hand_on(reading: Reading, path: Path) -> None:
@@ -145,7 +153,7 @@ def run_facts(reading: Reading) -> dict[str, Any]:
     return {
         "name": reading.name,
         "source": reading.source,
-        "preset": reading.preset,
+        "presets": list(reading.presets),
         "overridden": list(reading.overridden),
         "command": list(reading.command),
         "folder": str(Path.cwd()),
@@ -200,16 +208,6 @@ def _looks_like_a_recipe(path: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     return len(Recipe.model_fields.keys() & set(keys)) > 1
-
-
-def _preset(name: str) -> dict[str, Any]:
-    known = families.presets()
-    if name not in known:
-        raise RecipeError(
-            f"preset {name!r} is not known{did_you_mean(name, list(known))}. Known: {', '.join(known)}. "
-            "`fullshard presets` says what each is for."
-        )
-    return parse(_text(known[name]), name=f"preset {name}").values
 
 
 def _placed(problem: str, origins: Mapping[str, str], name: str, lines: Mapping[str, int]) -> str:

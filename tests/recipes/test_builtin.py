@@ -10,11 +10,12 @@ import yaml
 import fullshard
 from fullshard.config import families
 from fullshard.config.part import plain
+from fullshard.dialects import presets
 from fullshard.log.metrics import read as read_metrics
 from tests.shrunk_recipes import local_inputs, shrunk
 from tests.slow import one_in
 
-RECIPES, PRESETS = sorted(families.recipes()), sorted(families.presets())
+RECIPES, PRESETS = sorted(families.recipes()), sorted(presets.known())
 ADAPTED = ("embedding-8b", "paper_r64", "sft-lora")
 
 
@@ -51,7 +52,7 @@ def test_a_recipe_trains_three_steps(name: str, local: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_preset_goes_under_a_recipe(name: str, preset: str) -> None:
-    below = yaml.safe_load(families.presets()[preset].read_text())
+    below = yaml.safe_load(presets.known()[preset].read_text())
     stated = yaml.safe_load(families.recipes()[name].read_text())
     in_force = plain(fullshard.read(name, preset=preset))
     assert below

@@ -14,6 +14,7 @@ from fullshard.commands.recipes import sentence
 from fullshard.config import families
 from fullshard.config.part import plain
 from fullshard.config.section import without_effect
+from fullshard.dialects import presets
 from fullshard.dialects.foreign_keys import NO_EFFECT
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse, parse_value, render
@@ -429,10 +430,10 @@ def test_a_recipe_handed_to_ranks_keeps_where_it_came_from(tmp_path: Path) -> No
     assert read(tmp_path / "handed.yaml") == reading
 
 
-@pytest.mark.parametrize("name", sorted(families.presets()))
+@pytest.mark.parametrize("name", sorted(presets.known()))
 def test_every_preset_decodes_and_says_what_it_is_for(name: str) -> None:
     assert read_recipe(MINIMAL, preset=name).topology.nodes >= 1
-    assert len(sentence(families.presets()[name])) > 40
+    assert len(sentence(presets.known()[name])) > 40
 
 
 @pytest.mark.parametrize("name", sorted(families.recipes()))
