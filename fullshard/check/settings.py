@@ -59,9 +59,7 @@ def _origin(reading: Reading) -> Iterator[Finding]:
     for line in lines[:_MOST_LINES]:
         yield ok("recipe", line)
     if len(lines) > _MOST_LINES:
-        yield ok(
-            "recipe", f"and {counted(len(lines) - _MOST_LINES, 'more setting')} from the command line or a preset"
-        )
+        yield ok("recipe", f"and {counted(len(lines) - _MOST_LINES, 'more setting')} from the command line or a preset")
 
 
 def arithmetic(recipe: Recipe, ranks: Ranks, inputs: RunInputs | None) -> Iterator[Finding]:

@@ -1,5 +1,5 @@
-"""Presets: settings with a name that lie under a recipe. Built in are the topologies that other trainers ship; yours are
-the files of a folder `presets/`, beside the recipe or where you are, and they win over built-in ones of the same name.
+"""Presets: settings with a name that lie under a recipe. Built in are topologies that other trainers ship; your own are
+the files of a folder `presets/`, beside the recipe or where you are, and win over built-in ones of the same name.
 
 Later presets win over earlier ones, the recipe over all of them. Must not know what any key means.
 """
@@ -41,7 +41,7 @@ def _names(value: Any) -> list[str]:
     names = list(value) if isinstance(value, (list, tuple)) else [] if value is None else [value]
     for name in names:
         if not isinstance(name, str):
-            raise RecipeError(f"{KEY}: {shown(name)} is not the name of a preset. Write {KEY}: NAME, or a list of names.")
+            raise RecipeError(f"{KEY}: {shown(name)} is not the name of a preset. Write {KEY}: [NAME, NAME].")
     return names
 
 
@@ -65,5 +65,5 @@ def values_of(name: str, recipe: object = None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"preset {name}: {path} cannot be read ({error}).") from None
     if KEY in values:
-        raise RecipeError(f"preset {name} ({path}): a preset cannot name other presets. Name all of them in the recipe.")
+        raise RecipeError(f"preset {name} ({path}): a preset cannot name other presets. Name all in the recipe.")
     return values

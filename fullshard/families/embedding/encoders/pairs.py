@@ -20,8 +20,8 @@ from fullshard.data.records import MAPPING
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.embedding.pair_columns import ALIASES, IMAGES, KINDS, Columns, Pair
 from fullshard.formatting.plural import counted
-from fullshard.images.multimodal_tokens import Input, tokenise_inputs
 from fullshard.images.reading import UNREADABLE, Picture, Unreadable, features_of, look_at, read_again, stored_in
+from fullshard.multimodal.pair_tokens import Input, tokenise_inputs
 from fullshard.text.tokens import tokenizer_of
 
 FORMS = (

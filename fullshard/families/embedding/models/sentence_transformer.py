@@ -82,7 +82,7 @@ class SentenceTransformer(TransformersModel):
     def load_processor(self, folder: Path, *, where: str) -> Any:
         """With an image processor if the model takes images and the folder has one."""
         from fullshard.families.embedding.embedder.embed import images_of
-        from fullshard.images.processor import has_vision, load_vision
+        from fullshard.multimodal.pair_processor import has_vision, load_vision
 
         tokenizer = super().load_processor(folder, where=where)
         if images_of(self._config()) is None or not has_vision(folder):

@@ -21,8 +21,8 @@ from fullshard.data.prepare import Prepared, choose_encoder, prepare
 from fullshard.data.sources.files import Files
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.embedding.encoders.pairs import PairCollator, Pairs, Prompts
-from fullshard.images.processor import Vision, load_vision
 from fullshard.images.reading import UNREADABLE
+from fullshard.multimodal.pair_processor import Vision, load_vision
 from tests.families.embedding.vision import own_processor, tokenizer, vision_folder
 
 LONG = 10_000
