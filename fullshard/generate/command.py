@@ -98,7 +98,7 @@ def generate(
     drawing = {"--max-new-tokens": max_new_tokens, "--temperature": temperature, "--top-p": top_p, "--seed": seed}
     flags = {"--raw": raw, "--base": base, "--trust-remote-code": trust_remote_code, "--json": as_json}
     words = as_words({**texts, **drawing, "--batch-size": batch_size, "--weights": weights, **flags})
-    asked = gathered(prompt or [], prompts or [], messages or [])
+    asked = gathered(prompt or [], prompts or [], messages or [], media=bool(image or audio))
     files = {"image": image or [], "audio": audio or []}
     options = EvaluateOptions(None, checkpoint, weights, devices, (), base, trust_remote_code)
     way = Continuation(max_new_tokens, temperature, top_p, seed, frozenset())
@@ -234,7 +234,7 @@ def _record(model: GeneratingModel, prompt: Prompt, row: Row, made: list[int], w
 def _say(console: Console, records: list[dict[str, Any]]) -> None:
     for number, record in enumerate(records, start=1):
         end = "" if record["stopped"] == "stop token" else ", cut at --max-new-tokens"
-        console.say(f"[{number}] {record['prompt']}")
+        console.say(f"[{number}] {record['prompt']}".rstrip())
         console.say(record["text"].strip())
         console.say(f"    ({counted(len(record['tokens']), 'token')}{end})")
         console.say("")

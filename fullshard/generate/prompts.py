@@ -23,20 +23,20 @@ class Prompt:
     """None: plain text, or one user message where the run was trained on conversations."""
 
 
-def gathered(texts: Sequence[str], files: Sequence[str], conversations: Sequence[str]) -> list[Prompt]:
-    """All prompts of a command line, in the order of the options."""
+def gathered(texts: Sequence[str], files: Sequence[str], conversations: Sequence[str], *, media: bool) -> list[Prompt]:
+    """All prompts of a command line, in the order of the options; media may come without a text."""
     found = [Prompt(text) for text in texts]
     for name in files:
         found += _of_file(name)
     found += [_conversation(text) for text in conversations]
-    if not found:
+    if not found and not media:
         raise SetupError(
             "there is no prompt. Give --prompt TEXT, --prompts FILE (one per line, or .jsonl), or "
             '--messages \'[{"role": "user", "content": "..."}]\'.'
         )
     if any(not prompt.text for prompt in found):
         raise SetupError("--prompt: the text is empty. Give at least one word.")
-    return found
+    return found or [Prompt("")]
 
 
 def _read(name: str, option: str) -> str:

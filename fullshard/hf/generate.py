@@ -30,7 +30,7 @@ def continue_rows(
 ) -> list[list[int]]:
     """The new tokens of each row, including the stop token if there was one. `media`: what else the model takes."""
     model: Any = module
-    settings = _settings(model, way, source=source)
+    settings = generation_settings(model, way, source=source)
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), settings.pad_token_id, device=device)
     real = torch.zeros_like(ids)
@@ -43,7 +43,7 @@ def continue_rows(
     model._supports_mm_encoder_outputs = lambda: False
     inputs = {"attention_mask": real, **{name: value.to(device) for name, value in media.items()}}
     given = model.generate(ids, **inputs, generation_config=settings, synced_gpus=in_step)
-    return [_up_to_the_end(row, way.ends) for row in given[:, width:].tolist()]
+    return [up_to_the_end(row, way.ends) for row in given[:, width:].tolist()]
 
 
 def stop_tokens(model: Any, source: Path | None) -> set[int]:
@@ -61,7 +61,7 @@ def _stored(model: Any, source: Path | None) -> Any:
     return GenerationConfig.from_model_config(model.config)
 
 
-def _settings(model: Any, way: Continuation, *, source: Path | None) -> Any:
+def generation_settings(model: Any, way: Continuation, *, source: Path | None) -> Any:
     """The stored settings with the requested ones; greedy unless there is a temperature."""
     found = copy.deepcopy(_stored(model, source))
     ends = sorted(way.ends)
@@ -84,7 +84,7 @@ def _settings(model: Any, way: Continuation, *, source: Path | None) -> Any:
     return found
 
 
-def _up_to_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
+def up_to_the_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
     """Without the padding after the end of a row."""
     stop = next((at for at, token in enumerate(tokens, start=1) if token in ends), len(tokens))
     return tokens[:stop]

@@ -102,7 +102,9 @@ def _tokens(prompt: str, messages: list[Message] | None, tokenizer: Any) -> list
 
 def described(files: Files) -> str:
     """What each prompt has besides its text, for the header of a command."""
-    parts = [f"{counted(len(names), medium)} ({', '.join(names)})" for medium, names in files.items() if names]
+    called = {"audio": "clip"}
+    named = [(counted(len(names), called.get(medium, medium)), names) for medium, names in files.items() if names]
+    parts = [f"{number} ({', '.join(names)})" for number, names in named]
     return f", each with {join_words(parts)}" if parts else ""
 
 

@@ -51,27 +51,36 @@ def kept_or_dropped(encode: Callable[[], Encoded], settings: ClipRules) -> Encod
 
 
 def read_clips(
-    values: Sequence[Any], processor: AudioProcessor, *, root: Path | None, max_seconds: float | None
+    values: Sequence[Any],
+    processor: AudioProcessor,
+    *,
+    root: Path | None,
+    max_seconds: float | None,
+    of_record: bool = True,
 ) -> list[Clip]:
-    """The clips of a record, all of which can be used."""
+    """The clips of a record, or of a prompt, all of which can be used."""
     given = read_given(values)
     found = look_at(given, root=root, rate=processor.rate)
     clips = [clip for clip in found if isinstance(clip, Clip)]
     if damaged := [clip for clip in found if isinstance(clip, Unreadable)]:
-        raise damaged[0]
+        if not of_record:
+            raise damaged[0]
+        root_set = " (data.encode.audio_root)" if "Relative paths" in str(damaged[0]) else ""
+        fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+        raise Unreadable(f"{str(damaged[0]).rstrip('.')}{root_set}. {fix}")
     for clip, each in zip(clips, given, strict=True):
         seconds = clip.samples / processor.rate
         name = f"{each.where} ({each.value})" if isinstance(each.value, str) else each.where
-        skip = "or set data.encode.too_long = skip to leave such records out"
+        skip = ", or set data.encode.too_long = skip to leave such records out" if of_record else ""
         if max_seconds is not None and seconds > max_seconds:
             raise TooLong(
                 f"{name} has {seconds:.1f} seconds, but data.encode.max_seconds = {max_seconds:g}. Cut it, raise "
-                f"max_seconds, {skip}."
+                f"max_seconds{skip}."
             )
         if processor.longest is not None and clip.samples > processor.longest:
             most = processor.longest / processor.rate
             raise TooLong(
-                f"{name} has {seconds:.1f} seconds, but the model takes {most:g} and ignores the rest. Cut it, {skip}."
+                f"{name} has {seconds:.1f} seconds, but the model takes {most:g} and ignores the rest. Cut it{skip}."
             )
     return clips
 

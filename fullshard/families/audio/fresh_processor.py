@@ -68,6 +68,9 @@ def fit_tokens(config: Any, processor: Any) -> None:
         for name in ("audio_token_id", "audio_token_index"):
             if hasattr(part, name):
                 setattr(part, name, processor.audio_token_id)
+    if config.is_encoder_decoder:
+        start = _TOKENS[config.model_type]["start_token"]
+        config.decoder_start_token_id = processor.tokenizer.convert_tokens_to_ids(start)
     if hasattr(getattr(config, "audio_config", None), "vocab_offset"):
         _fit_offsets(config, processor.tokenizer)
 

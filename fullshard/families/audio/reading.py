@@ -152,10 +152,9 @@ def _look(clip: Given, root: Path | None, rate: int) -> Clip | Unreadable:
     except MemoryError:
         raise  # not the clip's fault
     except Exception as error:  # depends on the format
-        fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
-        if isinstance(error, FileNotFoundError) and not Path(str(clip.value)).is_absolute():
-            fix = f"Relative paths are taken from {root or Path.cwd()}: see data.encode.audio_root. {fix}"
-        return Unreadable(f"{clip.where}: {name} cannot be read: {_reason(error)}. {fix}")
+        missing = isinstance(error, FileNotFoundError) and not Path(str(clip.value)).is_absolute()
+        start = f" Relative paths are taken from {root or Path.cwd()}." if missing else ""
+        return Unreadable(f"{clip.where}: {name} cannot be read: {_reason(error)}.{start}")
     if clip.rate not in (None, own):
         raise DataError(
             f"{clip.where}: the record says sampling_rate = {clip.rate}, but {name} has {own} samples per second. "

@@ -6,13 +6,16 @@ The encoder reads the clip of each row; the decoder reads the row's tokens. Must
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from fullshard.contracts.model import Continuation
 from fullshard.hf.architecture.head import Head, HeadRule
+from fullshard.hf.generate import generation_settings, up_to_the_end
 
 T = TypeVar("T")
 
@@ -51,4 +54,37 @@ def _hidden_states_and_head(
     return reduce(module.base_model(**inputs).last_hidden_state, Head(head.weight, head.bias))
 
 
-__all__ = ["bind_speech"]
+@torch.no_grad()
+def continue_speech(
+    module: nn.Module,
+    rows: Sequence[Sequence[int]],
+    way: Continuation,
+    *,
+    source: Path | None,
+    device: torch.device,
+    in_step: bool,
+    media: Mapping[str, torch.Tensor],
+) -> list[list[int]]:
+    """The decoder's tokens after each row, with a key-value cache. Rows are equally long, and each has its clip."""
+    from transformers import GenerationMixin
+    from transformers.modeling_outputs import BaseModelOutput
+
+    model: Any = module
+    ids = torch.tensor([list(row) for row in rows], device=device)
+    inputs = {name: value.to(device) for name, value in media.items()}
+    # The encoder runs inside a forward pass, which gathers its weights; generating then reads what it gave.
+    heard = model(decoder_input_ids=ids[:, :1], use_cache=False, **inputs).encoder_last_hidden_state
+    if way.temperature:
+        torch.manual_seed(way.seed)
+    # Whisper's own method finds the language and cuts long audio itself; here both are settled.
+    given: Any = GenerationMixin.generate(
+        model,
+        decoder_input_ids=ids,
+        encoder_outputs=BaseModelOutput(last_hidden_state=heard),
+        generation_config=generation_settings(model, way, source=source),
+        synced_gpus=in_step,
+    )
+    return [up_to_the_end(row, way.ends) for row in given[:, ids.shape[1] :].tolist()]
+
+
+__all__ = ["bind_speech", "continue_speech"]

@@ -32,7 +32,7 @@ def load_config(folder: Path, *, trust_remote_code: bool, overrides: Mapping[str
 
 def fit_vocabulary(config: Any, processor: Any, *, resize: bool | None, exact: bool, stored: bool = True) -> int:
     """Grows the embedding when the tokenizer needs more rows, or fits it exactly; returns how many rows are new."""
-    text = config.get_text_config(decoder=True)
+    text = _text_part(config)
     tokens, rows = len(getattr(processor, "tokenizer", processor)), int(text.vocab_size)
     if tokens > rows and resize is False:
         raise RecipeError(
@@ -50,10 +50,15 @@ def fit_vocabulary(config: Any, processor: Any, *, resize: bool | None, exact: b
 
 def take_special_tokens(config: Any, processor: Any) -> None:
     """The tokenizer's special tokens, for a model from scratch."""
-    text = config.get_text_config(decoder=True)
+    text = _text_part(config)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if (value := getattr(getattr(processor, "tokenizer", processor), name, None)) is not None:
             setattr(text, name, value)
+
+
+def _text_part(config: Any) -> Any:
+    """Where the vocabulary is set; of an encoder-decoder Transformers would give a copy."""
+    return config if config.is_encoder_decoder else config.get_text_config(decoder=True)
 
 
 def _unreadable(folder: Path, error: Exception) -> RecipeError:

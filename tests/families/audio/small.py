@@ -45,7 +45,8 @@ def model_folder(path: Path, architecture: str) -> Path:
     config_class = CONFIG_MAPPING[architecture]
     config = config_class(**tiny_audio(config_class()))
     processor = fresh_processor(config, PreTrainedTokenizerFast.from_pretrained(words))
-    config.get_text_config(decoder=True).vocab_size = len(processor.tokenizer)
+    text = config if config.is_encoder_decoder else config.get_text_config(decoder=True)
+    text.vocab_size = len(processor.tokenizer)
     fit_tokens(config, processor)
     torch.manual_seed(0)
     auto = AutoModelForSpeechSeq2Seq if config.is_encoder_decoder else AutoModelForMultimodalLM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import soundfile
 import torch
 from peft import PeftModel
+from typer.testing import CliRunner
 
+from fullshard.cli import app
 from fullshard.contracts.data import IGNORE
 from fullshard.errors import DataError, RecipeError
 from fullshard.families.audio.encoders.transcripts import Transcripts
@@ -98,6 +101,70 @@ def test_it_trains_as_in_a_plain_loop(ranks: RankPool, folder: Path) -> None:
     np.testing.assert_allclose(
         frozen[:1], plain_loop(folder, steps=1, inputs=inputs, frozen=("model.encoder",)), rtol=WITHIN
     )
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [*words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture(scope="module")
+def loud(folder: Path) -> Path:
+    """A model whose answer depends on the clip: with larger weights."""
+    model = loaded(folder / "model")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and ("layers" in name or "conv" in name):
+                parameter *= 15
+    # As in the models of Whisper's authors: tokens that are never written, and never first.
+    model.generation_config.suppress_tokens, model.generation_config.begin_suppress_tokens = [31, 122, 265], [224, 143]
+    shutil.copytree(folder / "model", folder / "loud")
+    model.save_pretrained(folder / "loud")
+    return folder / "loud"
+
+
+@torch.no_grad()
+def transcribed(model: Any, folder: Path) -> list[int]:
+    """What Transformers' generate adds to the prompt for the second clip."""
+    row, other = plain_inputs(folder)[1:3]
+    given = {"decoder_input_ids": row["decoder_input_ids"][:, :4], "max_new_tokens": 8, "do_sample": False}
+    found, heard = (
+        model.eval().generate(**given, input_features=each["input_features"])[0].tolist() for each in (row, other)
+    )
+    assert found != heard
+    assert len(set(found)) > 1
+    return [token for token in found if token not in row["decoder_input_ids"][0, :4]]
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_generate_writes_down_a_clip_as_transformers_does(
+    ranks: RankPool, folder: Path, loud: Path, adapted: bool
+) -> None:
+    name = f"written{adapted}"
+    # Hardly trained, so that it writes more than the end of the text.
+    model = {"path": str(loud), **({"lora": {"r": 4}} if adapted else {})}
+    run(ranks, folder, name, world=2, optimizer={"lr": 1e-4}, model=model)
+    place, clip = folder / "runs" / name, str(folder / "clips" / "1.wav")
+    base = loaded(loud if adapted else place / "model")
+    expected = transcribed(PeftModel.from_pretrained(base, place / "model") if adapted else base, folder)
+    words = ["--audio", clip, "--json", "--max-new-tokens", "8"]
+    for world in (1, 2):
+        (code, said, told), *_ = ranks.run(command, "generate", str(place), *words, world=world)
+        assert code == 0, told
+        assert json.loads(said)["tokens"] == expected
+    if not adapted:
+        # The export keeps the first tokens; the model that the run began with does not know them.
+        (code, said, told), *_ = ranks.run(command, "generate", str(place / "model"), *words, world=1)
+        assert (code, json.loads(said)["tokens"]) == (0, expected), told
+        (code, _, told), *_ = ranks.run(command, "generate", str(folder / "model"), *words, world=1)
+        assert code == 2
+        assert f"--prompt '{PREFIX}'" in told
+        (code, said, told), *_ = ranks.run(
+            command, "generate", str(place / "model"), *words, "--prompt", PREFIX, world=1
+        )
+        assert (code, json.loads(said)["tokens"]) == (0, expected), told
 
 
 def test_exports_load_and_give_the_same_logits(ranks: RankPool, folder: Path) -> None:

@@ -22,6 +22,9 @@ from fullshard.families.audio.record_audio import audio_columns, column_clips
 from fullshard.formatting.plural import counted
 from fullshard.text.tokens import collate_tokens, sample, shifted
 
+START = "<|startoftranscript|>"
+PREFIX = "decoder_prefix"
+"""The key of the tokenizer's settings that keeps what the decoder's input begins with."""
 TEXTS = ("text", "sentence", "transcription", "transcript", "response")
 """Columns with a transcript that are understood without being named."""
 
@@ -95,7 +98,13 @@ class OpenTranscripts(OpenEncoder):
         return SpeechCollator(self.settings, self.processor, root=self.settings.audio_root)
 
     def notes(self) -> list[str]:
-        return [f"decoder input begins with {''.join(self._tokenizer.convert_ids_to_tokens(self.prefix))}, not learned"]
+        return [f"decoder input begins with {self._written_prefix()}, not learned"]
+
+    def annotate_processor(self) -> None:
+        self._tokenizer.init_kwargs[PREFIX] = self._written_prefix()
+
+    def _written_prefix(self) -> str:
+        return "".join(self._tokenizer.convert_ids_to_tokens(self.prefix))
 
     def _prefix(self) -> list[int]:
         said = self.settings.language

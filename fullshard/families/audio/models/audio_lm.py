@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fullshard.contracts.model import Continuation
 from fullshard.errors import RecipeError
 from fullshard.families.audio.fresh_processor import SETTINGS, fit_tokens, fresh_processor
 from fullshard.families.audio.processor import because, load_audio_processor
@@ -72,9 +73,19 @@ class AudioLM(TowerModel):
         return module  # type: ignore[no-any-return]
 
     def lay_out(self, text: str | None, messages: Any, files: Files, processor: Any) -> Row | None:
-        from fullshard.families.audio.prompts import audio_prompt
+        from fullshard.families.audio.prompts import audio_prompt, speech_prompt
 
+        if not processor.clip_tokens:
+            return speech_prompt(text, messages, files.get("audio", ()), processor, source=self._source())
         return audio_prompt(text, messages, files.get("audio", ()), processor)
+
+    def continued(self, module: nn.Module, rows: Any, way: Continuation, **placed: Any) -> list[list[int]] | None:
+        from fullshard.families.audio.speech_decoder import continue_speech
+
+        model: Any = module
+        if model.config.is_encoder_decoder:
+            return continue_speech(module, rows, way, source=self._source(), **placed)
+        return super().continued(module, rows, way, **placed)
 
     def _auto(self, config: Any) -> str:
         return "AutoModelForSpeechSeq2Seq" if config.is_encoder_decoder else self.auto
