@@ -28,9 +28,9 @@ from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
 from fullshard.explain import crash
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
+from fullshard.explain.host_memory import reported_if_killed
 from fullshard.formatting.plural import counted
 from fullshard.launch import signals
-from fullshard.launch.host_memory import reported_if_killed
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
 from fullshard.setup import on_ranks

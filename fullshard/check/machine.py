@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fullshard.contracts.launcher import Ranks
-from fullshard.launch.host_memory import memory_left
+from fullshard.explain.host_memory import memory_left
 from fullshard.launch.local import num_cores
 
 OPTIONAL = ("flash_attn", "kernels", "tensorboard", "torchao", "triton", "wandb")

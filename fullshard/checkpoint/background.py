@@ -24,8 +24,8 @@ from fullshard.checkpoint.write import Snapshot, Written
 from fullshard.contracts.world import World
 from fullshard.dist import reduce
 from fullshard.dist.values import local
+from fullshard.explain.host_memory import memory_left
 from fullshard.formatting.readable import size as readable_size
-from fullshard.launch.host_memory import memory_left
 
 SPARE = 0.1
 """Share of the available host memory that staging leaves free."""

@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fullshard.contracts.world import World
 from fullshard.dist.env import check_devices
+from fullshard.explain.host_memory import peak_of_family
 from fullshard.launch.addresses import address_towards, choose_interface
-from fullshard.launch.host_memory import peak_of_family
 from fullshard.launch.rendezvous import Meeting, facts
 
 

@@ -26,9 +26,9 @@ from fullshard.errors import EXIT_PREEMPTED, SetupError, first_line
 from fullshard.explain import crash
 from fullshard.explain.ended import why_killed
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
+from fullshard.explain.host_memory import MemoryWatch, watched
 from fullshard.launch import signals
 from fullshard.launch.addresses import is_local, split_address
-from fullshard.launch.host_memory import MemoryWatch, watched
 from fullshard.launch.rendezvous import Facts, Meeting, facts
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.world import World
 from fullshard.dist.precision import resolve_for
 from fullshard.errors import SetupError
-from fullshard.launch.host_memory import memory_left
+from fullshard.explain.host_memory import memory_left
 from fullshard.proofs.same_run import Subject
 from fullshard.recipe import Batch, Duration, Recipe
 from fullshard.recipes.read import read_recipe

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.explain import host_memory
 from fullshard.explain.ended import why_killed
-from fullshard.launch import host_memory
-from fullshard.launch.host_memory import MemoryWatch, watch_parent
+from fullshard.explain.host_memory import MemoryWatch, watch_parent
 
 GIB = 2**20
 """In kB, as /proc/meminfo counts."""
@@ -76,7 +76,7 @@ def test_a_control_group_counts_and_limits_too(tmp_path: Path, version: int) -> 
 
 FORKED = """
 import os
-from fullshard.launch import host_memory
+from fullshard.explain import host_memory
 
 held, more = bytearray(os.urandom(64 * 2**20)), 48 * 2**20
 before = host_memory.peak_of_family() or 0
@@ -103,7 +103,7 @@ def test_a_forked_child_counts_only_its_private_memory() -> None:
 
 WITNESSED = """
 import os, signal, sys
-from fullshard.launch.host_memory import reported_if_killed
+from fullshard.explain.host_memory import reported_if_killed
 with reported_if_killed(0):
     print("ready", flush=True)
     if sys.argv[1] == "killed":
@@ -124,7 +124,7 @@ def test_the_watcher_reports_a_process_that_the_kernel_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     root = machine(tmp_path, free=5, kills=None)
-    monkeypatch.setattr("fullshard.launch.host_memory.MemoryWatch.__init__.__defaults__", (root,))
+    monkeypatch.setattr("fullshard.explain.host_memory.MemoryWatch.__init__.__defaults__", (root,))
     said = watch_parent(os.getppid() + 1_000_000, rank=0)  # which is not the parent any more
     assert said is not None
     assert "was ended by SIGKILL: killed by the kernel, most likely out of host memory: 120.0 GiB of 125.0 GiB" in said
