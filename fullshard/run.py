@@ -109,6 +109,8 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
 def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
+    from fullshard.check.gpu_use import gpu_use
+    from fullshard.check.units import dtype_line
     from fullshard.log.report import Report
     from fullshard.setup.run_inputs import resume_run
     from fullshard.setup.run_summary import header_rows, resolved
@@ -128,7 +130,7 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
     console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
     with contextlib.ExitStack() as ending:
         write = ending.enter_context(_writing(recipe, world, progress, console))
-        report = Report(console, write, world)
+        report = Report(console, write, world, gpu_use(world))
         built = build.build(recipe, inputs, world, checkpoint=checkpoint, progress=progress, report=report)
         saver, units = built.parts.saves.saver, built.model.units
         ending.callback(saver.close)
@@ -138,6 +140,7 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
             write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in units]})
         console.header(f"fullshard: {recipe.name}", header_rows(recipe, inputs, world, built, checkpoint))
         total, trainable = sum(unit.parameters for unit in units), sum(unit.trainable for unit in units)
+        console.say(f"FSDP dtype check: {dtype_line(units)}")
         console.parameter_summary(total=total, trainable=trainable, frozen=total - trainable)
         try:
             with signals.StopSignals() as stop:

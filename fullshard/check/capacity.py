@@ -130,6 +130,31 @@ def memory(recipe: Recipe, ranks: Ranks, model: ModelSize, *, machine: Machine) 
     yield from _space_finding("host memory", text, remedy, needed=here + export, free=machine.memory_bytes)
 
 
+def strategies(recipe: Recipe, ranks: Ranks, model: ModelSize, *, machine: Machine) -> Iterator[Finding]:
+    """What each strategy would keep on one device, and which of them fit: how to choose one."""
+    on_gpu = bool(machine.gpus) and recipe.topology.device != "cpu"
+    stored, whole = _stored(recipe), recipe.precision == "fp32" or (recipe.precision == "auto" and not on_gpu)
+    weights, world = model.weight_bytes or stored * model.parameters, ranks.per_node * ranks.nodes
+    state = weights + (stored + _moments(recipe)) * model.trainable
+    held = {
+        "full": state / world,
+        # The gathered parameters stay from the forward pass to the backward pass.
+        "grad_op": state / world + ((4 if whole else 2) * model.parameters if world > 1 else 0),
+        "hybrid": state / ranks.per_node,
+        "none": float(state),
+    }
+    room = machine.memory_bytes // ranks.per_node
+    if on_gpu:
+        room = min(gpu.memory_bytes for gpu in machine.used(ranks))
+    fits = [name for name, needed in held.items() if needed <= TIGHT * room]
+    each = ", ".join(f"{name} {size(math.ceil(needed))}" for name, needed in held.items())
+    advice = "nothing fits" if not fits else f"fits: {', '.join(fits)}"
+    if "none" in fits and world > 1:
+        advice += "; where memory is no concern, none (replicated) exchanges the least"
+    what = "a GPU" if on_gpu else "a rank"
+    yield ok("strategies", f"{what} with {size(room)} would keep: {each} (without activations); {advice}")
+
+
 def nearest_existing(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     path = path.expanduser().absolute()

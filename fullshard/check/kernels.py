@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fullshard.check.findings import Finding, error, ok
+from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.check.machine import Gpu, Machine
 from fullshard.dist.precision import ResolvedPrecision
+from fullshard.hf.architecture.attention import NOT_INSTALLED
 from fullshard.recipe import Recipe
 
 FLASH = (8, 0)
@@ -23,20 +24,21 @@ def attention(
     """Whether the requested kernel can run, and which one will."""
     no_flash = _no_flash(gpus, precision)
     installed = bool(machine.packages & {"flash_attn", "kernels"})
-    if asked in ("flash_attention_2", "varlen") and no_flash:
+    chosen = asked if asked != "auto" else "varlen for packed rows" if packed and not no_flash else "sdpa"
+    if asked == "flash_attention_2" and (no_flash or not installed):
+        # Kernels differ in speed, not in what they compute, so another one will do.
+        instead = "sdpa" if no_flash or not packed else "varlen"
+        text = f"model.attention = flash_attention_2 falls back to {instead}: {no_flash or NOT_INSTALLED}."
+        remedy = "Set model.attention=auto to choose by device without this warning."
+        if not no_flash:
+            remedy = f"Install it with: pip install flash-attn --no-build-isolation. {remedy}"
+        yield warning("attention", text, remedy)
+    elif asked == "varlen" and no_flash:
         yield error("attention", f"model.attention = {asked}: {no_flash}.", "Use model.attention=sdpa, or auto.")
-    elif asked == "flash_attention_2" and not installed:
-        text = "model.attention = flash_attention_2 needs the package flash_attn, which is not installed."
-        remedy = "Install it with: pip install flash-attn --no-build-isolation; or use model.attention=auto, which "
-        remedy += "runs torch's own flash kernels on packed rows."
-        yield error("attention", text, remedy)
     elif asked == "flex_attention" and not gpus:
         text = "model.attention = flex_attention: torch has no backward pass for it on a CPU; it needs a GPU."
         yield error("attention", text, "Use model.attention=sdpa, or auto.")
     else:
-        chosen = asked
-        if asked == "auto":
-            chosen = "varlen for packed rows" if packed and not no_flash else "sdpa"
         others = ["sdpa", "eager"]
         others += ["flex_attention"] if gpus else []
         others += [] if no_flash else ["varlen"]

@@ -174,14 +174,11 @@ def _weights_and_dtypes(recipe: Recipe, module: nn.Module, folder: Path | None) 
     else:
         yield ok("weights", f"{len(found.names())} tensors fit the model, no name is missing or unexpected")
     precision = _resolved(recipe)
-    trained = _word(precision.storage)
-    frozen = {
-        _word(recipe.model.storage_dtype(name, p)) for name, p in module.named_parameters() if not p.requires_grad
-    }
-    kept = [f"trained parameters are kept in {trained}"] if any(p.requires_grad for p in module.parameters()) else []
-    kept += [f"frozen ones in {' and '.join(sorted(frozen))}"] if frozen else []
-    begin = f"stored {_word(open_folder(folder).dtype())}, " if folder is not None else ""
-    yield ok("dtypes", f"{begin}{', '.join(kept)}; compute {_word(precision.compute)}, reduce float32")
+    frozen = {str(recipe.model.storage_dtype(name, p)) for name, p in module.named_parameters() if not p.requires_grad}
+    kept = [f"{precision.storage} (trained)"] if any(p.requires_grad for p in module.parameters()) else []
+    kept += [f"{' and '.join(sorted(frozen))} (frozen)"] if frozen else []
+    begin = f"; the files hold {open_folder(folder).dtype()}" if folder is not None else ""
+    yield ok("dtypes", f"{', '.join(kept)}; compute {precision.compute}, reduce torch.float32{begin}")
 
 
 def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:

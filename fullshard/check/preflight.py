@@ -51,6 +51,7 @@ def look(
             size = capacity.size_of(recipe, module)
             yield from capacity.disk(recipe, size, inputs.plan if inputs else None)
             yield from capacity.memory(recipe, ranks, size, machine=machine)
+            yield from capacity.strategies(recipe, ranks, size, machine=machine)
 
     return {
         "Recipe": settings.look(reading, ranks, inputs),

@@ -94,6 +94,9 @@ class Report(Screen):
             return
         untried = "" if tried else "; --quick skipped the trial of the model"
         self._show(Text(f"\nSetup is CORRECT{warnings}{untried}", style="bold green"))
+        for dtypes in (finding.text for _, finding in self.found if finding.check == "dtypes"):
+            self._show(Text(f"Model dtype: {dtypes}"))
+        self._show(Text("Ready to train with:"))
         self._show(Text(f"  {command}"))
 
     def _line(self, finding: Finding) -> None:

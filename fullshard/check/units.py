@@ -1,4 +1,4 @@
-"""The table of FSDP units: one line per unit, or per group of identical units.
+"""The table of FSDP units: one line per unit, or per group of identical units; and their dtypes in one line.
 
 Must not know how units are made.
 """
@@ -35,6 +35,16 @@ def units_table(units: Sequence[Unit]) -> str:
     summary = f"{len(units)} {noun}, {counted(total, 'parameter')}, {trained:,} trained ({_share(trained, total)})"
     notes = [f"tied {numbers[tuple(group)]}: {' = '.join(group)}" for group in ties]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], "", summary, *notes])
+
+
+def dtype_line(units: Sequence[Unit]) -> str:
+    """How the values of all units are stored and used."""
+    stored, computed, reduced = (
+        " and ".join(f"torch.{name}" for name in sorted(names))
+        for names in ({d for u in units for d in u.storage}, {u.compute for u in units}, {u.reduce for u in units})
+    )
+    uniform = "all parameters" if " and " not in stored else "parameters"
+    return f"{uniform} are stored in {stored}; compute {computed}, reduce {reduced}"
 
 
 def _groups(units: Sequence[Unit]) -> list[list[Unit]]:

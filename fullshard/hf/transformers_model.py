@@ -166,15 +166,14 @@ class TransformersModel(TokenHubModel):
     def build(self, *, processor: Any) -> nn.Module:
         from fullshard.hf.adapters.edits import add_lora, freeze
         from fullshard.hf.adapters.peft_folder import add_stored
+        from fullshard.hf.architecture.attention import kernel_to_build_with
         from fullshard.hf.architecture.empty import empty_model
         from fullshard.hf.export import stored_conversions
 
         config = self._config()
         if processor is not None:
             self._fit_vocabulary(config, processor)
-        # varlen is switched on later; the model is built with the kernel that it replaces.
-        attention = None if self.attention in ("auto", "varlen") else self.attention
-        code = self.trust_remote_code
+        attention, code = kernel_to_build_with(self.attention), self.trust_remote_code
         module = empty_model(config, attention=attention, trust_remote_code=code, auto=self._auto(config))
         # Before adapters, which replace layers.
         self._bind(module)

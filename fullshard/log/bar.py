@@ -77,7 +77,7 @@ def _drawn(share: float, width: int, ascii: bool) -> str:
 def step_line(
     record: Mapping[str, Any], run: Pace | None, speeds: Mapping[str, str], *, width: int | None = None
 ) -> str:
-    """One logged step in fixed columns: step, loss, lr, norm, speeds, memory, MFU, data wait, padding, time left.
+    """One logged step in fixed columns: step, loss, lr, norm, speeds, memory, GPU, MFU, data wait, padding, time left.
 
     `speeds` are the quantities that are shown per second, each with its short name. With a `width` the last columns are
     dropped as needed, and the time left, which the bar shows, is always dropped."""
@@ -120,6 +120,8 @@ def _speed(record: Mapping[str, Any], speeds: Mapping[str, str]) -> list[tuple[s
         parts.append((f"{record['memory_gib']:.1f} GiB", 9))
     if record.get("host_memory_gib") not in (None, record.get("memory_gib")):  # on a CPU both are the same
         parts.append((f"host {record['host_memory_gib']:.1f} GiB", 14))
+    if record.get("gpu_utilisation") is not None:
+        parts.append((f"GPU {record['gpu_utilisation']:.0%}", 8))
     if record.get("mfu") is not None:
         parts.append((f"MFU {record['mfu']:.1%}", 9))
     return parts

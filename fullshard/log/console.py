@@ -291,11 +291,11 @@ class Bar:
             console._write_down(bars.step_line(record, self._run, console.speeds))
 
     def line(self, width: int, *, drawn: int = 40) -> str:
-        """The bar as it is now."""
-        ascii = not self._console._screen.encoding.lower().startswith("utf")
-        return bars.line(
-            self._label, self._pace, loss_name=self._loss_name, loss=self._loss, width=width, drawn=drawn, ascii=ascii
-        )
+        """The bar as it is now, and the step of the run if the bar counts only a part of it."""
+        ascii, run = not self._console._screen.encoding.lower().startswith("utf"), self._run
+        note = f" run {run.done}/{run.total}" if run and run.total != self._pace.total else ""
+        shown: dict[str, Any] = {"loss_name": self._loss_name, "loss": self._loss, "ascii": ascii}
+        return bars.line(self._label, self._pace, width=width - len(note), drawn=drawn, **shown) + note
 
     def file_line(self) -> str:
         """The bar as it is now, for a file."""

@@ -26,6 +26,8 @@ class Report:
     write: Callable[[dict[str, Any]], None]
     """Appends a record to metrics.jsonl and the sinks."""
     world: World
+    gpu_use: Callable[[], dict[str, float]] = dict
+    """How busy the GPUs were since the last call, if that is known."""
     meters: Meters = field(default_factory=Meters, init=False)
     workers: int = field(default=0, init=False)
     _bar: Bar = field(init=False)
@@ -69,7 +71,7 @@ class Report:
     def log(self, **numbers: float) -> None:
         """Logs a step: step, epoch, loss, lr, grad_norm and whatever else was measured."""
         with self.phase("log"):
-            record = self.meters.record(memory_bytes=peaks(self.world.device), **numbers)
+            record = self.meters.record(memory_bytes=peaks(self.world.device), **numbers, **self.gpu_use())
             self.write(record)
             self._bar.advance(numbers["loss"])
             self._bar.log(record)

@@ -43,13 +43,20 @@ def shell(workspace: Workspace, *words: str, **environ: str) -> subprocess.Compl
     return subprocess.run(command, cwd=workspace.folder, env=variables, capture_output=True, text=True, check=False)
 
 
+STORED = "torch.float32 (trained); compute torch.float32, reduce torch.float32"
+
+
 def test_sections_come_in_order_and_the_verdict_last(workspace: Workspace) -> None:
     result = workspace.run("check", "--quick")
     lines = result.stdout.splitlines()
     assert (result.exit_code, result.stderr) == (0, "")
     assert titles(result.stdout) == SECTIONS
-    assert lines[-2] == "Setup is CORRECT; --quick skipped the trial of the model"
-    assert lines[-1] == f"  fullshard train {workspace.folder}/recipe.yaml"
+    assert lines[-4:] == [
+        "Setup is CORRECT; --quick skipped the trial of the model",
+        f"Model dtype: {STORED}; the files hold torch.float32",
+        "Ready to train with:",
+        f"  fullshard train {workspace.folder}/recipe.yaml",
+    ]
     marked = [line for line in lines if line.startswith("  ") and not line.startswith("    ")][:-1]
     assert marked
     assert all(line.startswith("  ✓ ") for line in marked)
@@ -75,7 +82,7 @@ def test_findings_are_marked_with_where_and_what_to_do(workspace: Workspace) -> 
 
 def test_all_mistakes_are_found_at_once(workspace: Workspace) -> None:
     workspace.set("model", freeze=["nothing.*"])
-    workspace.set("model", attention="flash_attention_2")
+    workspace.set("model", attention="varlen")
     workspace.write_records({"input_ids": [1, 2]}, {"input_ids": "words"})
     workspace.recipe["output"] = "/proc/runs"
     workspace.set("checkpoint", export="best")
@@ -165,7 +172,12 @@ def test_the_whole_check_on_a_plain_terminal(workspace: Workspace) -> None:
     done = shell(workspace, "-m", "fullshard", "check", "recipe.yaml", "--devices", "2", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stdout + done.stderr
     assert titles(done.stdout) == [*SECTIONS, "Trial"]
-    assert done.stdout.splitlines()[-2:] == ["Setup is CORRECT", "  fullshard train recipe.yaml --devices 2"]
+    ending = done.stdout.splitlines()[-4:]
+    assert (ending[0], ending[2:]) == (
+        "Setup is CORRECT",
+        ["Ready to train with:", "  fullshard train recipe.yaml --devices 2"],
+    )
+    assert ending[1].startswith(f"Model dtype: {STORED}")
     assert "  ok longest batch   4 x 40 tokens forward, backward and update on every rank" in done.stdout
     assert "noise of a rank" in done.stderr
     assert "noise of a rank" not in done.stdout

@@ -700,16 +700,16 @@ def bf16_on_turing(workspace: Workspace) -> None:
     workspace.recipe["precision"] = "bf16"
 
 
-@mistake("precision", "environment: attention", "flash_attention_2", "Turing", "8.0", remedy="model.attention=sdpa")
+@mistake("precision", "environment: attention", "varlen", "Turing", "8.0", remedy="model.attention=sdpa")
 def flash_attention_on_turing(workspace: Workspace) -> None:
     _gpu(workspace, T4)
     workspace.recipe["precision"] = "fp16"
-    workspace.set("model", attention="flash_attention_2")
+    workspace.set("model", attention="varlen")
 
 
-@mistake("precision", "environment: attention", "flash_attention_2", "CPU", remedy="model.attention=sdpa")
+@mistake("precision", "environment: attention", "varlen", "CPU", remedy="model.attention=sdpa")
 def flash_attention_on_a_cpu(workspace: Workspace) -> None:
-    workspace.set("model", attention="flash_attention_2")
+    workspace.set("model", attention="varlen")
 
 
 @mistake("precision", "recipe: recipe", "model.attention = 'flash'", "allowed", remedy="flash_attention_2")

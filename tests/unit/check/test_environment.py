@@ -202,11 +202,10 @@ def test_precision_against_capability(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kernel", "here", "precision", "said"),
     [
-        ("flash_attention_2", with_gpus(T4), "fp16", "Tesla T4 (Turing) has compute capability 7.5"),
+        ("varlen", with_gpus(T4), "fp16", "Tesla T4 (Turing) has compute capability 7.5"),
         ("varlen", with_gpus(T4), "fp16", "flash kernels need 8.0"),
-        ("flash_attention_2", CPU, "bf16", "this run uses the CPU"),
-        ("flash_attention_2", with_gpus(H100), "fp32", "compute in bf16 or fp16"),
-        ("flash_attention_2", with_gpus(H100), "bf16", "needs the package flash_attn"),
+        ("varlen", CPU, "bf16", "this run uses the CPU"),
+        ("varlen", with_gpus(H100), "fp32", "compute in bf16 or fp16"),
         ("flex_attention", CPU, "fp32", "torch has no backward pass for it"),
     ],
 )
@@ -214,7 +213,61 @@ def test_attention_that_cannot_run(tmp_path: Path, kernel: str, here: Machine, p
     found = look(recipe(tmp_path, model={"attention": kernel}, precision=precision), here)
     assert problems(found) == ["attention"]
     assert said in found["attention"].text
-    assert "sdpa" in found["attention"].remedy or "pip install flash-attn" in found["attention"].remedy
+    assert "sdpa" in found["attention"].remedy
+
+
+@pytest.mark.parametrize(
+    ("here", "precision", "packed", "instead", "why"),
+    [
+        (with_gpus(T4), "fp16", True, "sdpa", "Tesla T4 (Turing) has compute capability 7.5"),
+        (CPU, "bf16", True, "sdpa", "this run uses the CPU"),
+        (with_gpus(H100), "fp32", True, "sdpa", "compute in bf16 or fp16"),
+        (with_gpus(H100), "bf16", True, "varlen", "the package flash_attn is not installed"),
+        (with_gpus(H100), "bf16", False, "sdpa", "the package flash_attn is not installed"),
+    ],
+)
+def test_flash_attention_falls_back_with_a_warning(
+    tmp_path: Path, here: Machine, precision: str, packed: bool, instead: str, why: str
+) -> None:
+    """Kernels differ in speed, not in numbers."""
+    asked = recipe(tmp_path, model={"attention": "flash_attention_2"}, precision=precision, data={"pack": packed})
+    found = look(asked, here)["attention"]
+    assert found.level == "warning"
+    assert found.text.startswith(f"model.attention = flash_attention_2 falls back to {instead}: ")
+    assert why in found.text
+    assert ("pip install flash-attn" in found.remedy) == ("not installed" in why)
+
+
+def strategies(folder: Path, here: Machine, ranks: Ranks, size: ModelSize, **sections: Any) -> str:
+    [found] = capacity.strategies(recipe(folder, **sections), ranks, size, machine=here)
+    assert found.level == "ok"
+    return found.text
+
+
+def test_what_each_strategy_keeps_on_a_gpu_and_which_fit(tmp_path: Path) -> None:
+    """8.2 billion parameters in fp32 with AdamW: 16 bytes each. On 8 GPUs of 80 GiB one copy does not fit."""
+    billions = ModelSize(8_192_000_000, 8_192_000_000)
+    text = strategies(tmp_path, with_gpus(*[H100] * 8), Ranks(8), billions, precision="bf16")
+    assert text == (
+        "a GPU with 80.0 GiB would keep: full 15.3 GiB, grad_op 30.5 GiB, hybrid 15.3 GiB, none 122.1 GiB (without "
+        "activations); fits: full, grad_op, hybrid"
+    )
+    two = strategies(tmp_path, with_gpus(*[H100] * 8), Ranks(8, nodes=2), billions, precision="bf16")
+    assert "full 7.6 GiB, grad_op 22.9 GiB, hybrid 15.3 GiB, none 122.1 GiB" in two
+
+
+def test_a_small_model_is_told_that_it_may_be_replicated(tmp_path: Path) -> None:
+    text = strategies(tmp_path, CPU, Ranks(2), ModelSize(1_000_000, 1_000_000))
+    assert text.startswith(
+        "a rank with 8.0 GiB would keep: full 7.6 MiB, grad_op 11.4 MiB, hybrid 7.6 MiB, none 15.3 MiB"
+    )
+    assert text.endswith(
+        "fits: full, grad_op, hybrid, none; where memory is no concern, none (replicated) exchanges the least"
+    )
+
+
+def test_a_model_that_fits_nowhere_is_said_so(tmp_path: Path) -> None:
+    assert strategies(tmp_path, with_gpus(T4), Ranks(1), ModelSize(10**10, 10**10)).endswith("nothing fits")
 
 
 @pytest.mark.parametrize(

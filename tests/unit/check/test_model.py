@@ -72,8 +72,8 @@ def test_a_healthy_folder_has_ticks_only(folder: Path) -> None:
     ]
     assert text["units"] == "4: 3 x Qwen3DecoderLayer in model.layers"
     assert text["tied parameters"] == "model.embed_tokens.weight = lm_head.weight"
-    kept = "stored float32, trained parameters are kept in float32"
-    assert text["dtypes"] == f"{kept}; compute bfloat16, reduce float32"
+    used = "compute torch.bfloat16, reduce torch.float32"
+    assert text["dtypes"] == f"torch.float32 (trained); {used}; the files hold torch.float32"
     assert text["positions"] == "data.sequence_length = 48, the model has 128 positions"
     assert text["vocabulary"] == "tokens up to 96 in 16 samples, 97 embedding rows"
 
@@ -89,11 +89,11 @@ def test_stored_half_precision_is_trained_in_fp32_and_frozen_as_it_is(folder: Pa
     model: Any = AutoModelForCausalLM.from_pretrained(folder / "model")
     model.to(torch.float16).save_pretrained(folder / "model")
     text = said(look(folder))
-    assert text["dtypes"].startswith("stored float16, trained parameters are kept in float32; compute float32")
+    used = "compute torch.float32, reduce torch.float32; the files hold torch.float16"
+    assert text["dtypes"] == f"torch.float32 (trained); {used}"
     findings = look(folder, model={"lora": {"r": 2, "targets": ["q_proj"]}})
     assert bad(findings) == []
-    expected = "stored float16, trained parameters are kept in float32, frozen ones in float16"
-    assert said(findings)["dtypes"].startswith(f"{expected}; ")
+    assert said(findings)["dtypes"] == f"torch.float32 (trained), torch.float16 (frozen); {used}"
     assert "384 of them trained (1.43%)" in said(findings)["parameters"]
 
 
@@ -262,7 +262,7 @@ def test_no_weights_at_all(folder: Path) -> None:
 
 def test_pure_bf16_shows_in_the_dtypes(folder: Path) -> None:
     text = said(look(folder, precision="bf16-pure"))["dtypes"]
-    assert "trained parameters are kept in bfloat16; compute bfloat16, reduce float32" in text
+    assert "torch.bfloat16 (trained); compute torch.bfloat16, reduce torch.float32" in text
 
 
 class RoundingNorm(nn.Module):

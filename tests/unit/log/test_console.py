@@ -239,6 +239,8 @@ def test_the_time_left_of_the_run_counts_validation_and_saving(console: Console,
         clock.now += 1
         bar.advance()
         assert bar.status().startswith("run 11/20, ends in 00:27")
+        assert bar.file_line().endswith("|  1/10 [00:01<?, ?it/s] run 11/20"), bar.file_line()
+        assert len(bar.line(60)) <= 60
 
 
 def test_only_a_terminal_gets_control_characters(

@@ -13,7 +13,8 @@ OURS = {
         "check",
         "diffusion",
         "--quick",
-    ): r"|(Environment|Recipe|Model|Data)|  [✓!] .*| {20}.*|Setup is CORRECT.*|  fullshard train .*",
+    ): r"|(Environment|Recipe|Model|Data)|  [✓!] .*| {20}.*|Setup is CORRECT.*|Model dtype: .*|Ready to train with:"
+    r"|  fullshard train .*",
     ("train", "embedding", "--dry-run"): r"|[ -]*[\w.]+:.*|# .*| *- .*",
     (
         "check",
