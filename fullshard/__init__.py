@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from fullshard.contracts.model import Family, Weights
     from fullshard.contracts.objective import Objective, Term, Terms
     from fullshard.contracts.optimizer import Optimizer
-    from fullshard.contracts.progress import Result
     from fullshard.contracts.schedule import Schedule
     from fullshard.contracts.sink import OpenSink, Sink
     from fullshard.errors import CheckpointError, DataError, FullshardError, NumericalError, RecipeError, SetupError
+    from fullshard.own_loop.result import Result
+    from fullshard.own_loop.train import train_recipe as train
     from fullshard.recipe import Recipe
     from fullshard.recipes.read import read_recipe as read
-    from fullshard.run import train_recipe as train
     from fullshard.similarity.base import Embedded, SimilarityLoss
 
 # The module of each public name. Each is imported on first use, so that `import fullshard` costs nothing.
@@ -43,13 +43,13 @@ _MODULES = {
     "contracts.model": "Family Weights",
     "contracts.objective": "Objective Term Terms",
     "contracts.optimizer": "Optimizer",
-    "contracts.progress": "Result",
     "contracts.schedule": "Schedule",
     "contracts.sink": "OpenSink Sink",
     "errors": "CheckpointError DataError FullshardError NumericalError RecipeError SetupError",
+    "own_loop.result": "Result",
+    "own_loop.train": "train",
     "recipe": "Recipe",
     "recipes.read": "read",
-    "run": "train",
     "similarity.base": "Embedded SimilarityLoss",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

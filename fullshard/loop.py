@@ -100,9 +100,7 @@ def fit(parts: Parts, *, stop_asked: Callable[[], bool]) -> Result:
     saves.settle()
     if progress.finished:
         _at_end(parts, state, progress.seconds)
-    return Result(
-        str(parts.folder), progress.step, progress.best, progress.best_step, state.numbers, stopped, progress.seconds
-    )
+    return progress.result(parts.folder, validation=state.numbers, stopped=stopped)
 
 
 def _epoch(parts: Parts, state: State, windows: Iterator[Any]) -> str:

@@ -1,6 +1,6 @@
 """From a recipe to a finished run: start the ranks, or be one of them.
 
-`train` is what the command and the library call; `execute` is what a started rank does. Must not know how parts work.
+`train` is what the command calls; `execute` is what a started rank does. Must not know how parts work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,7 @@ from fullshard.config.part import plain
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose
-from fullshard.dist import env
-from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError, RecipeError
+from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError
 from fullshard.explain import crash
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
 from fullshard.explain.host_memory import reported_if_killed
@@ -33,13 +32,16 @@ from fullshard.formatting.plural import counted
 from fullshard.launch import signals
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
-from fullshard.setup import on_ranks
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fullshard.contracts.world import World
     from fullshard.dist.env import Launch
     from fullshard.log.console import Console
     from fullshard.setup.inputs import RunInputs
+
+    Keep = Callable[[nn.Module], None]
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
@@ -57,24 +59,6 @@ def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) 
         return reading.recipe.topology.launcher.start(command, ranks)
 
 
-def train_recipe(recipe: Recipe, *, resume: str = "auto", resume_anyway: bool = False) -> Result:
-    """Trains a recipe and returns the result. Starts ranks unless this process is already one."""
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"fullshard.train takes a recipe, found {recipe!r}. Read one first, with fullshard.read.")
-    reading = Reading(recipe, "", "a recipe in Python")
-    under_launcher = env.detect(os.environ).world > 1
-    ranks = on_ranks.ranks_of(recipe.topology)
-    with signals.in_library():
-        if under_launcher or ranks.per_node * ranks.nodes == 1:
-            return execute(reading, resume=resume, anyway=resume_anyway)
-        code = train(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
-    if code not in (EXIT_DONE, EXIT_PREEMPTED):
-        raise FullshardError(
-            f"The run in {recipe.folder} failed with exit code {code}; see the messages of its ranks above."
-        )
-    return read_result(recipe.folder)
-
-
 def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     """Runs this process's rank of the recipe; returns the exit code."""
     alone = REPORTED_BY_LAUNCHER not in os.environ  # no launcher of ours says how this process was killed
@@ -83,8 +67,8 @@ def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     return EXIT_PREEMPTED if result.stopped == "signal" else EXIT_DONE
 
 
-def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
-    """One rank of the run, from the environment check to the last line."""
+def execute(reading: Reading, *, resume: str, anyway: bool = False, keep: Keep | None = None) -> Result:
+    """One rank of the run, from the environment check to the last line. `keep` receives the trained model."""
     from fullshard.setup.rank_of_run import as_rank
 
     def preflight(inputs: RunInputs, launch: Launch, console: Console) -> None:
@@ -99,14 +83,16 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False) -> Result:
             as_rank(reading, preflight=preflight, options=options) as (inputs, world, console),
             _claimed(recipe, world, console=console),
         ):
-            return _run(reading, inputs, world, resume=resume, anyway=anyway, console=console)
+            return _run(reading, inputs, world, resume=resume, anyway=anyway, keep=keep, console=console)
     except BaseException as error:  # torch's CheckpointException is not an Exception
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         crash.report(error, folder=recipe.folder, rank=rank, world=size)
         raise
 
 
-def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, console: Console) -> Result:
+def _run(
+    reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, keep: Keep | None, console: Console
+) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
     from fullshard.check.gpu_use import gpu_use
@@ -145,10 +131,13 @@ def _run(reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyw
         try:
             with signals.StopSignals() as stop:
                 result = loop.fit(built.parts, stop_asked=lambda: stop.heard is not None)
+                result = replace(result, adapted=bool(recipe.model.adapters(built.model.module)))
         except NumericalError as error:
             raise NumericalError(f"{error} {saver.newest()}") from error
         write({"kind": "event", "event": "finished", **asdict(result)})
-        _say_next(reading, result, console, adapted=bool(recipe.model.adapters(built.model.module)))
+        _say_next(reading, result, console)
+        if keep is not None:
+            keep(built.model.module)
     if world.is_main:
         paths.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
     return result
@@ -268,15 +257,15 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
     console.whole(f"    {rerun.go_on(reading, out_of_patience=out_of_patience)}")
     with contextlib.suppress(CheckpointError, OSError):
         return read_result(recipe.folder)
-    return Result(str(recipe.folder), progress.step, progress.best, progress.best_step, {}, "done", progress.seconds)
+    return progress.result(recipe.folder, validation={}, stopped="done")
 
 
-def _say_next(reading: Reading, result: Result, console: Console, *, adapted: bool) -> None:
+def _say_next(reading: Reading, result: Result, console: Console) -> None:
     if result.stopped == "signal":
         console.say(f"Stopped by a signal at step {result.step}, and saved. Run the same command again to continue:")
         console.whole(f"  {rerun.command(reading)}")
     else:
-        console.next_steps(rerun.next_steps(reading, result, adapted=adapted))
+        console.next_steps(rerun.next_steps(reading, result))
 
 
 def read_result(folder: Path) -> Result:
@@ -285,5 +274,5 @@ def read_result(folder: Path) -> Result:
 
     for record in reversed(read(folder / FILE)):
         if record.get("event") == "finished":
-            return Result(**{key: record[key] for key in Result.__dataclass_fields__})
+            return Result(**{key: record[key] for key in Result.__dataclass_fields__ if key in record})
     raise CheckpointError(f"{folder} has no finished run.")

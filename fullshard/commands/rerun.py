@@ -33,7 +33,7 @@ def go_on(reading: Reading, *, out_of_patience: bool) -> str:
     return command(reading, more)
 
 
-def next_steps(reading: Reading, result: Result, *, adapted: bool) -> list[str]:
+def next_steps(reading: Reading, result: Result) -> list[str]:
     """The three things to try next."""
     recipe, folder = reading.recipe, shlex.quote(result.folder)
     curves = f"See the numbers:   {folder}/metrics.jsonl"
@@ -42,7 +42,7 @@ def next_steps(reading: Reading, result: Result, *, adapted: bool) -> list[str]:
         curves = f"See the curves:    {viewers[0]}"
     changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
     return [
-        _use(reading, result, adapted=adapted)
+        _use(reading, result)
         if recipe.checkpoint.at_end
         else f"Keep the model:    {command(reading, 'checkpoint.at_end=true')}",
         curves,
@@ -50,17 +50,17 @@ def next_steps(reading: Reading, result: Result, *, adapted: bool) -> list[str]:
     ]
 
 
-def _use(reading: Reading, result: Result, *, adapted: bool) -> str:
+def _use(reading: Reading, result: Result) -> str:
     recipe = reading.recipe
     place = recipe.checkpoints / "model"
     if files.is_remote(place):
-        line = recipe.model.load_with("model", adapter=adapted)
+        line = recipe.model.load_with("model", adapter=result.adapted)
         return f"Use the model:     copy {place} to this folder" + (f", then: {importing(line)}" if line else "")
     # Absolute, so that the line works in any folder.
     model = str(Path(result.folder).resolve() / "model")
-    if line := recipe.model.load_with(model, adapter=adapted):
+    if line := recipe.model.load_with(model, adapter=result.adapted):
         return f"Use the model:     {importing(line)}"
-    if adapted:
+    if result.adapted:
         return f"Use the model:     fullshard export {shlex.quote(result.folder)} OUT --as merged"
     return f"Use the model:     it is in {model}, written by model.kind {recipe.model.kind()}"
 

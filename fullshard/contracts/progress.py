@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -43,6 +44,11 @@ class Progress:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def result(self, folder: Path, *, validation: dict[str, float], stopped: str) -> Result:
+        """The result of a run that got this far."""
+        counts = {key: value for key, value in vars(self).items() if key in Result.__dataclass_fields__}
+        return Result(folder=str(folder), validation=validation, stopped=stopped, **counts)
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -65,7 +71,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Result:
-    """What `fullshard.train` returns."""
+    """How far a run got, and why it ended."""
 
     folder: str
     step: int
@@ -76,3 +82,11 @@ class Result:
     stopped: str
     """Why the run ended: done, patience or signal."""
     seconds: float
+    epoch: int = 0
+    """Epochs completed."""
+    samples: int = 0
+    tokens: int = 0
+    best_by: str | None = None
+    """The mode and metric of `best`, such as `min loss`."""
+    adapted: bool = False
+    """Adapters were trained and exported, not a whole model."""

@@ -19,6 +19,9 @@ from fullshard.explain.host_memory import peak_of_family
 from fullshard.launch.addresses import address_towards, choose_interface
 from fullshard.launch.rendezvous import Meeting, facts
 
+stays = False
+"""Whether the process group outlives the run: the calling program made it, or goes on with the sharded model."""
+
 
 def choose_device_type(wanted: str) -> str:
     """`auto` means CUDA if there is a GPU; an explicit choice that is not available is an error."""
@@ -29,6 +32,7 @@ def choose_device_type(wanted: str) -> str:
 
 def join(*, device: str, backend: str, timeout_s: float) -> World:
     """Joins the process group that RANK, WORLD_SIZE, ... describe; a single process needs no variables."""
+    global stays
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     place = torch.device(choose_device_type(device))
@@ -41,7 +45,8 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
         backend = "nccl" if place.type == "cuda" else "gloo"
     # A gloo group beside NCCL carries host tensors: offloaded gradients are clipped there.
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    if not dist.is_initialized():
+    stays = dist.is_initialized()
+    if not stays:
         _meet(backends, rank, size, local_rank, timeout_s)
     return World(rank, size, local_rank, local_size, place, backend, timeout_s)
 
@@ -75,9 +80,9 @@ def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float
     store.set_timeout(timeout)
 
 
-def leave() -> None:
-    """Leaves the process group; safe to call twice."""
-    if dist.is_initialized():
+def leave(*, at_exit: bool = False) -> None:
+    """Leaves the process group, unless it outlives the run; safe to call twice."""
+    if dist.is_initialized() and (at_exit or not stays):
         dist.destroy_process_group()
 
 

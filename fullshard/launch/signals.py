@@ -147,7 +147,8 @@ class StopSignals:
         if _listener.command:
             _listener.act = self._on_signal
         else:
-            self._listening.enter_context(heard_by(self._on_signal))
+            # A process of its own, such as a notebook's, hears signals where a second Ctrl-C may raise.
+            self._listening.enter_context(heard_by(self._on_signal, in_thread="RANK" in os.environ))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -159,6 +160,8 @@ class StopSignals:
             self.heard, self._heard_at = name, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
                 _write(f"{name_of(number)}: the step in progress is finished and saved. A second signal stops at once.")
+        elif name == self.heard == "SIGINT" and not _listener.command and "RANK" not in os.environ:
+            raise KeyboardInterrupt(f"{AT_ONCE}.")
         elif name == self.heard == "SIGINT" or time.monotonic() - self._heard_at > ECHO_S:
             leave(f"{AT_ONCE}.")
 

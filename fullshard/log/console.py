@@ -32,6 +32,8 @@ FILE_WIDTH = 100
 """Columns of what is laid out for a file."""
 QUIET_S = 30.0
 """Without a terminal a bar prints a line after this time without other output."""
+NOTEBOOK, REDRAW_S = "FULLSHARD_NOTEBOOK", 0.25
+"""With this variable a bar is redrawn after a carriage return, which is all that a notebook understands."""
 
 
 class Console:
@@ -40,6 +42,9 @@ class Console:
     def __init__(self, *, silent: bool = False, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         self.silent, self.clock = silent, clock
         self.on_terminal = not silent and is_terminal(stream or sys.stdout)
+        self.in_notebook = not (silent or self.on_terminal) and NOTEBOOK in os.environ
+        self._drawn = 0
+        """Columns of the bar that a notebook shows in its last line."""
         self._screen = open_screen(stream, on_terminal=self.on_terminal)
         self._live: Live | None = None
         self._bars: list[Bar] = []
@@ -203,10 +208,18 @@ class Console:
         if every_rank or not self.silent:
             self._write_down(text)
 
-    def _show(self, text: Text, *, whole: bool = False) -> None:
+    def _show(self, text: Text | str, *, whole: bool = False) -> None:
         if not self.silent:
+            self._draw("")
             # Files are never wrapped. On a terminal prose wraps between words, `whole` lines do not.
             self._screen.print(text, soft_wrap=whole or not self.on_terminal)
+
+    def _draw(self, line: str) -> None:
+        """Redraws the last line of a notebook; the next text takes its place."""
+        if self.in_notebook and (line or self._drawn):
+            self._screen.file.write(f"\r{line.ljust(self._drawn)}" + ("" if line else "\r"))
+            self._screen.file.flush()
+            self._drawn = len(line)
 
     def _write_down(self, text: str) -> None:
         if self._log is None:
@@ -276,17 +289,19 @@ class Bar:
         if self._run is not None:
             self._run.step()
         console, now = self._console, self._console.clock()
-        if not console.on_terminal and now - self._shown_at >= QUIET_S and self._pace.done < self._pace.total:
+        quiet, shown = (REDRAW_S, console._draw) if console.in_notebook else (QUIET_S, console._show)
+        if not console.on_terminal and now - self._shown_at >= quiet and self._pace.done < self._pace.total:
             self._shown_at = now
-            console._show(Text(self.file_line()))
+            shown(self.file_line())
 
     def log(self, record: Mapping[str, Any]) -> None:
         """A logged step: a line in log.txt and on the screen, on a terminal above the bar and no wider than it is."""
         console = self._console
         console._record = record
-        self._shown_at = console.clock()
-        width = console._screen.width if console.on_terminal else None
-        console._show(Text(bars.step_line(record, self._run, console.speeds, width=width)))
+        if not console.in_notebook:
+            self._shown_at = console.clock()
+            width = console._screen.width if console.on_terminal else None
+            console._show(bars.step_line(record, self._run, console.speeds, width=width))
         if not console.silent:
             console._write_down(bars.step_line(record, self._run, console.speeds))
 

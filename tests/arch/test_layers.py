@@ -47,6 +47,7 @@ LAYERS = [
     "check",
     "run",
     "prove",
+    "own_loop",
     "families",
     "cli",
     "__main__",

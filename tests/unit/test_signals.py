@@ -68,11 +68,32 @@ def test_a_second_signal_ends_the_process_at_once(
 
 def test_a_second_ctrl_c_counts_immediately() -> None:
     def act() -> None:
+        signals.listen()
         with signals.StopSignals():
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
     assert in_child(act) == 75
+
+
+def test_a_second_ctrl_c_does_not_end_a_users_program() -> None:
+    """A notebook's kernel must survive it; a rank under a launcher ends, because others wait for it."""
+
+    def act() -> None:
+        with signals.StopSignals():
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt, match="steps after the last checkpoint are lost"):
+                signal.raise_signal(signal.SIGINT)
+
+    assert in_child(act) == 0
+
+    def rank() -> None:
+        os.environ["RANK"] = "1"
+        with signals.StopSignals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    assert in_child(rank) == 75
 
 
 def test_earlier_handlers_are_restored() -> None:

@@ -1,0 +1,96 @@
+"""`fullshard.train`: a recipe trained from Python, in a script, under a launcher or in a notebook.
+
+Where the ranks are this process, the model stays alive after the run. Must not know how a run works.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fullshard.config.part import plain
+from fullshard.dist import env
+from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, FullshardError, RecipeError
+from fullshard.launch import signals
+from fullshard.own_loop.notebook import shown_in_notebook
+from fullshard.own_loop.result import Result, of
+from fullshard.recipe import Recipe
+from fullshard.recipes.read import Reading, read
+from fullshard.run import execute, read_result
+from fullshard.run import train as start
+from fullshard.setup import on_ranks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def train_recipe(
+    recipe: Recipe | str | Path | Mapping[str, Any],
+    *overrides: str,
+    preset: str | Sequence[str] = (),
+    resume: str = "auto",
+    resume_anyway: bool = False,
+) -> Result:
+    """Trains a recipe, and returns its progress, best checkpoint, metrics and model.
+
+    `recipe` is what `fullshard.read` returns or takes: a YAML path, a built-in name or a mapping, with settings such as
+    "optimizer.lr=3e-4" on top. Starts the ranks that the recipe asks for, unless this process is one of them already.
+    A run that was stopped continues where it was saved; `resume` is what `--resume` takes."""
+    reading = _reading(recipe, overrides, preset)
+    ranks = on_ranks.ranks_of(reading.recipe.topology)
+    with signals.in_library(), shown_in_notebook():
+        if env.detect(os.environ).world > 1 or ranks.per_node * ranks.nodes == 1:
+            return _in_this_process(reading, resume=resume, anyway=resume_anyway)
+        try:
+            code = start(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
+        except SystemExit as end:  # a signal before the ranks were there
+            if end.code != _INTERRUPTED:
+                raise
+            code = _INTERRUPTED
+    folder = reading.recipe.folder
+    if code == _INTERRUPTED:
+        raise KeyboardInterrupt(
+            "Stopped before the run could save, or by a second Ctrl-C: what is in the folder of the run stays as it "
+            "is. The same call starts it again, from its last checkpoint if there is one."
+        )
+    if code not in (EXIT_DONE, EXIT_PREEMPTED):
+        raise FullshardError(f"The run in {folder} failed with exit code {code}; see the messages of its ranks above.")
+    return of(read_result(folder), reading.recipe)
+
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def _reading(recipe: Any, overrides: tuple[str, ...], preset: str | Sequence[str]) -> Reading:
+    """The recipe, without a command line to repeat: a hint to run it again is a line of Python."""
+    if isinstance(recipe, Recipe):
+        if not overrides and not preset:
+            return Reading(recipe, "", "a recipe in Python")
+        recipe = plain(recipe)
+    if not isinstance(recipe, str | Path | Mapping):
+        raise RecipeError(
+            f"fullshard.train takes a recipe, found {recipe!r}. Give a path, a built-in name, a mapping, or what "
+            "fullshard.read returns."
+        )
+    return replace(read(recipe, *overrides, preset=preset), name="", typed=None)
+
+
+def _in_this_process(reading: Reading, *, resume: str, anyway: bool) -> Result:
+    """One rank of the run. With several, the process group stays: the sharded model needs it."""
+    from fullshard.dist import reduce, world
+
+    kept: list[nn.Module] = []
+
+    def keep(module: nn.Module) -> None:
+        kept.append(module)
+        if reduce.place()[0] > 1:
+            world.stays = True
+            atexit.register(world.leave, at_exit=True)
+
+    ended = execute(reading, resume=resume, anyway=anyway, keep=keep)
+    return of(ended, reading.recipe, module=kept[0] if kept else None)
