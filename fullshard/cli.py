@@ -31,7 +31,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["--help", "-h"]},
+    context_settings={
+        "help_option_names": ["--help", "-h"],
+        "token_normalize_func": lambda word: word.replace("_", "-"),
+    },
     help="Train models with PyTorch FSDP2: one recipe, one command, from a laptop to many nodes.",
 )
 
@@ -76,6 +79,14 @@ def _options(
     pass
 
 
+def _aliases(asked: bool) -> None:
+    if asked:
+        from fullshard.dialects.report import aliases
+
+        typer.echo(aliases())
+        raise typer.Exit
+
+
 @app.command(context_settings={"ignore_unknown_options": True})
 @options.takes_recipe()
 def train(
@@ -89,6 +100,10 @@ def train(
     resume_anyway: options.ResumeAnyway = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every value in force and the step arithmetic; start nothing.")
+    ] = False,
+    help_aliases: Annotated[
+        bool,
+        typer.Option("--help-aliases", callback=_aliases, is_eager=True, help="Print the flags of other trainers."),
     ] = False,
 ) -> None:
     """Train what RECIPE describes.

@@ -72,7 +72,7 @@ def one_of(option: str, value: str | None, allowed: Sequence[str | None]) -> Non
 
 def overrides(target: str, words: Sequence[str], *, command: str, options: Sequence[str]) -> list[str]:
     """The settings after the run, each as `key=value`."""
-    from fullshard.commands.arguments import to_overrides
+    from fullshard.dialects.command_line import to_overrides
     from fullshard.recipes.read import Recipe
 
     if target.startswith("-"):

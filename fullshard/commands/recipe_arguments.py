@@ -17,6 +17,7 @@ import typer
 from typer.models import OptionInfo
 
 from fullshard.commands.recipes import complete_preset, complete_recipe
+from fullshard.dialects.command_line import option_names, recipe_and_rest
 from fullshard.errors import RecipeError, SetupError
 
 if TYPE_CHECKING:
@@ -61,10 +62,15 @@ Preset = Annotated[
     list[str] | None,
     typer.Option(
         "--preset",
+        *option_names("--preset"),
         metavar="NAME",
         help="Settings that the recipe overrides; can be repeated, later ones win.",
         autocompletion=complete_preset,
     ),
+]
+ConfigFile = Annotated[
+    str | None,
+    typer.Option("--config-file", metavar="FILE", help="A file of accelerate or DeepSpeed, for ranks and sharding."),
 ]
 Output = Annotated[
     str | None,
@@ -88,6 +94,7 @@ class RecipeArguments:
     node_rank: NodeRank = None
     master: Master = None
     preset: Preset = None
+    config_file: ConfigFile = None
     output: Output = None
     resume: str | None = None
     """The value of --resume, for a command that prints how to train."""
@@ -97,7 +104,7 @@ class RecipeArguments:
 
     def read(self) -> Reading:
         """The recipe with the settings and options on top."""
-        from fullshard.commands.arguments import to_overrides
+        from fullshard.dialects.command_line import read_words
         from fullshard.recipe import Recipe
         from fullshard.recipes.read import Typed, read
 
@@ -105,14 +112,16 @@ class RecipeArguments:
             wanted = f"fullshard {self.command} RECIPE {self.recipe} ..."
             raise RecipeError(f"The recipe must come before {self.recipe}. Write: {wanted}")
         given, under = self._given(), self.preset or []
-        settings = to_overrides(self.settings or [], sections=list(Recipe.model_fields), options=self.options)
+        words = read_words(self.settings or [], sections=list(Recipe.model_fields), options=self.options)
+        settings, notes = words.settings, (*words.notes, *words.overridden())
         chosen = [*given.items(), *(("--preset", name) for name in under)]
         own = [word for option, value in chosen for word in (option, value)]
         typed = Typed((*_starter(), "train", self.recipe, *own), tuple(settings))
-        return read(self.recipe, *_overrides(settings, given), preset=under, typed=typed)
+        overrides = _overrides(settings, given)
+        return read(self.recipe, *overrides, preset=under, typed=typed, notes=notes, launch_file=self.config_file)
 
     def _given(self) -> dict[str, str]:
-        names = ("devices", "gpus", "nodes", "output", "node_rank", "master", "resume")
+        names = ("devices", "gpus", "nodes", "output", "config_file", "node_rank", "master", "resume")
         found = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
         return {option: str(value) for option, value in found.items() if value is not None}
 
@@ -167,6 +176,7 @@ def takes_recipe(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., No
         @functools.wraps(command)
         def run(**given: Any) -> None:
             values = {name: given.pop(name) for name in names}
+            values["recipe"], values["settings"] = recipe_and_rest(values["recipe"], values["settings"] or [])
             command(RecipeArguments(**values, command=command.__name__, options=options), **given)
 
         run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]

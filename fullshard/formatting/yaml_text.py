@@ -46,6 +46,8 @@ class Document:
     values: dict[str, Any]
     lines: dict[str, int]
     """Key path (`log.sinks[0].kind`, hyphens as underscores) to line number, from 1."""
+    notes: tuple[str, ...] = ()
+    """What a run says about the document."""
 
 
 def parse(text: str, *, name: str) -> Document:

@@ -20,7 +20,8 @@ from typing import Any
 from fullshard.config import families
 from fullshard.config.merge import Settings, parse_override
 from fullshard.config.part import decode, plain
-from fullshard.dialects import presets
+from fullshard.dialects import files, presets
+from fullshard.dialects.words import in_our_words
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import Document, parse, render
 from fullshard.recipe import Recipe
@@ -79,20 +80,30 @@ def read(
     *overrides: str,
     preset: str | Sequence[str] = (),
     typed: Typed | None = None,
+    notes: Sequence[str] = (),
+    launch_file: str | None = None,
 ) -> Reading:
-    """Reads a recipe as `read_recipe` does, and keeps where its values came from."""
+    """Reads a recipe as `read_recipe` does, and keeps where its values came from, after `notes` of the caller. What a
+    launcher says (`accelerate launch`, or its file) fills in what the recipe leaves open; its ranks are in force."""
     name, document = _open(source)
     run = document.values.get(RUN_KEY)
     settings = Settings(Recipe)
     parsed = [parse_override(text) for text in overrides]
     preset = [preset] if isinstance(preset, str) else preset
     under = presets.chosen(document.values, parsed, preset)
+    launchers = files.launchers(launch_file, os.environ)
     for one in under:
         settings.lay(presets.values_of(one, source), f"preset {one}")
+    for done in launchers:
+        settings.lay(done.layers()[0], done.name)
     settings.lay({key: value for key, value in document.values.items() if key not in (RUN_KEY, presets.KEY)}, "recipe")
+    for done in launchers:
+        settings.lay(done.layers()[1], done.name)
     for path, value in parsed:
         if path != (presets.KEY,):
             settings.set(path, value, COMMAND_LINE)
+    replaced = files.notes_of(launchers, settings.replaced)
+    said = (*notes, *document.notes, *in_our_words(settings.values), *replaced)
     try:
         recipe = decode(Recipe, settings.values)
     except RecipeError as error:
@@ -105,7 +116,7 @@ def read(
     asked = "" if isinstance(source, Mapping) else str(source)
     if asked and typed is None:
         typed = Typed(("fullshard", "train", asked, *(w for one in preset for w in ("--preset", one))), overrides)
-    return Reading(recipe, asked, name, tuple(settings.replaced), tuple(under), tuple(sys.argv), typed)
+    return Reading(recipe, asked, name, said, tuple(under), tuple(sys.argv), typed)
 
 
 def hand_on(reading: Reading, path: Path) -> None:
@@ -169,7 +180,7 @@ def _open(source: str | Path | Mapping[str, Any]) -> tuple[str, Document]:
     known = families.recipes()
     # os.path.isfile returns False where Path raises: for a name that is too long.
     if os.path.isfile(path):
-        return str(source), parse(_text(path), name=str(source))
+        return str(source), files.as_recipe(files.load(source, _text(path)), name=str(source), path=path)
     if isinstance(source, str) and source in known:
         name = f"built-in recipe {source}"
         return name, parse(_text(known[source]), name=name)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from fullshard.config.part import plain
 from fullshard.contracts.world import World
-from fullshard.dialects import accelerate
+from fullshard.dialects import launch_variables
 from fullshard.dist import env
 from fullshard.dist.env import Launch
 from fullshard.dist.precision import resolve_precision
@@ -41,7 +41,7 @@ def as_rank(
     `preflight` the caller checks and compares."""
     recipe, launch = reading.recipe, env.detect(os.environ)
     with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
-        foreign = accelerate.notes(os.environ, world=launch.world) if launch.launcher == "accelerate" else []
+        foreign = launch_variables.notes(launch.world) if launch.launcher == "accelerate" else []
         for line in [*reading.overridden, *foreign]:
             console.note(line)
         inputs = prepare_inputs(recipe, world_size=launch.world, console=console)

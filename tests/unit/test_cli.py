@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 import fullshard.cli
 import fullshard.run
 from fullshard.cli import app, main
-from fullshard.commands.arguments import to_overrides
 from fullshard.commands.group import ELSEWHERE
 from fullshard.commands.recipes import sentence
 from fullshard.config import families
 from fullshard.contracts.launcher import Ranks
+from fullshard.dialects.command_line import to_overrides
 from fullshard.errors import NumericalError, RecipeError
 from fullshard.recipes.read import Reading
 
@@ -179,7 +179,8 @@ def test_settings_reach_the_recipe(calls: Any, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--device", "4"], "--device is neither an option nor a key of the recipe. Did you mean --devices?"),
+        (["--device", "4"], "--device 4: a number of ranks is --devices 4; device is auto, cuda or cpu."),
+        (["--devcies", "4"], "--devcies is neither an option nor a key of the recipe. Did you mean --devices?"),
         (["--optimzer.lr", "1"], "Did you mean --optimizer.KEY?"),
         (["lr"], "'lr' on the command line is not a setting"),
         (["--devices=2", "topology.devices=3"], "--devices 2 and topology.devices=3 on the command line both set"),

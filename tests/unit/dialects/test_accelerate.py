@@ -1,4 +1,4 @@
-"""Settings of `accelerate launch` that are not in force are named, each with our key."""
+"""The settings of `accelerate launch` are in force where the recipe leaves a key open."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fullshard.commands.arguments import to_overrides
-from fullshard.dialects.accelerate import notes
+from fullshard.dialects.launch_variables import settings
+from fullshard.recipes.read import read
 
 FSDP: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -34,15 +34,15 @@ FSDP: dict[str, Any] = {
 }
 TELL = """
 import json, os, sys
-from fullshard.dialects.accelerate import notes
+from fullshard.dialects.launch_variables import notes, settings
 from fullshard.dist.env import detect
 launch = detect(os.environ)
 if launch.rank == 0:
-    print(json.dumps([launch.launcher, notes(os.environ, world=launch.world)]))
+    print(json.dumps([launch.launcher, settings(os.environ).settings, notes(launch.world)]))
 """
 
 
-def launched(*options: str, home: Path) -> list[str]:
+def launched(*options: str, home: Path) -> tuple[dict[str, Any], list[str]]:
     """What a script hears that the real `accelerate launch` starts with these options."""
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, "--no_python", sys.executable, "-c", TELL]
     environ = {
@@ -50,58 +50,90 @@ def launched(*options: str, home: Path) -> list[str]:
     }
     environ |= {"HF_HOME": str(home), "PYTHONPATH": os.getcwd(), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
-    launcher, found = json.loads(done.stdout.strip().splitlines()[-1])
+    launcher, found, notes = json.loads(done.stdout.strip().splitlines()[-1])
     assert launcher == "accelerate"
-    return list(found)
+    return found, notes
 
 
-def test_an_fsdp_file_is_ignored_setting_by_setting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_variables_of_a_file_say_what_the_file_says(tmp_path: Path, version: int) -> None:
+    strategy = {1: {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}, 2: {"fsdp_reshard_after_forward": False}}[version]
+    section = {key: value for key, value in FSDP["fsdp_config"].items() if key != "fsdp_sharding_strategy"}
+    if version == 2:
+        section.pop("fsdp_backward_prefetch")
     file = tmp_path / "fsdp.yaml"
-    file.write_text(yaml.safe_dump(FSDP))
-    assert launched("--config_file", str(file), home=tmp_path) == [
-        "accelerate's FSDP_TRANSFORMER_CLS_TO_WRAP=Qwen3DecoderLayer is ignored. "
-        "Write sharding.wrap=[Qwen3DecoderLayer].",
-        "accelerate's ACCELERATE_MIXED_PRECISION=bf16 is ignored. Write precision=bf16.",
-        "accelerate's FSDP_SHARDING_STRATEGY=FULL_SHARD is ignored. Write sharding.strategy=full.",
-        "accelerate's FSDP_OFFLOAD_PARAMS=true is ignored. Write sharding.cpu_offload=true.",
-        "accelerate's FSDP_ACTIVATION_CHECKPOINTING=true is ignored. Write sharding.activation_checkpointing=full.",
-        "accelerate's FSDP_STATE_DICT_TYPE=FULL_STATE_DICT is ignored. Write checkpoint.format=full.",
-        "accelerate's FSDP_VERSION=1 is ignored: fullshard always uses FSDP2.",
-        "accelerate's FSDP_BACKWARD_PREFETCH=BACKWARD_POST is ignored: FSDP2 always gathers the next block early, as "
-        "BACKWARD_PRE did.",
-    ]
+    file.write_text(yaml.safe_dump({**FSDP, "fsdp_config": {**section, "fsdp_version": version, **strategy}}))
+    by_launcher, _ = launched("--config_file", str(file), home=tmp_path)
+    by_file = read("quickstart", launch_file=str(file)).recipe
+    assert by_launcher == {
+        "precision": "bf16",
+        "sharding.strategy": "grad_op",
+        "sharding.cpu_offload": True,
+        "sharding.activation_checkpointing": "full",
+        "sharding.wrap.classes": ["Qwen3DecoderLayer"],
+        "checkpoint.format": "full",
+    }
+    assert by_file.sharding.strategy == "grad_op"
+    assert by_file.sharding.cpu_offload
+    assert by_file.sharding.activation_checkpointing == "full"
+    assert by_file.sharding.wrap is not None
+    assert by_file.sharding.wrap.classes == ["Qwen3DecoderLayer"]
+    assert by_file.checkpoint.format == "full"
+    assert by_file.topology.devices == 2
+    assert by_file.precision == "fp32"  # the recipe says so
 
 
 def test_processes_that_accelerate_did_not_start_are_named(tmp_path: Path) -> None:
-    assert launched("--cpu", "--num_processes", "2", home=tmp_path) == [
+    found, notes = launched("--cpu", "--num_processes", "2", home=tmp_path)
+    assert notes == [
         "accelerate was asked for 2 processes (--num_processes 2) and started one. To train on 2, leave accelerate "
         "out: fullshard train RECIPE --devices 2.",
-        "accelerate's ACCELERATE_USE_CPU=True is ignored. Write topology.device=cpu.",
     ]
+    assert found == {"topology.device": "cpu"}
 
 
-def test_without_settings_there_are_no_notes() -> None:
-    assert notes({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, world=1) == []
+def test_without_settings_nothing_is_said() -> None:
+    nothing = settings({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"})
+    assert nothing is not None
+    assert nothing.said == ()
     # Without FSDP in use, its variables are another program's.
-    assert notes({"FSDP_OFFLOAD_PARAMS": "true"}, world=1) == []
+    assert settings({"FSDP_OFFLOAD_PARAMS": "true"}) is None
+    foreign = settings({"ACCELERATE_MIXED_PRECISION": "no", "FSDP_OFFLOAD_PARAMS": "true"})
+    assert foreign is not None
+    assert foreign.settings == {}
 
 
 @pytest.mark.parametrize(
-    ("environ", "key"),
+    ("environ", "key", "value"),
     [
-        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "sharding.strategy=grad_op"),
-        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "7"}, "sharding.wrap.min_params=7"),
-        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "sharding.wrap.whole=true"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "sharding.compile=true"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "batch.accumulate=4"),
-        ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "optimizer.clip=0.5"),
-        ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "sharding.strategy=full"),
-        ({"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "sharding.cpu_offload=true"),
+        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "sharding.strategy", "grad_op"),
+        ({"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "7"}, "sharding.wrap.min_params", 7),
+        ({"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}, "sharding.wrap.whole", True),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "sharding.compile", True),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "batch.accumulate", 4),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, "optimizer.clip", 0.5),
+        ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, "sharding.strategy", "full"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"},
+            "sharding.cpu_offload",
+            True,
+        ),
     ],
 )
-def test_the_words_to_write_are_settings_of_ours(environ: dict[str, str], key: str) -> None:
-    from fullshard.recipes.read import read_recipe
-
-    [line] = notes({"ACCELERATE_USE_FSDP": "true", **environ}, world=1)
-    assert line.endswith(f" is ignored. Write {key}.")
-    read_recipe("quickstart", *to_overrides([key], sections=[key.partition(".")[0]], options=()))
+def test_a_variable_is_in_force_unless_the_recipe_says_otherwise(
+    environ: dict[str, str], key: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsdp = {} if "ACCELERATE_USE_DEEPSPEED" in environ else {"ACCELERATE_USE_FSDP": "true"}
+    for name, word in {"ACCELERATE_MIXED_PRECISION": "no", **fsdp, **environ}.items():
+        monkeypatch.setenv(name, word)
+    found = settings(os.environ)
+    assert found is not None
+    assert found.settings[key] == value
+    said = [line for line in read("quickstart").overridden if line.startswith(key) and "(accelerate launch)" in line]
+    assert len(said) == 1
+    if key == "batch.accumulate":
+        assert "gives way to batch.global (recipe)" in said[0]
+    elif value != 7:
+        setting = {"sharding.strategy": "hybrid", "optimizer.clip": "2.0"}.get(key, "false")
+        overridden = read("quickstart", f"{key}={setting}").overridden
+        assert [line for line in overridden if "(command line) over" in line and "(accelerate launch)" in line]

@@ -1,0 +1,158 @@
+"""What a translation prints: the table of every key, its short form, the recipe as a file with comments.
+
+Must not know the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fullshard.dialects.rows import Dialect, Row, nested
+from fullshard.dialects.translate import Said, Translation
+from fullshard.formatting.plural import counted
+from fullshard.formatting.yaml_text import parse_value, render, shown
+
+_WIDEST = 60
+
+
+def table(done: Translation) -> str:
+    """Every key of a file with its verdict, in columns."""
+    rows = [_cells(said) for said in done.said]
+    widths = [min(max((len(row[column]) for row in rows), default=0), _WIDEST) for column in (0, 1)]
+    lines = [f"{done.name} ({done.dialect.name})"]
+    for verdict, theirs, meaning in rows:
+        lines.append(f"  {verdict:<{widths[0]}}  {theirs:<{widths[1]}}  {meaning}".rstrip())
+    return "\n".join(lines)
+
+
+def _cells(said: Said) -> tuple[str, str, str]:
+    settings = ", ".join(f"{key}: {shown(value)}" for key, value in said.settings.items())
+    theirs = _cut(f"{said.key}: {shown(said.value)}")
+    if said.verdict == "default":
+        theirs = f"{said.key} (left out: {shown(said.value)})"
+    arrow = f"→ {settings}" if settings else ""
+    return said.verdict, theirs, " ".join(filter(None, (arrow, f"({said.why})" if settings and said.why else said.why)))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."
+
+
+def short(done: Translation) -> list[str]:
+    """A few lines for the header of a run."""
+    lines = [f"{done.name} is read as a file of {done.dialect.name}; `fullshard import {done.name}` shows every key"]
+    renamed = [said for said in done.said if said.settings and said.verdict != "default"]
+    lines += [f"{said.key}: {shown(said.value)} is {_settings(said)}" for said in renamed if said.verdict == "renamed"]
+    defaults = [_settings(said) for said in done.said if said.verdict == "default" and said.settings]
+    if defaults:
+        lines.append(f"left out, and in force as {done.dialect.name} does it: {', '.join(defaults)}")
+    lines += [
+        f"{said.key}: {shown(said.value)} has no effect: {said.why}"
+        for said in done.said
+        if said.verdict == "no effect" and said.why
+    ]
+    return lines
+
+
+def _settings(said: Said) -> str:
+    return ", ".join(f"{key}: {shown(value)}" for key, value in said.settings.items())
+
+
+def refusal(done: Translation) -> str:
+    """The error for a file that cannot be trained as it is."""
+    lines = [f"{done.name} ({done.dialect.name}), {said.key}: {_sentence(said.why)}" for said in done.refused]
+    lines.append(
+        f"`fullshard import {done.name} -o recipe.yaml` writes a recipe without {_these(len(done.refused))}, to read "
+        "and train."
+    )
+    return "\n".join(lines)
+
+
+def _sentence(why: str) -> str:
+    return why if why.endswith((".", "?")) else f"{why}."
+
+
+def _these(count: int) -> str:
+    return "this key" if count == 1 else f"these {counted(count, 'key')}"
+
+
+def recipe_text(done: Sequence[Translation], values: Mapping[str, Any]) -> str:
+    """The recipe as a file: where it came from, each setting with the key it came from, and what was left out."""
+    sources = " and ".join(f"{each.name} ({each.dialect.name})" for each in done)
+    origin = {key: said for each in done for said in each.said for key in said.settings}
+    lines = [f"# Imported from {sources}."]
+    for verdict in ("no effect", "refused"):
+        for each in done:
+            left = [said for said in each.said if said.verdict == verdict and said.why]
+            lines += [f"# {verdict}: {said.key}: {shown(said.value)}: {_sentence(said.why)}" for said in left]
+    return "\n".join([*lines, *_commented(values, origin, "", 0)]) + "\n"
+
+
+def _commented(values: Mapping[str, Any], origin: Mapping[str, Said], where: str, depth: int) -> Iterable[str]:
+    for key, value in values.items():
+        path, indent = f"{where}.{key}" if where else str(key), "  " * depth
+        inner = any(other.startswith(f"{path}.") for other in origin)
+        if isinstance(value, Mapping) and value and inner:
+            yield f"{indent}{key}:"
+            yield from _commented(value, origin, path, depth + 1)
+            continue
+        yield f"{indent}{key}: {_flow(value)}{_comment(origin.get(path))}"
+
+
+def _comment(said: Said | None) -> str:
+    if said is None:
+        return ""
+    return f"  # {said.key}, left out" if said.verdict == "default" else f"  # {said.key}"
+
+
+def _flow(value: Any) -> str:
+    """A value on one line, so that reading it gives the same value."""
+    text = shown(value)
+    if isinstance(value, str) and value and "#" not in value and parse_value(text, where="") == value:
+        return text
+    if isinstance(value, (int, float, type(None))):
+        return text
+    import json
+
+    plain = isinstance(value, (list, Mapping)) and parse_value(text, where="") == value
+    return text if plain and "#" not in text else json.dumps(value, ensure_ascii=False)
+
+
+def aliases() -> str:
+    """The flags of other trainers' scripts that the command line takes, in columns."""
+    from fullshard.dialects.tables import dialects
+
+    dialect = dialects()["flags"]
+    rows = [(", ".join(f"--{name.replace('_', '-')}" for name in row.theirs), _meaning(row)) for row in dialect.rows]
+    width = min(max(len(flags) for flags, _ in rows), _WIDEST)
+    return "\n".join(f"  {flags:<{width}}  {meaning}" for flags, meaning in rows)
+
+
+def _meaning(row: Row) -> str:
+    if row.verdict in ("no effect", "refused"):
+        return f"{row.verdict}: {row.why}"
+    return " ".join(filter(None, (row.ours.replace("$", "VALUE"), f"({row.why})" if row.why else "")))
+
+
+def markdown(dialect: Dialect) -> str:
+    """The table of a dialect for the documentation."""
+    lines = ["| their key | here | |", "|---|---|---|"]
+    for row in dialect.rows:
+        theirs = ", ".join(f"`{name}`" for name in row.theirs)
+        ours = f"`{row.ours.replace('=', ': ', 1).replace('$', '...')}`" if row.ours else f"*{row.verdict}*"
+        default = "" if not _has_default(row) else f"left out: `{shown(row.default)}`, as there"
+        remark = "; ".join(filter(None, (row.why, default)))
+        lines.append(f"| {theirs} | {ours} | {remark.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines)
+
+
+def _has_default(row: Row) -> bool:
+    from fullshard.dialects.rows import UNSET
+
+    return row.default is not UNSET
+
+
+def settings_text(values: Mapping[str, Any]) -> str:
+    """Settings as YAML."""
+    return render(nested(values))

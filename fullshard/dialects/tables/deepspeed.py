@@ -1,0 +1,179 @@
+"""DeepSpeed's JSON: the ZeRO stage becomes a sharding strategy, and the rest is answered key by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fullshard.dialects.readers import stage_settings
+from fullshard.dialects.rows import (
+    Dialect,
+    File,
+    Outcome,
+    Reader,
+    Settings,
+    ignored,
+    is_off,
+    reads,
+    refuse,
+    refused,
+    unused,
+)
+from fullshard.dialects.words import our_word
+
+_AUTO = ignored("auto: the training file decides")
+_TUNING = "FSDP2 sizes its buckets and prefetches by itself"
+
+
+def _unless_auto(ours: str) -> Reader:
+    def read(value: Any, file: File) -> Outcome | Settings:
+        return _AUTO if value == "auto" else {ours: value}
+
+    return read
+
+
+def _stage(value: Any, file: File) -> Outcome | Settings:
+    stage = int(value)
+    if stage not in (0, 1, 2, 3):
+        return refused(f"{value} is not a ZeRO stage. Known: 0, 1, 2, 3.")
+    why = {1: "grad_op also shards gradients: less memory, the same numbers"}.get(stage, "")
+    return Outcome(stage_settings(stage), why=why)
+
+
+def _offload(value: Any, file: File) -> Outcome | Settings:
+    device = value.get("device", "cpu") if isinstance(value, dict) else value
+    if is_off(device):
+        return ignored("")
+    why = "parameters, gradients and optimizer state move together"
+    if device == "nvme":
+        return refused("there is no offload to NVMe: host memory is sharding.cpu_offload: true")
+    return Outcome({"sharding.cpu_offload": True}, why=why)
+
+
+def _half(word: str) -> Reader:
+    def read(value: Any, file: File) -> Outcome | Settings:
+        enabled = value.get("enabled", True) if isinstance(value, dict) else value
+        if enabled == "auto":
+            return _AUTO
+        return ignored("") if is_off(enabled) else {"precision": word}
+
+    return read
+
+
+def _optimizer(value: Any, file: File) -> Outcome | Settings:
+    kind = our_word("optimizer.kind", value.get("type", "AdamW"))
+    if kind is None and str(value.get("type")).lower() == "adam":
+        kind = "adamw"  # DeepSpeed's Adam decouples the decay unless adam_w_mode says otherwise
+    if kind is None:
+        return refused(f"the optimizer {value.get('type')} is not here. Known: adamw, adamw_8bit, muon.")
+    names = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+    given = {key: inner for key, inner in (value.get("params") or {}).items() if inner != "auto"}
+    found = {f"optimizer.{names[key]}": inner for key, inner in given.items() if key in names}
+    return {"optimizer.kind": kind, **found}
+
+
+def _scheduler(value: Any, file: File) -> Outcome | Settings:
+    kind = our_word("schedule.kind", value.get("type"))
+    if kind is None:
+        return refused(f"the scheduler {value.get('type')} is not here. Known: constant, linear, cosine, step.")
+    given = {key: inner for key, inner in (value.get("params") or {}).items() if inner != "auto"}
+    found: Settings = {"schedule.kind": kind}
+    if "warmup_num_steps" in given:
+        found["schedule.warmup"] = given["warmup_num_steps"]
+    if "warmup_max_lr" in given:
+        found["optimizer.lr"] = given["warmup_max_lr"]
+    if "total_num_steps" in given:
+        found["duration.steps"] = given["total_num_steps"]
+    return found
+
+
+DIALECT = Dialect(
+    name="DeepSpeed",
+    title="DeepSpeed",
+    intro=(
+        "A DeepSpeed JSON beside a training file (`fullshard train train.yaml --config-file ds_config.json`), or\n"
+        "named in its `deepspeed:` key. `auto` leaves a value to the training file, as it does there."
+    ),
+    launches=True,
+    marks=(
+        "zero_optimization",
+        "train_micro_batch_size_per_gpu",
+        "zero_allow_untested_optimizer",
+        "wall_clock_breakdown",
+    ),
+    rows=(
+        reads("sharding.strategy", _stage, "zero_optimization.stage", note="0: none; 1 and 2: grad_op; 3: full"),
+        reads(
+            "sharding.cpu_offload",
+            _offload,
+            "zero_optimization.offload_optimizer zero_optimization.offload_param zero_optimization.cpu_offload "
+            "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device",
+            note="cpu; NVMe is refused",
+        ),
+        reads("batch.per_device", _unless_auto("batch.per_device"), "train_micro_batch_size_per_gpu"),
+        reads(
+            "batch.accumulate",
+            _unless_auto("batch.accumulate"),
+            "gradient_accumulation_steps",
+        ),
+        reads(
+            "batch.global",
+            lambda value, file: (
+                _AUTO
+                if value == "auto"
+                else ignored("gradient_accumulation_steps says the same")
+                if isinstance(file.get("gradient_accumulation_steps"), int)
+                else {"batch.global": value}
+            ),
+            "train_batch_size",
+            note="rows of a step over all ranks",
+        ),
+        reads("optimizer.clip", _unless_auto("optimizer.clip"), "gradient_clipping"),
+        reads("precision", _half("bf16"), "bf16 bfloat16"),
+        reads("precision", _half("fp16"), "fp16", note="the loss scale is found by itself"),
+        reads("optimizer.kind", _optimizer, "optimizer"),
+        reads("schedule.kind", _scheduler, "scheduler", note="WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+        reads("log.every_steps", lambda value, file: {"log.every_steps": int(value)}, "steps_per_print"),
+        unused(
+            "zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.sub_group_size "
+            "zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size "
+            "zero_optimization.allgather_partitions zero_optimization.reduce_scatter "
+            "zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold "
+            "zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance "
+            "zero_optimization.round_robin_gradients zero_optimization.ignore_unused_parameters "
+            "zero_optimization.memory_efficient_linear",
+            _TUNING,
+            quiet=(),
+        ),
+        unused(
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save "
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            "the whole model is always exported at the end; checkpoint.format: full for whole checkpoints",
+            quiet=(False,),
+        ),
+        unused(
+            "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", "every optimizer works with sharding", quiet=()
+        ),
+        unused(
+            "activation_checkpointing", "write sharding.activation_checkpointing: full in the recipe", quiet=(False,)
+        ),
+        unused(
+            "wall_clock_breakdown dump_state flops_profiler comms_logger comms_config monitor_config tensorboard "
+            "csv_monitor memory_breakdown",
+            "metrics.jsonl has the times of every step; log.sinks chooses TensorBoard or wandb",
+            quiet=(False,),
+        ),
+        unused("prescale_gradients gradient_predivide_factor", "gradients are always averaged in fp32", quiet=(False,)),
+        unused("communication_data_type data_types", "gradients are always reduced in fp32", quiet=("fp32", "auto")),
+        unused("aio", "nothing is read from or written to NVMe", quiet=()),
+        refuse(
+            "zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients "
+            "zero_optimization.zero_hpz_partition_size",
+            "there are no quantised collectives: for slow networks use sharding.strategy: hybrid",
+        ),
+        refuse(
+            "sparse_attention compression_training pipeline tensor_parallel sequence_parallel_size",
+            "not available here",
+        ),
+        unused("elasticity", "any checkpoint resumes on any number of ranks", quiet=()),
+    ),
+)

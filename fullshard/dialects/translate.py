@@ -1,0 +1,117 @@
+"""Another trainer's file in our words: each key with its verdict, and the settings that follow.
+
+Nothing is dropped silently: a key that no row knows is refused. Must not know the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from fullshard.dialects.readers import EXCLUSIVE
+from fullshard.dialects.rows import UNSET, Dialect, File, Outcome, Row, Settings, Verdict, nested
+from fullshard.errors import RecipeError
+from fullshard.formatting.yaml_text import shown
+
+RANKS = ("topology.devices", "topology.nodes")
+
+
+@dataclass(frozen=True)
+class Said:
+    """One key of a file, and what it means here."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    settings: Settings
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A file in our words."""
+
+    dialect: Dialect
+    name: str
+    said: tuple[Said, ...]
+    settings: Settings
+
+    def layers(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A launcher's settings: those that fill in what the recipe leaves open, and its ranks, which are in force."""
+        ranks = {key: value for key, value in self.settings.items() if key in RANKS}
+        return nested({key: value for key, value in self.settings.items() if key not in RANKS}), nested(ranks)
+
+    @property
+    def refused(self) -> list[Said]:
+        return [said for said in self.said if said.verdict == "refused"]
+
+
+def translate(
+    dialect: Dialect, values: Mapping[str, Any], *, name: str = "the file", folder: Path = Path()
+) -> Translation:
+    """Reads every key of a file, then fills in what its trainer uses for keys that the file leaves out."""
+    file = File(values, folder)
+    file = dialect.prepare(file) if dialect.prepare else file
+    said = list(_each(dialect, file.values, file, ""))
+    settings: Settings = {}
+    source: dict[str, Said] = {}
+    for entry in said:
+        for key, value in entry.settings.items():
+            if key in settings and settings[key] != value:
+                raise RecipeError(
+                    f"{name}: {source[key].key}: {shown(source[key].value)} and {entry.key}: {shown(entry.value)} both "
+                    f"set {key}. Keep one of them."
+                )
+            settings[key], source[key] = value, entry
+    for entry in _defaults(dialect, settings):
+        said.append(entry)
+        settings |= entry.settings
+    if dialect.finish:
+        settings = dialect.finish(settings, file)
+    return Translation(dialect, name, tuple(said), settings)
+
+
+def _each(dialect: Dialect, values: Mapping[str, Any], file: File, where: str) -> Iterator[Said]:
+    for key, value in values.items():
+        path = f"{where}.{key}" if where else str(key)
+        if value is None:
+            continue  # the same as leaving the key out
+        row = dialect.row(path)
+        if row is not None:
+            yield _said(path, value, row.read(value, file))
+        elif isinstance(value, Mapping):
+            yield from _each(dialect, value, file, path)
+        else:
+            yield Said(path, value, "refused", {}, _unknown(dialect, path))
+
+
+def _said(path: str, value: Any, outcome: Outcome) -> Said:
+    verdict: Verdict = outcome.verdict
+    if outcome.settings:
+        verdict = "kept" if list(outcome.settings) == [path] and outcome.settings[path] == value else "renamed"
+    elif verdict == "renamed":
+        verdict = "no effect"
+    return Said(path, value, verdict, outcome.settings, outcome.why)
+
+
+def _unknown(dialect: Dialect, path: str) -> str:
+    near = get_close_matches(path, dialect.spellings, n=1, cutoff=0.75)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return f"no key of {dialect.name} that fullshard knows.{meant}"
+
+
+def _defaults(dialect: Dialect, settings: Settings) -> Iterator[Said]:
+    """What the trainer uses for keys that its file leaves out, unless another key of the file decides the same."""
+    for row in dialect.rows:
+        if row.default is UNSET or _decided(row, settings):
+            continue
+        found = row.read(row.default, File()).settings
+        yield Said(row.theirs[0], row.default, "default", found)
+
+
+def _decided(row: Row, settings: Settings) -> bool:
+    others = [key for group in EXCLUSIVE if row.key in group for key in group]
+    return any(key in settings for key in (row.key, *others))
