@@ -56,8 +56,8 @@ class Given:
 
     def overridden(self) -> list[str]:
         """A line for each flag that a setting of ours overrides."""
-        kept = {setting.partition("=")[0] for setting in self.settings}
-        lost = {flag for key, (flag, value) in self.flags.items() if key not in kept and value != "null"}
+        kept = set(self.settings)
+        lost = {flag for key, (flag, value) in self.flags.items() if f"{key}={value}" not in kept and value != "null"}
         return [f"{flag} gives way to the settings that follow it" for flag in sorted(lost)]
 
 
@@ -127,7 +127,8 @@ def _flag(given: Given, name: str, value: str | None, sections: Sequence[str], o
     """`--name value`, `--name` (true) or `--no-name` (false): a key of ours, or another trainer's flag."""
     key, typed = name.replace("-", "_"), f"--{name}" + (f" {value}" if value is not None else "")
     top = re.split(r"[.\[]", key)[0]
-    if top.startswith("no_") and top not in sections and value is None:
+    flags = dialects()["flags"].spellings
+    if top.startswith("no_") and top not in sections and key not in flags and value is None:
         key, top, value = key.removeprefix("no_"), top.removeprefix("no_"), "false"
     if key in ("fp16", "bf16"):
         given.own.append(f"precision={'fp32' if is_off(value or 'true') else key}")
@@ -135,7 +136,7 @@ def _flag(given: Given, name: str, value: str | None, sections: Sequence[str], o
     if top in sections:
         given.own.append(f"{key}={'true' if value is None else value}")
         return None
-    row = dialects()["flags"].spellings.get(key)
+    row = flags.get(key)
     if row is None or row.verdict == "refused" or row.ours.startswith("--"):
         raise _unknown(name, key, value, sections, options)
     return Typed(typed, key, True if value is None else parse_value(value, where=f"--{name}"), row)
