@@ -40,6 +40,8 @@ class EvaluationInputs:
     """The run's Collator."""
     held_out: Any = None
     """The encoded validation data, if there is any."""
+    family: Any = None
+    """The run's Family."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Continuation:
     seed: int
     ends: frozenset[int]
     """Tokens that end a text."""
+    plain: bool = False
+    """Without settings stored beside the weights, such as a penalty on repetition."""
 
 
 class Family(Part):

@@ -63,7 +63,7 @@ def _stored(model: Any, source: Path | None) -> Any:
 
 def generation_settings(model: Any, way: Continuation, *, source: Path | None) -> Any:
     """The stored settings with the requested ones; greedy unless there is a temperature."""
-    found = copy.deepcopy(_stored(model, source))
+    found = copy.deepcopy(_stored(model, None if way.plain else source))
     ends = sorted(way.ends)
     changed: dict[str, Any] = {
         "max_new_tokens": way.tokens,

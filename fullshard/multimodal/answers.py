@@ -1,18 +1,20 @@
 """Answers that a model generates to its own validation samples, always the most likely token, on all ranks together.
 
-Every token runs the whole row again: that works with any attention kernel, sharded or compiled. Must not know media,
-files or how the model was trained.
+With a key-value cache if the family has one; else every token runs the whole row again. Must not know media, files or
+how the model was trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fullshard.contracts.data import IGNORE, Features
 from fullshard.contracts.evaluation import EvaluationInputs
+from fullshard.contracts.model import Continuation
 from fullshard.contracts.no_grad import no_grad
 from fullshard.contracts.objective import Batch
 from fullshard.multimodal.objective import MEDIA
@@ -56,10 +58,52 @@ def greedy(inputs: EvaluationInputs, prompts: Sequence[Features], *, tokens: int
 
 
 def _continue(inputs: EvaluationInputs, prompt: Features, *, tokens: int, ends: set[int]) -> list[int]:
-    from fullshard.dist.reduce import any_rank
     from fullshard.dist.upload import to_device
 
-    batch, made = to_device(inputs.collator.collate([prompt], length=None), inputs.device), list[int]()
+    batch = to_device(inputs.collator.collate([prompt], length=None), inputs.device)
+    if inputs.family is not None and inputs.family.keeps_cache:
+        return _with_cache(inputs, batch, tokens=tokens, ends=ends)
+    return _by_whole_rows(inputs, batch, tokens=tokens, ends=ends)
+
+
+def _with_cache(inputs: EvaluationInputs, batch: Batch, *, tokens: int, ends: set[int]) -> list[int]:
+    from fullshard.dist.reduce import place
+
+    media = {name.removeprefix(MEDIA): value for name, value in batch.items() if name.startswith(MEDIA)}
+    if media.pop("mrope", None) is not None:
+        # Positions in time, height and width are found anew from the places of the media.
+        media["mm_token_type_ids"] = (batch["input_ids"] == inputs.processor.image_token_id).long()
+    way = Continuation(tokens, temperature=0.0, top_p=1.0, seed=0, ends=frozenset(ends), plain=True)
+    with _kernels_for_one_token(inputs.model):
+        [made] = inputs.family.continued(
+            inputs.model, batch["input_ids"].tolist(), way, device=inputs.device, in_step=place()[0] > 1, media=media
+        )
+    return list(made)
+
+
+@contextmanager
+def _kernels_for_one_token(model: Any) -> Iterator[None]:
+    """Without a kernel that needs packed rows, and without compiled blocks: every token has its own shape."""
+    import torch
+
+    from fullshard.hf.architecture.attention import set_attention, use_varlen
+
+    packed = getattr(model, "takes_bounds", False)
+    compiled = any(part._compiled_call_impl is not None for part in model.modules())
+    if packed:
+        set_attention(model, "sdpa")
+    try:
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield
+    finally:
+        if packed:
+            use_varlen(model)
+
+
+def _by_whole_rows(inputs: EvaluationInputs, batch: Batch, *, tokens: int, ends: set[int]) -> list[int]:
+    from fullshard.dist.reduce import any_rank
+
+    made = list[int]()
     for _ in range(tokens):
         likeliest = int(inputs.objective.next_token_logits(inputs.model, batch)[0].argmax())
         if not (made and made[-1] in ends):

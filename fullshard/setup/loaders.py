@@ -124,4 +124,5 @@ def evaluation_inputs(
         encoder=inputs.data.encoder,
         collator=inputs.data.collator,
         held_out=inputs.data.validation_from,
+        family=recipe.model,
     )

@@ -57,9 +57,14 @@ def choose_attention(module: nn.Module, asked: str, *, device: str, compute: tor
 
 def use_varlen(module: nn.Module) -> None:
     """Switches the decoder to `varlen`. Only the decoder sees packed documents; a tower keeps its own kernel."""
+    set_attention(module, register())
+    module.takes_bounds = True  # type: ignore[assignment]
+
+
+def set_attention(module: nn.Module, kernel: str) -> None:
+    """Switches the decoder to another kernel."""
     model: Any = module
     text = model.config.get_text_config(decoder=True)
     # Transformers takes "" for the config of the whole model, without its parts.
     part = next((name for name in model.config.sub_configs if getattr(model.config, name) is text), "")
-    model.set_attn_implementation({part: register()})
-    model.takes_bounds = True
+    model.set_attn_implementation({part: kernel})

@@ -67,8 +67,11 @@ def tone(number: int, *, seconds: float = 0.5, rate: int = RATE) -> np.ndarray:
     return (0.3 * np.sin(2 * np.pi * (200 + 90 * number) * time) + 0.02 * noise).astype(np.float32)
 
 
-def write_records(folder: Path, clips_of_each: Sequence[int], *, seconds: Sequence[float] = (0.5,)) -> Path:
-    """Conversations, each with this number of clips."""
+def write_records(
+    folder: Path, clips_of_each: Sequence[int], *, seconds: Sequence[float] = (0.5,), numbered: bool = True
+) -> Path:
+    """Conversations, each with this number of clips; without a number in the question only the clips tell them
+    apart."""
     lines = []
     (folder / "clips").mkdir(exist_ok=True)
     for number, clips in enumerate(clips_of_each):
@@ -78,7 +81,7 @@ def write_records(folder: Path, clips_of_each: Sequence[int], *, seconds: Sequen
             length = seconds[(number + which) % len(seconds)]
             soundfile.write(folder / "clips" / names[-1], tone(7 * number + which, seconds=length), RATE, "FLOAT")
         question = [{"type": "audio", "audio": name} for name in names]
-        question += [{"type": "text", "text": f"Which number is this? {number}"}]
+        question += [{"type": "text", "text": f"Which number is this? {number if numbered else ''}"}]
         answer = " and ".join(WORDS[(number + which) % 4] for which in range(clips)) or "four"
         lines.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
     file = folder / "chats.jsonl"

@@ -7,11 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jiwer
 import numpy as np
 import pytest
 import soundfile
 import torch
 from peft import PeftModel
+from transformers import GenerationConfig, GenerationMixin
 from typer.testing import CliRunner
 
 from fullshard.cli import app
@@ -165,6 +167,37 @@ def test_generate_writes_down_a_clip_as_transformers_does(
             command, "generate", str(place / "model"), *words, "--prompt", PREFIX, world=1
         )
         assert (code, json.loads(said)["tokens"]) == (0, expected), told
+
+
+@torch.no_grad()
+def test_error_rates_are_those_of_the_transcripts_of_transformers(ranks: RankPool, folder: Path, loud: Path) -> None:
+    encode = {"kind": "transcripts", "audio_root": str(folder / "clips")}
+    chosen = settings(
+        folder,
+        "scored",
+        model={"path": str(loud)},
+        data={"encode": encode, "sequence_length": 64, "validation": str(folder / "chats.jsonl")},
+        optimizer={"lr": 1e-5},
+        evaluate={"parts": [{"kind": "wer", "samples": 5, "tokens": 6}]},
+    )
+    [found] = [record for record in ranks.run(train, chosen, world=2)[0] if record["kind"] == "validation"]
+    model, tokenizer = loaded(folder / "runs" / "scored" / "model").eval(), opened(folder).processor.tokenizer
+    # An evaluation takes the likeliest token, whatever is stored for generating.
+    plain = GenerationConfig(max_new_tokens=6, eos_token_id=tokenizer.eos_token_id, pad_token_id=0, do_sample=False)
+    plain.decoder_start_token_id = model.config.decoder_start_token_id
+    model.generation_config, texts = plain, list[list[str]]()
+    for row in plain_inputs(folder)[:5]:
+        ids = GenerationMixin.generate(
+            model,
+            row["input_features"],
+            decoder_input_ids=row["decoder_input_ids"][:, :4],
+            generation_config=plain,
+        )
+        rows = (row["decoder_input_ids"][0, 4:], ids[0, 4:])
+        texts.append([tokenizer.decode(each, skip_special_tokens=True).strip() for each in rows])
+    expected, written = map(list, zip(*texts, strict=True))
+    assert [found["wer"], found["cer"]] == [jiwer.wer(expected, written), jiwer.cer(expected, written)]
+    assert len(set(written)) > 2
 
 
 def test_exports_load_and_give_the_same_logits(ranks: RankPool, folder: Path) -> None:
