@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from fullshard.checkpoint import folder
-from fullshard.checkpoint.settings import Checkpoint, remote_output
+from fullshard.checkpoint.settings import Checkpoint, Start, remote_output
 from fullshard.config.part import Section, decode
 from fullshard.contracts.data import Encoder, Source
 from fullshard.contracts.ema import Ema
@@ -200,6 +200,10 @@ class Recipe(Section):
     """When and how the model is validated."""
     log: Log = Field(default_factory=Log)
     """What is logged during the run."""
+    start: Start | None = None
+    """What the run takes over from an earlier one."""
+    stages: list[Recipe] | None = None
+    """Runs in a row, each with a name and the settings that differ from those beside `stages`."""
 
     @model_validator(mode="before")
     @classmethod

@@ -11,7 +11,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ def _run(
     from fullshard.setup.run_summary import header_rows, resolved
 
     recipe = reading.recipe
-    checkpoint, exported = _start(recipe, world, resume=resume, console=console)
+    checkpoint, exported = _start(reading, world, resume=resume, console=console)
     point = resume_run(recipe, inputs, checkpoint, anyway=anyway)
     for note in point.notes:
         console.note(note)
@@ -115,7 +115,7 @@ def _run(
     progress.finished = False
     console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
     with contextlib.ExitStack() as ending:
-        write = ending.enter_context(_writing(recipe, world, progress, console))
+        write = ending.enter_context(_writing(reading, world, progress, console))
         report = Report(console, write, world, gpu_use(world))
         built = build.build(recipe, inputs, world, checkpoint=checkpoint, progress=progress, report=report)
         saver, units = built.parts.saves.saver, built.model.units
@@ -124,7 +124,8 @@ def _run(
             in_force = resolved(recipe, inputs, world, built)
             save_resolved(in_force, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
             write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in units]})
-        console.header(f"fullshard: {recipe.name}", header_rows(recipe, inputs, world, built, checkpoint))
+        title = reading.place.title if reading.place else recipe.name
+        console.header(f"fullshard: {title}", header_rows(recipe, inputs, world, built, checkpoint))
         total, trainable = sum(unit.parameters for unit in units), sum(unit.trainable for unit in units)
         console.say(f"FSDP dtype check: {dtype_line(units)}")
         console.parameter_summary(total=total, trainable=trainable, frozen=total - trainable)
@@ -145,7 +146,7 @@ def _run(
 
 @contextlib.contextmanager
 def _writing(
-    recipe: Recipe, world: World, progress: Progress, console: Console
+    reading: Reading, world: World, progress: Progress, console: Console
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Writes records to metrics.jsonl and the sinks, on rank 0."""
     from fullshard.log.all_sinks import Sinks
@@ -154,12 +155,14 @@ def _writing(
     if not world.is_main:
         yield lambda record: None
         return
-    folder, name = recipe.folder, recipe.name
+    recipe, place = reading.recipe, reading.place
+    folder, name = recipe.folder, place.label if place else recipe.name
     with contextlib.closing(Metrics(folder / FILE, step=progress.step)) as metrics:
         opened = Sinks(recipe.log.sinks, folder, name=name, recipe=plain(recipe), warn=console.warn)
         with contextlib.closing(opened) as sinks:
 
             def write(record: dict[str, Any]) -> None:
+                record = place.marked(record) if place else record
                 metrics.write(record)
                 sinks.write(record)
 
@@ -206,11 +209,12 @@ def _on_main(recipe: Recipe, world: World, act: Callable[[], Any]) -> Any:
     return found
 
 
-def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tuple[Path | None, bool]:
+def _start(reading: Reading, world: World, *, resume: str, console: Console) -> tuple[Path | None, bool]:
     """The checkpoint to resume from, and whether a model was exported. Starting over moves an earlier run aside."""
     from fullshard.dist import reduce
 
-    among, exported = _on_main(recipe, world, lambda: _earlier(recipe, resume=resume, console=console))
+    recipe, later = reading.recipe, reading.place.later if reading.place else ()
+    among, exported = _on_main(recipe, world, lambda: _earlier(recipe, later, resume=resume, console=console))
 
     def problems(checkpoint: Path) -> list[str]:
         mine = integrity.problems(checkpoint, rank=world.rank, world=world.size)
@@ -222,11 +226,12 @@ def _start(recipe: Recipe, world: World, *, resume: str, console: Console) -> tu
     return checkpoint, exported
 
 
-def _earlier(recipe: Recipe, *, resume: str, console: Console) -> tuple[list[Path], bool]:
-    """What an earlier run of this name left: its checkpoints, and whether it has exported a model."""
+def _earlier(recipe: Recipe, later: Sequence[str], *, resume: str, console: Console) -> tuple[list[Path], bool]:
+    """What an earlier run of this name left: its checkpoints, and whether it has exported a model. To start over moves
+    `later` folders too."""
     place = recipe.checkpoints
     if resume == "never":
-        for old in dict.fromkeys((recipe.folder, place)):
+        for old in dict.fromkeys((recipe.folder, place, *map(files.place, later))):
             if files.is_remote(old):
                 console.note(f"Starting over: an earlier run in {old} is moved aside, which may take a while.")
             with paths.reaching(old):
@@ -264,7 +269,7 @@ def _say_next(reading: Reading, result: Result, console: Console) -> None:
     if result.stopped == "signal":
         console.say(f"Stopped by a signal at step {result.step}, and saved. Run the same command again to continue:")
         console.whole(f"  {rerun.command(reading)}")
-    else:
+    elif reading.place is None or reading.place.is_last:
         console.next_steps(rerun.next_steps(reading, result))
 
 

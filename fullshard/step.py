@@ -26,7 +26,7 @@ SMALLEST_SCALE = 1.0
 """A loss scale below this means that gradients overflow even without scaling."""
 
 LOGGED = {"kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "seconds", "time"}
-LOGGED |= {"data_wait", "mfu", "memory_gib", "host_memory_gib", "loss_scale", "skipped_steps"}
+LOGGED |= {"data_wait", "mfu", "memory_gib", "host_memory_gib", "loss_scale", "skipped_steps", "stage", "total_step"}
 """Keys of a logged step. No term, metric or number of an evaluation may have one of these names."""
 
 

@@ -258,7 +258,7 @@ def candidates(run: Path) -> list[Path]:
     That need not be the highest step: after `--resume` of an earlier checkpoint, higher ones are abandoned."""
     last, newest_first = pointed(run, "last"), published(run)[::-1]
     if last is None or last not in newest_first:
-        return newest_first
+        return newest_first or ([last] if last else [])  # that of a run's last stage is in the stage's folder
     return sorted(newest_first, key=lambda path: (path != last, step_of(path) > step_of(last)))
 
 

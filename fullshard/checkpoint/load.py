@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.dcp_files import Reader
-from fullshard.checkpoint.reader import is_full, open_tensors
+from fullshard.checkpoint.reader import CheckpointTensors, is_full, open_tensors
 from fullshard.checkpoint.tensors import Tensors, all_tensors, counts, materialise_state, model_tensors, squares
 from fullshard.checkpoint.write import norms
 from fullshard.dist.agreement import all_or_fail
@@ -72,7 +72,11 @@ def _read(path: Path, state: Tensors, *, left_out: Collection[str], weights_only
         shapes = {name: shape for name, shape in shapes.items() if name.startswith("model/") or name in state}
     with all_or_fail(f"{path} does not fit this run", advice=_OTHER_SETTINGS):
         _check_fit(shapes, state, left_out={f"model/{name}" for name in left_out})
-    wanted = {name: tensor for name, tensor in state.items() if name in shapes}
+    read_into({name: tensor for name, tensor in state.items() if name in shapes}, path, stored)
+
+
+def read_into(wanted: Tensors, path: Path, stored: CheckpointTensors) -> None:
+    """Fills tensors with the stored values of the same names; each rank reads its own slices."""
     with all_or_fail(f"{path} cannot be read", advice=_OTHER_CHECKPOINT):
         if is_full(path):
             for name, tensor in wanted.items():

@@ -61,6 +61,18 @@ class Checkpoint(Section):
         return self
 
 
+class Start(Section):
+    """What a run takes over from an earlier one; a stage takes it from the stage before it."""
+
+    source: str | None = Field(None, alias="from")
+    """A run or one of its checkpoints; in a stage also the name of an earlier stage. null: the stage before it."""
+    weights: Literal["last", "best"] = "last"
+    """Of a run, the last checkpoint or the best one."""
+    optimizer: Literal["carry", "fresh"] | None = None
+    """carry: parameters trained there and here keep their optimizer state; fresh: none does; null: carry, unless the
+    kind of optimizer has changed."""
+
+
 def remote_output(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe whose `output` is a URL, with the URL where it belongs: checkpoints go there, logs stay local."""
     output, checkpoint = str(recipe.get("output")), recipe.get("checkpoint") or {}

@@ -23,6 +23,7 @@ from fullshard.errors import RecipeError, SetupError
 if TYPE_CHECKING:
     from fullshard.contracts.launcher import Ranks, Topology
     from fullshard.dist.env import Launch
+    from fullshard.recipe import Recipe
     from fullshard.recipes.read import Reading
 
 _KEYS = {
@@ -76,6 +77,9 @@ Output = Annotated[
     str | None,
     typer.Option("--output", metavar="DIR", help="The folder that holds run folders; a URL for a remote store."),
 ]
+StageName = Annotated[
+    str | None, typer.Option("--stage", metavar="NAME", help="Only this stage of a recipe with stages.")
+]
 ResumeAnyway = Annotated[
     bool, typer.Option("--resume-anyway", help="Continue although the recipe has changed in a way that matters.")
 ]
@@ -96,11 +100,14 @@ class RecipeArguments:
     preset: Preset = None
     config_file: ConfigFile = None
     output: Output = None
+    stage: StageName = None
     resume: str | None = None
     """The value of --resume, for a command that prints how to train."""
     command: str = "train"
     options: tuple[str, ...] = ()
     """The names of all options of the command, for messages."""
+    pick: Callable[[Any], Any] = lambda reading: reading
+    """The reading of one stage, from that of the whole recipe."""
 
     def read(self) -> Reading:
         """The recipe with the settings and options on top."""
@@ -118,10 +125,11 @@ class RecipeArguments:
         own = [word for option, value in chosen for word in (option, value)]
         typed = Typed((*_starter(), "train", self.recipe, *own), tuple(settings))
         overrides = _overrides(settings, given)
-        return read(self.recipe, *overrides, preset=under, typed=typed, notes=notes, launch_file=self.config_file)
+        said = {"notes": notes, "launch_file": self.config_file}
+        return self.pick(read(self.recipe, *overrides, preset=under, typed=typed, **said))
 
     def _given(self) -> dict[str, str]:
-        names = ("devices", "gpus", "nodes", "output", "config_file", "node_rank", "master", "resume")
+        names = ("devices", "gpus", "nodes", "output", "config_file", "node_rank", "master", "stage", "resume")
         found = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
         return {option: str(value) for option, value in found.items() if value is not None}
 
@@ -175,15 +183,25 @@ def takes_recipe(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., No
 
         @functools.wraps(command)
         def run(**given: Any) -> None:
+            from fullshard.stages.commands import run_stages
+
             values = {name: given.pop(name) for name in names}
             values["recipe"], values["settings"] = recipe_and_rest(values["recipe"], values["settings"] or [])
-            command(RecipeArguments(**values, command=command.__name__, options=options), **given)
+            asked = RecipeArguments(**values, command=command.__name__, options=options)
+            if not run_stages(asked, command, given, processor_of=_processor_of):
+                command(asked, **given)
 
         run.__signature__ = inspect.Signature(declared)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in declared}
         return run
 
     return declare
+
+
+def _processor_of(recipe: Recipe) -> Any:
+    from fullshard.setup.run_inputs import OpenSources, find_processor
+
+    return find_processor(recipe, OpenSources(recipe))
 
 
 def _starter() -> tuple[str, ...]:

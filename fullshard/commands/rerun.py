@@ -19,6 +19,7 @@ RESOLVED = "recipe.resolved.yaml"
 def command(reading: Reading, *changes: str, resume: str | None = None) -> str:
     """The command that runs the recipe again with other settings, started the same way."""
     if reading.typed is not None:
+        changes = reading.place.settings(changes) if reading.place else changes
         return reading.typed.again(*changes, resume=resume)
     # A recipe made in Python has no file, but its resolved form does.
     words = ", ".join(repr(word) for word in (str(reading.recipe.folder / RESOLVED), *changes))
@@ -40,7 +41,8 @@ def next_steps(reading: Reading, result: Result) -> list[str]:
     viewers = [viewer for sink in recipe.log.sinks if (viewer := sink.viewer(Path(result.folder)))]
     if viewers:
         curves = f"See the curves:    {viewers[0]}"
-    changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={recipe.name}-2"
+    run = reading.place.run if reading.place else recipe.name
+    changes = f"optimizer.lr={recipe.optimizer.lr / 2:g}", f"name={run}-2"
     return [
         _use(reading, result)
         if recipe.checkpoint.at_end

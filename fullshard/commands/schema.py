@@ -20,6 +20,7 @@ def schema(recipe: type[Section]) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     whole = _object(recipe, definitions)
     # Every resolved recipe has it; reading drops it.
+    definitions[recipe.__name__].pop("required")  # a stage states what differs from the settings beside `stages`
     whole["properties"]["run"] = {"type": "object", "description": "Where a resolved recipe came from; not a setting."}
     whole["properties"]["presets"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     return {"$schema": _DIALECT, "title": "fullshard recipe", **whole, "$defs": definitions}
@@ -30,6 +31,7 @@ def _object(
 ) -> dict[str, Any]:
     """One section, or one kind of a part; `named`: it must have the key `kind`."""
     own = cls.model_json_schema(by_alias=True, ref_template="#/$defs/{model}")
+    own = own if "properties" in own else own["$defs"][cls.__name__]  # a recipe may hold recipes
     properties: dict[str, Any] = {} if kind is None else {"kind": {"const": kind, "description": _first_line(cls)}}
     required = ["kind"] if kind is not None and named else []
     for key, spec in keys_of(cls).items():

@@ -58,19 +58,24 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     replaced: list[str] = field(default_factory=list)
+    laid: list[tuple[Path, Any, str]] = field(default_factory=list)
+    """Every layer and setting, in order, as they were given."""
     _layer: str = "command line"
 
     def lay(self, values: Mapping[str, Any], layer: str) -> None:
         """Puts a layer on top; its values win, key by key."""
+        self.laid.append(((), values, layer))
         self._layer = layer
         self.values = self._merge(self.section, self.values, values, "")
 
     def set(self, path: Path, value: Any, layer: str) -> None:
         """Puts one setting on top; a list element is changed in place."""
+        self.laid.append((path, value, layer))
         first = next((place for place, step in enumerate(path) if isinstance(step, int)), None)
         if first is not None:
             path, value = path[:first], self._edit(path[:first], path[first:], value)
-        self.lay(_nested(path, value), layer)
+        self._layer = layer
+        self.values = self._merge(self.section, self.values, _nested(path, value), "")
 
     def _merge(self, cls: type[Section] | None, below: Any, above: Any, where: str) -> Any:
         """`above` over `below`. A key that only one of them has is kept; lists and single values are replaced whole."""

@@ -26,7 +26,7 @@ _UNMISTAKABLE = ("trainer", "training_stages", "training")
 
 def recognise(values: Mapping[str, Any]) -> Dialect | None:
     """The dialect whose marks a file has most of; None for a recipe of ours, and for what nobody recognises."""
-    if all(key in values for key in _OURS) and not any(key in values for key in _UNMISTAKABLE):
+    if "stages" in values or all(key in values for key in _OURS) and not any(key in values for key in _UNMISTAKABLE):
         return None
     file = File(values)
     scores = {name: sum(_has(file, mark) for mark in dialect.marks) for name, dialect in dialects().items()}

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,8 @@ from fullshard.dialects.words import in_our_words
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import Document, parse, render
 from fullshard.recipe import Recipe
+from fullshard.stages.expand import expanded, named, replaced_in
+from fullshard.stages.place import Place
 
 COMMAND_LINE = "command line"
 RUN_KEY = "run"
@@ -67,6 +69,10 @@ class Reading:
     command: tuple[str, ...] = ()
     typed: Typed | None = None
     """The command line in parts, to be repeated with other settings; None for a recipe made in Python."""
+    place: Place | None = None
+    """The place of a stage in its run."""
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """`overridden` of each stage."""
 
 
 def read_recipe(source: str | Path | Mapping[str, Any], *overrides: str, preset: str | Sequence[str] = ()) -> Recipe:
@@ -102,21 +108,23 @@ def read(
     for path, value in parsed:
         if path != (presets.KEY,):
             settings.set(path, value, COMMAND_LINE)
+    said = (*notes, *document.notes, *in_our_words(settings.values))
     replaced = files.notes_of(launchers, settings.replaced)
-    said = (*notes, *document.notes, *in_our_words(settings.values), *replaced)
     try:
-        recipe = decode(Recipe, settings.values)
+        recipe = decode(Recipe, expanded(settings))
     except RecipeError as error:
         placed = (_placed(problem, settings.origins, name, document.lines) for problem in str(error).splitlines())
         raise RecipeError("\n".join(placed)) from None
     if isinstance(run, Mapping) and run.get("handed_on"):
         typed = Typed(*map(tuple, run["typed"])) if run["typed"] else None
         overridden, under, command = (tuple(run[key]) for key in ("overridden", "presets", "command"))
-        return Reading(recipe, run["name"], run["source"], overridden, under, command, typed)
+        place = Place.read(run["stage"])
+        return Reading(recipe, run["name"], run["source"], overridden, under, command, typed, place)
     asked = "" if isinstance(source, Mapping) else str(source)
     if asked and typed is None:
         typed = Typed(("fullshard", "train", asked, *(w for one in preset for w in ("--preset", one))), overrides)
-    return Reading(recipe, asked, name, said, tuple(under), tuple(sys.argv), typed)
+    own = {stage: (*said, *files.notes_of(launchers, lines)) for stage, lines in replaced_in(settings).items()}
+    return Reading(recipe, asked, name, (*said, *replaced), tuple(under), tuple(sys.argv), typed, notes=own)
 
 
 def hand_on(reading: Reading, path: Path) -> None:
@@ -165,6 +173,7 @@ def run_facts(reading: Reading) -> dict[str, Any]:
         "name": reading.name,
         "source": reading.source,
         "presets": list(reading.presets),
+        "stage": reading.place.plain() if reading.place else None,
         "overridden": list(reading.overridden),
         "command": list(reading.command),
         "folder": str(Path.cwd()),
@@ -175,15 +184,15 @@ def run_facts(reading: Reading) -> dict[str, Any]:
 
 def _open(source: str | Path | Mapping[str, Any]) -> tuple[str, Document]:
     if isinstance(source, Mapping):
-        return "a mapping", Document(dict(source), {})
+        return "a mapping", named(Document(dict(source), {}))
     path = Path(os.path.expanduser(source))
     known = families.recipes()
     # os.path.isfile returns False where Path raises: for a name that is too long.
     if os.path.isfile(path):
-        return str(source), files.as_recipe(files.load(source, _text(path)), name=str(source), path=path)
+        return str(source), named(files.as_recipe(files.load(source, _text(path)), name=str(source), path=path))
     if isinstance(source, str) and source in known:
         name = f"built-in recipe {source}"
-        return name, parse(_text(known[source]), name=name)
+        return name, named(parse(_text(known[source]), name=name))
     raise RecipeError(_not_found(str(source), path, list(known)))
 
 

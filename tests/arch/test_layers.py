@@ -35,6 +35,7 @@ LAYERS = [
     "hf",
     "multimodal",
     "recipe",
+    "stages",
     "recipes",
     "control",
     "loop",

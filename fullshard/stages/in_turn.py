@@ -1,0 +1,138 @@
+"""Runs the stages of a recipe one after the other: which of them, from which checkpoint, and what is skipped.
+
+How a stage is run is handed in: on ranks that are started for it, or as a rank. Every rank decides from the same files,
+which nobody writes between two stages. Must not know commands, nor how ranks are started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fullshard.checkpoint import folder as files
+from fullshard.config.part import did_you_mean
+from fullshard.errors import RecipeError
+from fullshard.formatting.plural import counted
+from fullshard.recipe import Recipe
+from fullshard.stages.place import Place
+from fullshard.stages.standing import point, require_start, standing
+
+RunStage = Callable[["Stage", str], None]
+"""Runs a stage with this value of `--resume`; raises if it fails or is stopped."""
+CommandFor = Callable[[str], str]
+"""The command that trains one stage, for messages."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: its complete recipe, and its place in the run."""
+
+    recipe: Recipe
+    place: Place
+
+
+def stages_of(recipe: Recipe) -> list[Stage]:
+    """The stages of a recipe, with the steps that are done before each as far as that is known."""
+    found: list[Stage] = []
+    before = 0
+    every = recipe.stages or []
+    for number, each in enumerate(every, 1):
+        later = tuple(str(folder) for next_one in every[number:] for folder in _folders(next_one))
+        found.append(Stage(each, Place(recipe.name, each.name, number, len(every), before, later)))
+        left = standing(each)
+        before += left.step if left else 0
+    return found
+
+
+def _folders(recipe: Recipe) -> list[Path]:
+    return list(dict.fromkeys((recipe.folder, recipe.checkpoints)))
+
+
+def named(recipe: Recipe, name: str | None) -> Stage:
+    """One stage by its name, or by its number: 2 or stage2."""
+    found = stages_of(recipe)
+    names = [stage.place.name for stage in found]
+    if name in names:
+        return found[names.index(name)]
+    number = re.fullmatch(r"(?:stage)?(\d+)", str(name))
+    if number and 0 < int(number[1]) <= len(names):
+        return found[int(number[1]) - 1]
+    near = did_you_mean(str(name), names)
+    raise RecipeError(f"--stage {name}: there is no such stage{near}. Stages: {', '.join(names)}.")
+
+
+def train_in_turn(
+    recipe: Recipe, run: RunStage, *, resume: str, only: str | None, command: CommandFor, say: Callable[[str], None]
+) -> list[str]:
+    """Trains the stages that are not finished, or `only` one; returns the names of those that were trained."""
+    stages, trained = list(recipe.stages or []), list[str]()
+    chosen = [named(recipe, only)] if only else stages_of(recipe)
+    for stage, how in zip(chosen, _resumes(chosen, resume), strict=True):
+        stage = replace(stage, place=replace(stage.place, before=_before(stages, stage)))
+        if only or how != "auto" or not _is_done(stage, stages, say=say):
+            require_start(stage.recipe, stages, command=command)
+            try:
+                with _unchanged_environment():
+                    run(stage, how)
+            finally:
+                _point(recipe, stage)
+            trained.append(stage.place.name)
+        _point(recipe, stage)
+    return trained
+
+
+def _before(stages: Sequence[Recipe], stage: Stage) -> int:
+    found = [standing(each) for each in stages[: stage.place.number - 1]]
+    return sum(left.step for left in found if left)
+
+
+def _resumes(chosen: Sequence[Stage], resume: str) -> list[str]:
+    """`--resume` of each stage. Starting over starts the first one over and moves the others aside; a path belongs to
+    the stage whose folder it is in."""
+    if resume in ("auto", "never") or len(chosen) == 1:
+        return [resume, *("auto" for _ in chosen[1:])]
+    for index, stage in enumerate(chosen):
+        if any(str(files.place(resume)).startswith(f"{folder}/") for folder in _folders(stage.recipe)):
+            return ["auto" if i != index else resume for i in range(len(chosen))]
+    names = ", ".join(stage.place.name for stage in chosen)
+    raise RecipeError(f"--resume {resume}: this checkpoint is in no stage of the run. Say which one: --stage {names}.")
+
+
+def _is_done(stage: Stage, stages: Sequence[Recipe], *, say: Callable[[str], None]) -> bool:
+    """Whether a stage is finished and stays as it is; says so."""
+    left, place = standing(stage.recipe), stage.place
+    if left is None or not left.finished:
+        return False
+    begun = next((later.name for later in stages[place.number :] if standing(later)), None)
+    if left.changed and not begun:
+        return False  # the run says what has changed, continues it or refuses
+    say(f"Stage {place.number} of {place.of}: {place.name} is finished ({counted(left.step, 'step')}).")
+    if left.changed:
+        say(
+            f"warning: its recipe has changed since, which has no effect, because {begun} has started from it: "
+            f"{'; '.join(left.changed)}. To train it again: --stage {place.name} --resume never, which moves it and "
+            "the stages after it aside."
+        )
+    return True
+
+
+def _point(recipe: Recipe, stage: Stage) -> None:
+    """Points the run at this stage's model, on the one process that does it."""
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("GROUP_RANK", "0") == "0":
+        point(recipe.folder, stage.recipe)
+
+
+@contextlib.contextmanager
+def _unchanged_environment() -> Iterator[None]:
+    """A stage in this process sets variables of its rank, which the next one, on other ranks, must not find."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
