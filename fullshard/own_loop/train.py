@@ -19,6 +19,7 @@ from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, FullshardError, RecipeEr
 from fullshard.launch import signals
 from fullshard.own_loop.notebook import shown_in_notebook
 from fullshard.own_loop.result import Result, of
+from fullshard.own_loop.staged import train_stages
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading, read
 from fullshard.run import execute, read_result
@@ -40,14 +41,22 @@ def train_recipe(
 
     `recipe` is what `fullshard.read` returns or takes: a YAML path, a built-in name or a mapping, with settings such as
     "optimizer.lr=3e-4" on top. Starts the ranks that the recipe asks for, unless this process is one of them already.
-    A run that was stopped continues where it was saved; `resume` is what `--resume` takes."""
+    A run that was stopped continues where it was saved; `resume` is what `--resume` takes. A recipe with stages gives
+    the result of the last one, with those of all in `stages`, by name."""
     reading = _reading(recipe, overrides, preset)
+    if reading.recipe.stages:
+        return train_stages(reading, lambda stage, how: _train(stage, resume=how, anyway=resume_anyway), resume=resume)
+    return _train(reading, resume=resume, anyway=resume_anyway)
+
+
+def _train(reading: Reading, *, resume: str, anyway: bool) -> Result:
+    """Trains a recipe, or one stage, on the ranks that it asks for."""
     ranks = on_ranks.ranks_of(reading.recipe.topology)
     with signals.in_library(), shown_in_notebook():
         if env.detect(os.environ).world > 1 or ranks.per_node * ranks.nodes == 1:
-            return _in_this_process(reading, resume=resume, anyway=resume_anyway)
+            return _in_this_process(reading, resume=resume, anyway=anyway)
         try:
-            code = start(reading, resume=resume, ranks=ranks, anyway=resume_anyway)
+            code = start(reading, resume=resume, ranks=ranks, anyway=anyway)
         except SystemExit as end:  # a signal before the ranks were there
             if end.code != _INTERRUPTED:
                 raise
@@ -71,6 +80,10 @@ def _reading(recipe: Any, overrides: tuple[str, ...], preset: str | Sequence[str
     if isinstance(recipe, Recipe):
         if not overrides and not preset:
             return Reading(recipe, "", "a recipe in Python")
+        if recipe.stages:
+            raise RecipeError(
+                "Settings of a recipe with stages go to fullshard.read, which reads each stage with them."
+            )
         recipe = plain(recipe)
     if not isinstance(recipe, str | Path | Mapping):
         raise RecipeError(

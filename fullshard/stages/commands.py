@@ -19,6 +19,8 @@ from typing import Any
 
 import typer
 
+from fullshard.contracts.launcher import Topology
+from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, FullshardError, RecipeError
 from fullshard.stages.in_turn import Stage, named, stages_of, train_in_turn
 from fullshard.stages.stand_in import ProcessorOf, stand_ins
@@ -55,10 +57,28 @@ def _train(asked: Any, reading: Any, command: Command, given: Mapping[str, Any])
 
     only = named(reading.recipe, asked.stage).place.name if asked.stage else None
     again = _again(reading.typed)
-    trained = train_in_turn(reading.recipe, run, resume=given["resume"], only=only, command=again, say=_say)
+    with _connected(reading.recipe.topology):
+        trained = train_in_turn(reading.recipe, run, resume=given["resume"], only=only, command=again, say=_say)
     if not trained:
         _say(f"Every stage is finished. Start over (the stages are moved aside, not deleted):\n  {again(None)}")
     raise typer.Exit(EXIT_DONE)
+
+
+@contextlib.contextmanager
+def _connected(topology: Topology) -> Iterator[None]:
+    """The ranks of a launcher meet once, for all stages. Ranks that fullshard starts meet anew for each."""
+    launch = env.detect(os.environ)
+    if launch.world == 1:
+        yield
+        return
+    from fullshard.dist import world
+
+    env.export(launch)
+    world.join(device=topology.device, backend=topology.backend, timeout_s=topology.timeout_s)
+    try:
+        yield
+    finally:
+        world.leave(at_exit=True)
 
 
 def _again(typed: Any) -> Callable[[str | None], str]:
@@ -141,5 +161,5 @@ def _code(run: Callable[[], None]) -> int:
 
 
 def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if env.detect(os.environ).rank == 0:
         typer.echo(text)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from fullshard.checkpoint import folder as files
 from fullshard.config.part import did_you_mean
+from fullshard.dist import env
 from fullshard.errors import RecipeError
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
@@ -73,15 +74,11 @@ def train_in_turn(
     chosen = [named(recipe, only)] if only else stages_of(recipe)
     for stage, how in zip(chosen, _resumes(chosen, resume), strict=True):
         stage = replace(stage, place=replace(stage.place, before=_before(stages, stage)))
-        if only or how != "auto" or not _is_done(stage, stages, say=say):
-            require_start(stage.recipe, stages, command=command)
-            try:
-                with _unchanged_environment():
-                    run(stage, how)
-            finally:
-                _point(recipe, stage)
-            trained.append(stage.place.name)
-        _point(recipe, stage)
+        with _pointed(recipe, stage), _unchanged_environment():
+            if only or how != "auto" or not _is_done(stage, stages, say=say):
+                require_start(stage.recipe, stages, command=command)
+                run(stage, how)
+                trained.append(stage.place.name)
     return trained
 
 
@@ -120,10 +117,14 @@ def _is_done(stage: Stage, stages: Sequence[Recipe], *, say: Callable[[str], Non
     return True
 
 
-def _point(recipe: Recipe, stage: Stage) -> None:
-    """Points the run at this stage's model, on the one process that does it."""
-    if os.environ.get("RANK", "0") == "0" and os.environ.get("GROUP_RANK", "0") == "0":
-        point(recipe.folder, stage.recipe)
+@contextlib.contextmanager
+def _pointed(recipe: Recipe, stage: Stage) -> Iterator[None]:
+    """Points the run at what a stage leaves, however it ends; rank 0 does it."""
+    try:
+        yield
+    finally:
+        if env.detect(os.environ).rank == 0:
+            point(recipe.folder, stage.recipe)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ Must not import torch, start anything or change a file.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +89,7 @@ def point(run: Path, stage: Recipe) -> None:
         target, link = stage.folder / name, run / name
         if target.exists() and (link.is_symlink() or not link.exists()):
             inside = target.resolve().relative_to(stage.folder.resolve())
-            temporary = run / f".{name}.new"
+            temporary = run / f".{name}.{socket.gethostname()}-{os.getpid()}"  # two nodes may do the same
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(Path(stage.name) / inside)
             os.replace(temporary, link)

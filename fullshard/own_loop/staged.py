@@ -1,0 +1,49 @@
+"""`fullshard.train` of a recipe with stages: each in turn, and the result of the last one with those of all others.
+
+Must not know how a stage is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from fullshard.own_loop.result import Result, of
+from fullshard.recipes.read import Reading
+from fullshard.run import read_result
+from fullshard.stages.in_turn import Stage, train_in_turn
+
+
+@dataclass(frozen=True)
+class StagedResult(Result):
+    """The result of the last stage, with `stages`, the result of every stage by its name."""
+
+    stages: dict[str, Result] = field(default_factory=dict)
+
+
+class _Stopped(Exception):
+    """A signal stopped a stage, so the ones after it do not run."""
+
+
+def train_stages(reading: Reading, train: Callable[[Reading, str], Result], *, resume: str) -> StagedResult:
+    """Trains the stages of a recipe; `train` runs one of them with a value of `--resume`."""
+    found: dict[str, Result] = {}
+
+    def run(stage: Stage, how: str) -> None:
+        notes = tuple(reading.notes.get(stage.place.name, ()))
+        result = train(replace(reading, recipe=stage.recipe, place=stage.place, overridden=notes), how)
+        # The model of a stage that is over would take the memory of the next one's.
+        found[stage.place.name] = result if stage.place.is_last else replace(result, _module=None)
+        if result.stopped == "signal":
+            raise _Stopped
+
+    def command(name: str) -> str:
+        return f"fullshard.train(recipe) trains {name} first."
+
+    stages = reading.recipe.stages or []
+    try:
+        train_in_turn(reading.recipe, run, resume=resume, only=None, command=command, say=print)
+    except _Stopped:
+        stages = stages[: [stage.name for stage in stages].index(list(found)[-1]) + 1]
+    every = {stage.name: found.get(stage.name) or of(read_result(stage.folder), stage) for stage in stages}
+    return StagedResult(**vars(list(every.values())[-1]), stages=every)

@@ -1,0 +1,167 @@
+"""The laws of stages: a stage continues weights and optimizer state of the one before it exactly, and a run that
+stopped in any stage continues as if it had not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.reader import open_tensors
+from tests.dist.staged_runs import RATES, STEPS, losses, settings, state_at_start, train_stages
+from tests.ranks import RankPool
+from tests.small import model_folder, token_file
+
+GLOBAL = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stages")
+    model_folder(path / "model")
+    token_file(path / "train.jsonl", records=96)
+    return path
+
+
+@pytest.fixture(scope="module")
+def straight(ranks: RankPool, folder: Path) -> dict[str, Any]:
+    """Both stages on two ranks."""
+    return dict(ranks.run(train_stages, settings(folder, "straight"), world=2)[0])
+
+
+def plain_loop(folder: Path) -> list[tuple[float, float]]:
+    """Two phases without fullshard: one optimizer object for all parameters, embeddings unfrozen in the second."""
+    rows = [json.loads(line)["input_ids"] for line in (folder / "train.jsonl").read_text().splitlines()]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    embeddings = model.get_input_embeddings().weight
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+    found = []
+    for phase, steps in enumerate(STEPS):
+        embeddings.requires_grad_(phase == 1)
+        for step in range(steps):
+            batch = rows[step * GLOBAL : (step + 1) * GLOBAL]
+            longest = max(map(len, batch))
+            ids = torch.tensor([row + [0] * (longest - len(row)) for row in batch])
+            mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in batch])
+            logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+            targets = ids[:, 1:].masked_fill(mask[:, 1:] == 0, -100)
+            loss = cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1), ignore_index=-100)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = RATES[phase] * (1 - step / steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss.item(), norm.item()))
+    return found
+
+
+def test_two_stages_are_a_plain_loop_that_unfreezes_in_its_second_phase(folder: Path, straight: dict[str, Any]) -> None:
+    ours, theirs = torch.tensor(losses(straight, "first", "second")), torch.tensor(plain_loop(folder))
+    torch.testing.assert_close(ours[:, 0], theirs[:, 0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(ours[:, 1], theirs[:, 1], rtol=1e-4, atol=0)
+
+
+def stored(folder: Path, name: str, stage: str, step: int) -> dict[str, torch.Tensor]:
+    tensors = open_tensors(folder / "runs" / name / stage / files.name_of(step))
+    return {name: tensors.whole(name) for name in tensors.names()}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_is_carried_bitwise_and_created_for_what_was_frozen(
+    ranks: RankPool,
+    folder: Path,
+    straight: dict[str, Any],
+    world: int,
+) -> None:
+    """On as many ranks as saved it, and on others."""
+    before = stored(folder, "straight", "first", STEPS[0])
+    after = ranks.run(state_at_start, settings(folder, "straight"), 1, world=world)[0]
+    new = {f"optimizer/model.embed_tokens.weight/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert after.keys() - before.keys() == new | {"model/model.embed_tokens.weight"}  # the model's folder had it
+    assert not any(after[name].any() for name in new), "as AdamW creates it"
+    assert before["optimizer/model.norm.weight/step"] == STEPS[0]
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+
+
+def test_fresh_state_is_not_carried(ranks: RankPool, folder: Path, straight: dict[str, Any]) -> None:
+    run = settings(folder, "straight", second={"start": {"optimizer": "fresh"}})
+    after = ranks.run(state_at_start, run, 1, world=1)[0]
+    assert not [name for name in after if name.startswith("optimizer/")], "AdamW creates it in the first step"
+
+
+def test_a_frozen_part_moves_only_from_its_stage_on(folder: Path, straight: dict[str, Any]) -> None:
+    name = "model.embed_tokens.weight"
+    given = AutoModelForCausalLM.from_pretrained(folder / "model").get_parameter(name)
+    first = AutoModelForCausalLM.from_pretrained(folder / "runs" / "straight" / "first" / "model").get_parameter(name)
+    second = stored(folder, "straight", "second", STEPS[1])[f"model/{name}"]
+    assert torch.equal(first, given)
+    assert not torch.equal(second, given)
+
+
+def test_a_run_that_stopped_in_its_second_stage_continues_there(
+    ranks: RankPool,
+    folder: Path,
+    straight: dict[str, Any],
+) -> None:
+    shutil.copytree(folder / "runs" / "straight", folder / "runs" / "stopped", symlinks=True)
+    second = folder / "runs" / "stopped" / "second"
+    for step in (4, 6):  # what a kill after the save of step 2 leaves
+        shutil.rmtree(second / files.name_of(step))
+    shutil.rmtree(second / "model")
+    files.point(second, "last", second / files.name_of(2))
+    # The recipe of the copy says the same, but for the folder, which its start is in.
+    for state in second.glob("*/state.json"):
+        state.write_text(state.read_text().replace("runs/straight", "runs/stopped"))
+        _sign(state)
+    found = ranks.run(train_stages, settings(folder, "stopped"), world=2)[0]
+    assert found["said"] == ["Stage 1 of 2: first is finished (4 steps)."]
+    assert found["trained"] == ["second"]
+    assert losses(found, "first", "second") == losses(straight, "first", "second")
+    ours, theirs = (stored(folder, name, "second", STEPS[1]) for name in ("stopped", "straight"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def _sign(state: Path) -> None:
+    """The manifest of a checkpoint whose state.json was edited."""
+    import hashlib
+
+    path = state.parent / "manifest.json"
+    manifest = json.loads(path.read_text())
+    content = state.read_bytes()
+    manifest["files"]["state.json"] = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    path.write_text(json.dumps(manifest))
+
+
+def test_world_sizes_may_differ_between_stages(ranks: RankPool, folder: Path, straight: dict[str, Any]) -> None:
+    run = settings(folder, "worlds")
+    ranks.run(train_stages, run, world=1, only="first")
+    found = ranks.run(train_stages, run, world=2, only="second")[0]
+    ours, theirs = (torch.tensor(losses(each, "first", "second")) for each in (found, straight))
+    torch.testing.assert_close(ours[:, 0], theirs[:, 0], rtol=1e-6, atol=0)
+
+
+def test_metrics_have_the_stage_and_the_step_of_the_run(straight: dict[str, Any], folder: Path) -> None:
+    rows = [row for stage in ("first", "second") for row in straight[stage] if row["kind"] == "train"]
+    assert [(row["stage"], row["step"], row["total_step"]) for row in rows] == [
+        *(("first", step, step) for step in range(1, STEPS[0] + 1)),
+        *(("second", step, STEPS[0] + step) for step in range(1, STEPS[1] + 1)),
+    ]
+    run = folder / "runs" / "straight"
+    assert {name: (run / name).readlink().as_posix() for name in ("model", "last")} == {
+        "model": "second/model",
+        "last": "second/checkpoint-6",
+    }
