@@ -125,8 +125,9 @@ class RecipeArguments:
         own = [word for option, value in chosen for word in (option, value)]
         typed = Typed((*_starter(), "train", self.recipe, *own), tuple(settings))
         overrides = _overrides(settings, given)
-        said = {"notes": notes, "launch_file": self.config_file}
-        return self.pick(read(self.recipe, *overrides, preset=under, typed=typed, **said))
+        given_as = read(self.recipe, *overrides, preset=under, typed=typed, notes=notes, launch_file=self.config_file)
+        picked: Reading = self.pick(given_as)
+        return picked
 
     def _given(self) -> dict[str, str]:
         names = ("devices", "gpus", "nodes", "output", "config_file", "node_rank", "master", "stage", "resume")

@@ -99,7 +99,8 @@ def expanded(settings: Settings) -> dict[str, Any]:
     if problems:
         raise RecipeError("\n".join(dict.fromkeys(problems)))
     # A recipe whose data are in its stages alone shows those of the first.
-    shared = {key: values[0][key] for key in ("model", "data") if key not in settings.values and key in values[0]}
+    lacking = [key for key in ("model", "data") if key not in settings.values and key in values[0]]
+    shared = {str(key): values[0][key] for key in lacking}
     return {**settings.values, **shared, KEY: done}
 
 
