@@ -15,7 +15,7 @@ import numpy as np
 
 from fullshard.contracts.data import IGNORE, Collator, Encoder, Features, Quantity, Store
 from fullshard.families.audio.processor import AudioProcessor
-from fullshard.families.audio.reading import Clip, read_again
+from fullshard.families.audio.reading import Clip, read_again, recorded
 from fullshard.formatting.plural import counted
 from fullshard.multimodal.media_chat import TooLong
 from fullshard.multimodal.objective import MEDIA
@@ -85,17 +85,8 @@ class AudioCollator(Collator):
 
     def clips(self, sample: Features) -> list[np.ndarray]:
         """The decoded clips of a row."""
-        ends = np.cumsum(sample["audio_sizes"])
-        stored = zip(ends, sample["audio_sizes"], map(bool, sample["audio_files"]), strict=True)
-        return [
-            read_again(
-                sample["audio_data"][end - size : end].tobytes(),
-                is_file=is_file,
-                root=self._root,
-                rate=self._processor.rate,
-            )
-            for end, size, is_file in stored
-        ]
+        rate = self._processor.rate
+        return [read_again(data, is_file=is_file, root=self._root, rate=rate) for data, is_file in stored_clips(sample)]
 
     @cached_property
     def _silence(self) -> Features:
@@ -112,4 +103,44 @@ class AudioCollator(Collator):
         return audio_sample({"input_ids": ids, "labels": labels}, [clip], self._processor, length=max(len(ids), 1))
 
 
-__all__ = ["AudioCollator", "audio_quantities", "audio_sample"]
+def stored_clips(sample: Features) -> list[tuple[bytes, bool]]:
+    """The clips of a sample: a path or the bytes of a file, and whether it is a path."""
+    ends = np.cumsum(sample["audio_sizes"])
+    data = [
+        sample["audio_data"][end - size : end].tobytes() for end, size in zip(ends, sample["audio_sizes"], strict=True)
+    ]
+    return list(zip(data, map(bool, sample["audio_files"]), strict=True))
+
+
+def clip_passages(sample: Features, processor: AudioProcessor, *, root: Path | None) -> list[tuple[str, int]]:
+    """A sample in parts for a person to read: what each clip is, and the tokens from its first to its last; a clip of a
+    speech encoder-decoder has none."""
+    found, at, seen = list[tuple[str, int]](), 0, 0
+    places = np.flatnonzero(sample["input_ids"] == processor.audio_token_id)
+    for number, (data, is_file) in enumerate(stored_clips(sample), start=1):
+        samples = len(read_again(data, is_file=is_file, root=root, rate=processor.rate))
+        size = _audio_tokens(processor, samples) if processor.clip_tokens else 0
+        mine, seen = places[seen : seen + size], seen + size
+        start, stop = (int(mine[0]), int(mine[-1]) + 1) if size else (at, at)
+        heard = f"{samples / processor.rate:.2f} s{_as_recorded(data, is_file, root, processor.rate)}"
+        origin = data.decode() if is_file else f"{counted(len(data), 'byte')} in the record"
+        tokens = f", {counted(size, 'token')}" if size else ""
+        found += [("", start - at), (f"[clip {number}: {heard} from {origin}{tokens}]", stop - start)]
+        at = stop
+    return [(words, size) for words, size in [*found, ("", len(sample["input_ids"]) - at)] if size or words]
+
+
+def _audio_tokens(processor: AudioProcessor, samples: int) -> int:
+    """The tokens of a clip that the tower's vectors replace."""
+    ids = processor.tokenizer(processor.clip_text(samples), add_special_tokens=False)["input_ids"]
+    return int(list(ids).count(processor.audio_token_id))
+
+
+def _as_recorded(data: bytes, is_file: bool, root: Path | None, rate: int) -> str:
+    """Rate and channels of a clip, and what became of them."""
+    own, channels = recorded(data, is_file=is_file, root=root)
+    mixed = f", {counted(channels, 'channel')} mixed to one" if channels > 1 else ""
+    return f", {own:,} Hz{f' resampled to {rate:,} Hz' if own != rate else ''}{mixed},"
+
+
+__all__ = ["AudioCollator", "audio_quantities", "audio_sample", "clip_passages"]

@@ -177,6 +177,12 @@ def read_again(data: bytes, *, is_file: bool, root: Path | None, rate: int) -> n
         ) from error
 
 
+def recorded(data: bytes, *, is_file: bool, root: Path | None) -> tuple[int, int]:
+    """The rate of a clip, and its number of channels."""
+    found = _soundfile().info(_opened(data.decode() if is_file else data, root))
+    return int(found.samplerate), int(found.channels)
+
+
 def place(text: str, root: Path | None) -> Path:
     """A path of a record, relative to `root`."""
     return root.expanduser() / text if root is not None else Path(text)
@@ -224,4 +230,4 @@ def _soxr() -> Any:
     return soxr
 
 
-__all__ = ["UNREADABLE", "Clip", "Given", "Unreadable", "given", "look_at", "place", "read_again"]
+__all__ = ["UNREADABLE", "Clip", "Given", "Unreadable", "given", "look_at", "place", "read_again", "recorded"]

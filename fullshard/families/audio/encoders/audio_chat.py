@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from fullshard.contracts.data import Encoded, Features, Quantity, Record, Store
 from fullshard.errors import DataError
 from fullshard.families.audio import record_audio
-from fullshard.families.audio.audio_samples import AudioCollator, audio_quantities, audio_sample
+from fullshard.families.audio.audio_samples import AudioCollator, audio_quantities, audio_sample, clip_passages
 from fullshard.families.audio.bad_clips import ClipRules, kept_or_dropped, read_clips
 from fullshard.families.audio.reading import Clip
 from fullshard.multimodal.media_chat import OpenMediaChat
@@ -104,6 +104,9 @@ class OpenAudioChat(OpenMediaChat):
 
     def collator(self, store: Store) -> AudioCollator:
         return AudioCollator(self.settings, self.processor, root=self.settings.audio_root)
+
+    def passages(self, sample: Features) -> list[tuple[str, int]]:
+        return clip_passages(sample, self.processor, root=self.settings.audio_root)
 
     def _encode(self, record: Record) -> Encoded:
         record = self.settings.prepared(record)

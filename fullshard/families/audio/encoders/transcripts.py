@@ -16,7 +16,7 @@ from fullshard.config.problems import sort_of
 from fullshard.contracts.data import Encoded, Features, OpenEncoder, Quantity, Record, Store, token_samples
 from fullshard.data.records import keys_found
 from fullshard.errors import DataError, RecipeError
-from fullshard.families.audio.audio_samples import AudioCollator, audio_quantities, audio_sample
+from fullshard.families.audio.audio_samples import AudioCollator, audio_quantities, audio_sample, clip_passages
 from fullshard.families.audio.bad_clips import ClipRules, kept_or_dropped, read_clips
 from fullshard.families.audio.record_audio import audio_columns, column_clips
 from fullshard.formatting.plural import counted
@@ -96,6 +96,9 @@ class OpenTranscripts(OpenEncoder):
 
     def collator(self, store: Store) -> SpeechCollator:
         return SpeechCollator(self.settings, self.processor, root=self.settings.audio_root)
+
+    def passages(self, sample: Features) -> list[tuple[str, int]]:
+        return clip_passages(sample, self.processor, root=self.settings.audio_root)
 
     def notes(self) -> list[str]:
         return [f"decoder input begins with {self._written_prefix()}, not learned"]
