@@ -276,7 +276,7 @@ def _evaluate(parts: Parts, state: State, *, at_end: bool = False) -> dict[str, 
                 refuse_same_name(owners, f"evaluate.parts: {evaluation.kind()}", found.numbers)
                 numbers |= found.numbers
                 texts += found.texts
-    state.numbers = numbers or state.numbers
+    state.numbers = state.numbers | numbers
     parts.report.validation(numbers, texts, step=parts.progress.step, epoch=_epochs_done(parts))
     return numbers
 

@@ -178,3 +178,26 @@ def test_no_number_of_an_evaluation_overwrites_another(
     )
     with pytest.raises(AssertionError, match=said):
         ranks.run(train, settings, world=1)
+
+
+def validation_of(settings: dict[str, Any]) -> dict[str, float]:
+    """The last numbers of a run, as a caller in Python gets them."""
+    from fullshard.recipes.read import read
+    from fullshard.run import execute
+
+    return execute(read(settings), resume="never").validation
+
+
+def test_a_result_has_the_numbers_of_the_last_validation_and_of_the_end(ranks: RankPool, folder: Path) -> None:
+    finds = {"kind": f"{__name__}.Finds", "name": "wer", "only_at_end": True}
+    settings = recipe(
+        folder,
+        name="result",
+        data={"validation": str(folder / "validation.jsonl")},
+        duration={"steps": 1},
+        evaluate={"parts": ["loss", finds]},
+        checkpoint={"best": None},
+    )
+    [found] = ranks.run(validation_of, settings, world=1)
+    assert found["wer"] == 1.0
+    assert found["loss"] > 0

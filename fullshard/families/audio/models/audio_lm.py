@@ -57,6 +57,7 @@ class AudioLM(TowerModel):
         return load_audio_processor(folder, tokenizer, config=config, trust_remote_code=code, where=where)
 
     def build(self, *, processor: Any) -> nn.Module:
+        from fullshard.families.audio.tower_flops import forward_costs
         from fullshard.hf.adapters.edits import adapter_config, has_adapters
 
         try:
@@ -70,6 +71,9 @@ class AudioLM(TowerModel):
         if module.config.is_encoder_decoder and has_adapters(module):
             # peft's classes for tasks hand tokens to the encoder, which takes audio.
             adapter_config(module).task_type = None
+        if processor is not None:
+            # Found only when asked for: counting a large tower takes seconds.
+            module.clip_costs = lambda: forward_costs(module, processor)
         return module  # type: ignore[no-any-return]
 
     def lay_out(self, text: str | None, messages: Any, files: Files, processor: Any) -> Row | None:
@@ -86,6 +90,11 @@ class AudioLM(TowerModel):
         if model.config.is_encoder_decoder:
             return continue_speech(module, rows, way, source=self._source(), **placed)
         return super().continued(module, rows, way, **placed)
+
+    def media_flops(self, module: nn.Module) -> dict[str, float]:
+        from fullshard.families.audio.tower_flops import training_costs
+
+        return training_costs(module, getattr(module, "clip_costs", dict)())
 
     def _auto(self, config: Any) -> str:
         return "AutoModelForSpeechSeq2Seq" if config.is_encoder_decoder else self.auto
@@ -121,7 +130,8 @@ class AudioLM(TowerModel):
         # An adapter is unused if the layer that it adapts is.
         names = {name: re.sub(r"\.base_layer|\.lora_[AB]\.\w+", "", name) for name in sorted(self.resting(module))}
         found = set(unused(model.config, list(names.values())))
-        return [name for name, base in names.items() if base in found]
+        model.never_heard = {name for name, base in names.items() if base in found}
+        return sorted(model.never_heard)
 
     def _config(self) -> Any:
         if self.architecture is None:
