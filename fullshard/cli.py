@@ -19,6 +19,7 @@ from fullshard.commands import recipes
 from fullshard.commands.dry_run import describe
 from fullshard.commands.explain import explain
 from fullshard.commands.group import Commands
+from fullshard.commands.import_files import import_
 from fullshard.commands.verify import verify
 from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
@@ -132,5 +133,6 @@ def train(
 for _function in (check, prove, verify, export, generate, explain, evaluate):
     _takes_settings = _function not in (verify, export, generate)
     app.command(context_settings={"ignore_unknown_options": True} if _takes_settings else None)(_function)
+app.command("import")(import_)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.presets)

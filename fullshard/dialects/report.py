@@ -14,6 +14,11 @@ from fullshard.formatting.plural import counted
 from fullshard.formatting.yaml_text import parse_value, render, shown
 
 _WIDEST = 60
+_ORDER = (
+    *("name", "output", "seed", "model", "objective", "data", "batch", "duration", "optimizer", "schedule"),
+    *("precision", "sharding", "topology", "checkpoint", "evaluate", "log"),
+)
+"""The order of a recipe's sections; others follow."""
 
 
 def table(done: Translation) -> str:
@@ -32,6 +37,8 @@ def _cells(said: Said) -> tuple[str, str, str]:
     if said.verdict == "default":
         theirs = f"{said.key} (left out: {shown(said.value)})"
     arrow = f"→ {settings}" if settings else ""
+    if said.verdict == "no effect" and not said.why:
+        return said.verdict, theirs, "as it is anyway"
     return said.verdict, theirs, " ".join(filter(None, (arrow, f"({said.why})" if settings and said.why else said.why)))
 
 
@@ -86,7 +93,8 @@ def recipe_text(done: Sequence[Translation], values: Mapping[str, Any]) -> str:
         for each in done:
             left = [said for said in each.said if said.verdict == verdict and said.why]
             lines += [f"# {verdict}: {said.key}: {shown(said.value)}: {_sentence(said.why)}" for said in left]
-    return "\n".join([*lines, *_commented(values, origin, "", 0)]) + "\n"
+    ordered = {key: values[key] for key in sorted(values, key=lambda key: _ORDER.index(key) if key in _ORDER else 99)}
+    return "\n".join([*lines, *_commented(ordered, origin, "", 0)]) + "\n"
 
 
 def _commented(values: Mapping[str, Any], origin: Mapping[str, Said], where: str, depth: int) -> Iterable[str]:

@@ -114,6 +114,10 @@ class Dialect:
     """Brings a file into the form that the rows describe."""
     finish: Callable[[Settings, File], Settings] | None = None
     """Settings that follow from several keys together."""
+    stages: Callable[[File], dict[str, File]] | None = None
+    """The stages of a file that has several, each as a file of its own."""
+    stages_key: str = ""
+    """Where they are."""
 
     def row(self, path: str) -> Row | None:
         """The row of a key of its files."""

@@ -6,7 +6,7 @@ Nothing is dropped silently: a key that no row knows is refused. Must not know t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ def translate(
     """Reads every key of a file, then fills in what its trainer uses for keys that the file leaves out."""
     file = File(values, folder)
     file = dialect.prepare(file) if dialect.prepare else file
+    if dialect.stages and (stages := dialect.stages(file)):
+        return _staged(dialect, file, stages, name)
     said = list(_each(dialect, file.values, file, ""))
     settings: Settings = {}
     source: dict[str, Said] = {}
@@ -115,3 +117,24 @@ def _defaults(dialect: Dialect, settings: Settings) -> Iterator[Said]:
 def _decided(row: Row, settings: Settings) -> bool:
     others = [key for group in EXCLUSIVE if row.key in group for key in group]
     return any(key in settings for key in (row.key, *others))
+
+
+def _staged(dialect: Dialect, file: File, stages: Mapping[str, File], name: str) -> Translation:
+    """A file with stages: what all of them say stands above `stages`; one alone is the recipe itself."""
+    done = {stage: translate(dialect, inner.values, name=name, folder=inner.folder) for stage, inner in stages.items()}
+    rest = {key: value for key, value in file.values.items() if key != dialect.stages_key}
+    shared_keys = {key for inner in stages.values() for key in inner.values if inner.values[key] is rest.get(key)}
+    around = translate(dialect, {key: value for key, value in rest.items() if key not in shared_keys}, name=name)
+    said = list(around.said)
+    for stage, each in done.items():
+        said += [replace(entry, key=f"{dialect.stages_key}.{stage}.{entry.key}") for entry in each.said]
+    first, *others = [each.settings for each in done.values()]
+    if not others:
+        return Translation(dialect, name, tuple(said), around.settings | first)
+    own = ("output", "name")  # a stage is a folder of the run
+    common = {k: v for k, v in first.items() if k not in own and all(each.get(k, UNSET) == v for each in others)}
+    listed = [
+        {"name": stage} | nested({k: v for k, v in each.settings.items() if k not in common and k not in own})
+        for stage, each in done.items()
+    ]
+    return Translation(dialect, name, tuple(said), around.settings | common | {"stages": listed})

@@ -1,0 +1,139 @@
+"""Lightning's Trainer and Fabric: the keys of a LightningCLI file's `trainer` section."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fullshard.dialects.rows import Dialect, File, Outcome, Settings, ignored, is_on, reads, refuse, refused, to, unused
+from fullshard.dialects.tables import hf_trainer
+from fullshard.dialects.words import our_word
+
+
+def _strategy(value: Any, file: File) -> Outcome | Settings:
+    name = value.get("class_path", "") if isinstance(value, dict) else str(value)
+    arguments = value.get("init_args", {}) if isinstance(value, dict) else {}
+    short = name.rpartition(".")[2].lower().removesuffix("strategy")
+    if short in ("auto", "single_device", "ddp_spawn", "ddp_notebook", ""):
+        return ignored("") if short != "ddp_spawn" else {"sharding.strategy": "none"}
+    kind = our_word("sharding.strategy", short)
+    if kind is None:
+        return refused(f"{name} is not available: fsdp, ddp, deepspeed_stage_2 and deepspeed_stage_3 are")
+    sharding = arguments.get("sharding_strategy")
+    settings: Settings = {"sharding.strategy": our_word("sharding.strategy", sharding) if sharding else kind}
+    if is_on(arguments.get("cpu_offload")):
+        settings["sharding.cpu_offload"] = True
+    if arguments.get("activation_checkpointing_policy"):
+        settings["sharding.activation_checkpointing"] = "full"
+    if arguments.get("state_dict_type"):
+        settings["checkpoint.format"] = arguments["state_dict_type"]
+    return settings
+
+
+def _devices(value: Any, file: File) -> Outcome | Settings:
+    return ignored("") if value in ("auto", -1, "-1") else {"topology.devices": value}
+
+
+def _logger(value: Any, file: File) -> Outcome | Settings:
+    entries = value if isinstance(value, list) else [value]
+    names = [
+        str(entry.get("class_path", "") if isinstance(entry, dict) else entry).rpartition(".")[2] for entry in entries
+    ]
+    known = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "True": "tensorboard", "False": None}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        return ignored(f"{unknown[0]} is not available: metrics.jsonl in the run folder has every number")
+    return {"log.sinks": [known[name] for name in names if known[name]]}
+
+
+def _clip(value: Any, file: File) -> Outcome | Settings:
+    if file.get("trainer.gradient_clip_algorithm", "norm") != "norm":
+        return refused("gradients are clipped by their global norm, not by value: leave gradient_clip_algorithm out")
+    return hf_trainer.clip(value, file)
+
+
+def _interval(value: Any, file: File) -> Outcome | Settings:
+    if isinstance(value, float) and value <= 1:
+        return (
+            {"evaluate.every_epochs": 1}
+            if value == 1.0
+            else refused("a share of an epoch is not an interval: write evaluate.every_steps")
+        )
+    return {"evaluate.every_steps": value}
+
+
+def _seed(value: Any, file: File) -> Outcome | Settings:
+    return ignored("") if isinstance(value, bool) else {"seed": value}
+
+
+def _steps(value: Any, file: File) -> Outcome | Settings:
+    return {"duration.steps": value} if int(value) > 0 else ignored("")
+
+
+_CODE = "its class is your code: write it as a part of fullshard (docs/own-parts.md), or keep your own loop"
+
+DIALECT = Dialect(
+    name="Lightning",
+    title="Lightning",
+    intro=(
+        "The `trainer` section of a LightningCLI file. Model and data are classes of yours there; name a model "
+        "and data\n"
+        "of fullshard, or keep your own loop and use `fullshard.shard`."
+    ),
+    marks=(
+        "trainer",
+        "seed_everything",
+        "trainer.max_epochs",
+        "trainer.accelerator",
+        "trainer.devices",
+        "trainer.strategy",
+    ),
+    sections=("trainer", "fit"),
+    rows=(
+        to("duration.epochs", "max_epochs"),
+        reads("duration.steps", _steps, "max_steps", note="-1: not set"),
+        reads("topology.devices", _devices, "devices", note="a count or a list of ids"),
+        to("topology.nodes", "num_nodes"),
+        to("topology.device", "accelerator", note="gpu is cuda"),
+        reads(
+            "sharding.strategy",
+            _strategy,
+            "strategy",
+            note="fsdp, ddp, deepspeed_stage_3, or FSDPStrategy with its arguments",
+        ),
+        to("precision", "precision", note="bf16-mixed, 16-mixed, 32-true, ..."),
+        to("batch.accumulate", "accumulate_grad_batches"),
+        reads("optimizer.clip", _clip, "gradient_clip_val", default=0, note="left out: no clipping"),
+        unused("gradient_clip_algorithm", "said with gradient_clip_val", quiet=("norm",)),
+        reads("evaluate.every_steps", _interval, "val_check_interval"),
+        to("evaluate.every_epochs", "check_val_every_n_epoch"),
+        to("log.every_steps", "log_every_n_steps"),
+        reads("log.sinks", _logger, "logger"),
+        to("output", "default_root_dir"),
+        to("sharding.sync_batchnorm", "sync_batchnorm"),
+        reads("seed", _seed, "seed_everything"),
+        to("batch.per_device", "data.batch_size data.init_args.batch_size"),
+        to("data.workers", "data.num_workers data.init_args.num_workers"),
+        to(
+            "optimizer.lr",
+            "model.lr model.learning_rate model.init_args.lr model.init_args.learning_rate optimizer.init_args.lr",
+        ),
+        to(
+            "optimizer.weight_decay", "model.weight_decay model.init_args.weight_decay optimizer.init_args.weight_decay"
+        ),
+        refuse("model.class_path data.class_path", _CODE, unless=()),
+        unused(
+            "callbacks plugins",
+            "checkpoints, bars, early stopping and timers are settings: checkpoint, evaluate, log",
+            quiet=([],),
+        ),
+        unused(
+            "enable_checkpointing enable_progress_bar enable_model_summary deterministic benchmark "
+            "inference_mode use_distributed_sampler detect_anomaly barebones reload_dataloaders_every_n_epochs "
+            "num_sanity_val_steps profiler fast_dev_run overfit_batches limit_train_batches limit_val_batches "
+            "limit_test_batches limit_predict_batches min_epochs min_steps max_time ckpt_path",
+            "fullshard check and --dry-run try a run; checkpoints and bars are always there",
+            quiet=(True, False, 2, 0, 1.0),
+        ),
+        unused("optimizer.class_path lr_scheduler.class_path", "write optimizer.kind and schedule.kind", quiet=()),
+    ),
+)

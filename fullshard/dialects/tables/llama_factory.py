@@ -1,0 +1,152 @@
+"""LLaMA-Factory's YAML: TrainingArguments with finetuning_type, dataset, template, cutoff_len and the like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fullshard.dialects import readers
+from fullshard.dialects.rows import (
+    Dialect,
+    File,
+    Outcome,
+    Settings,
+    choice,
+    ignored,
+    reads,
+    refuse,
+    refused,
+    to,
+    unused,
+)
+from fullshard.dialects.tables import hf_trainer
+from fullshard.dialects.tables.axolotl import inherited
+
+_NOT_HERE = Outcome(verdict="refused", why="preference and reward training are not available: sft and pt are")
+_TRAINS = ignored("")
+
+
+def _stage(value: Any, file: File) -> Outcome | Settings:
+    return choice("", {"sft": _TRAINS, "pt": _TRAINS, **dict.fromkeys(("rm", "ppo", "dpo", "kto"), _NOT_HERE)})(
+        value, file
+    )  # type: ignore[return-value]
+
+
+def _dataset(value: Any, file: File) -> Outcome | Settings:
+    """Names in dataset_info.json, which says the file or the hub name of each."""
+    names = [name.strip() for name in str(value).split(",")]
+    known = _known(file)
+    missing = [name for name in names if name not in known]
+    if missing:
+        return refused(f"{missing[0]} is not in {_info(file)}: write data.train, a path or {{kind: hub, name: ...}}")
+    found = [_source(known[name], file) for name in names]
+    if len(found) > 1 and not all(isinstance(source, str) for source in found):
+        return refused("several data sets of the hub are mixed by percentage: write data.train: {kind: mixture, ...}")
+    settings: Settings = {"data.train": found[0] if len(found) == 1 else found}
+    if file.get("stage") == "pt":
+        settings["data.encode"] = "text"
+    return settings
+
+
+def _info(file: File) -> Path:
+    return file.folder / str(file.get("dataset_dir", "data")) / "dataset_info.json"
+
+
+def _known(file: File) -> dict[str, Any]:
+    path = _info(file)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _source(entry: dict[str, Any], file: File) -> Any:
+    limit = file.get("max_samples")
+    if "hf_hub_url" in entry:
+        split = entry.get("split", "train") + (f"[:{limit}]" if limit else "")
+        return readers.dataset(
+            entry["hf_hub_url"], split=None if split == "train" else split, config=entry.get("subset")
+        )
+    return str(Path(str(file.get("dataset_dir", "data"))) / entry.get("file_name", ""))
+
+
+def _samples(value: Any, file: File) -> Outcome | Settings:
+    known = [_known(file).get(name.strip(), {}) for name in str(file.get("dataset", "")).split(",")]
+    if all("hf_hub_url" in entry for entry in known):
+        return ignored("said with dataset: a slice of its split")
+    return refused("a limit on the records of a file is not available: give a smaller file")
+
+
+def _finetuning(value: Any, file: File) -> Outcome | Settings:
+    if value == "full":
+        return ignored("")
+    if value != "lora":
+        return refused(f"{value} is not available: lora and full are; model.freeze freezes parameters by name")
+    rank = file.get("lora_rank", 8)
+    return {"model.lora.r": rank, "model.lora.alpha": file.get("lora_alpha", 2 * rank)}
+
+
+def _flash(value: Any, file: File) -> Outcome | Settings:
+    words = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
+    return {"model.attention": words.get(str(value), str(value))}
+
+
+def _holdout(value: Any, file: File) -> Outcome | Settings:
+    if value > 1:
+        return refused("a number of held-out records is not available: write a share below 1, or data.validation")
+    return {"data.holdout": value}
+
+
+OWN = (
+    reads("", _stage, "stage", note="sft and pt; others are refused"),
+    reads("model.lora", _finetuning, "finetuning_type", note="lora or full"),
+    unused("lora_rank lora_alpha", "said with finetuning_type", quiet=tuple(range(4096))),
+    to("model.lora.dropout", "lora_dropout"),
+    reads("model.lora.targets", hf_trainer.lora_targets, "lora_target", note="all is all-linear"),
+    reads("data.train", _dataset, "dataset", note="names in dataset_info.json"),
+    unused("dataset_dir", "said with dataset", quiet=("data",)),
+    reads("data.train", _samples, "max_samples"),
+    unused("template default_system enable_thinking", "the tokenizer's own chat template is used", quiet=()),
+    to("data.sequence_length", "cutoff_len", default=2048),
+    reads("data.holdout", _holdout, "val_size", default=0.0),
+    to("data.pack", "packing neat_packing", default=False),
+    reads("model.attention", _flash, "flash_attn", note="fa2, sdpa, disabled, auto"),
+    to("precision=bf16-pure", "pure_bf16"),
+    to("data.encode={kind: chat, train_on: all}", "train_on_prompt"),
+    refuse(
+        "quantization_bit quantization_method",
+        "quantised weights are not trained: finetuning_type: lora keeps frozen weights as stored",
+    ),
+    refuse("use_dora use_galore use_badam use_apollo use_rslora pissa_init loraplus_lr_ratio", "not available"),
+    refuse("adapter_name_or_path", "to train an adapter further write model.path: its folder", unless=("",)),
+    unused(
+        "plot_loss overwrite_cache preprocessing_num_workers preprocessing_batch_size save_only_model "
+        "upcast_layernorm use_unsloth enable_liger_kernel disable_gradient_checkpointing ray_run_name cache_dir "
+        "additional_target use_fast_tokenizer resize_vocab include_num_input_tokens_seen use_swanlab "
+        "image_max_pixels video_max_pixels freeze_vision_tower tokenized_path",
+        "it does not change what is learned",
+        quiet=(True, False),
+    ),
+)
+
+DIALECT = Dialect(
+    name="LLaMA-Factory",
+    title="LLaMA-Factory",
+    intro=(
+        "Its keys are those of the Hugging Face Trainer and the ones below. `dataset` names entries of\n"
+        "`dataset_info.json` in `dataset_dir`, which is read beside the file."
+    ),
+    marks=(
+        "finetuning_type",
+        "cutoff_len",
+        "template",
+        "stage",
+        "dataset",
+        "lora_target",
+        "dataset_dir",
+        "val_size",
+        "plot_loss",
+        "lora_rank",
+    ),
+    prepare=hf_trainer.load_fsdp_config,
+    finish=hf_trainer.precision_off,
+    rows=(*OWN, *inherited(OWN, hf_trainer.DIALECT.rows)),
+)

@@ -1,0 +1,221 @@
+"""torchtune's YAML: sections with a `_component_`, read for the component's name and its settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fullshard.dialects import readers
+from fullshard.dialects.rows import (
+    Dialect,
+    File,
+    Outcome,
+    Settings,
+    ignored,
+    is_on,
+    reads,
+    refuse,
+    refused,
+    to,
+    unused,
+)
+from fullshard.dialects.tables import hf_trainer
+from fullshard.dialects.words import our_word
+
+_KNOWN_SETS = {
+    "alpaca_dataset": "tatsu-lab/alpaca",
+    "alpaca_cleaned_dataset": "yahma/alpaca-cleaned",
+    "grammar_dataset": "liweili/c4_200m",
+    "samsum_dataset": "Samsung/samsum",
+    "wikitext_dataset": "EleutherAI/wikitext_document_level",
+    "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
+}
+
+
+def _model(value: Any, file: File) -> Outcome | Settings:
+    name = str(value).rpartition(".")[2]
+    if name.startswith("qlora"):
+        return refused("quantised weights are not trained: a lora_... component keeps frozen weights as stored")
+    if not name.startswith("lora"):
+        return ignored("checkpointer.checkpoint_dir holds the weights and says which model it is")
+    targets = list(file.get("model.lora_attn_modules", []))
+    targets += ["gate_proj", "up_proj", "down_proj"] if is_on(file.get("model.apply_lora_to_mlp")) else []
+    targets = ["o_proj" if target == "output_proj" else target for target in targets]
+    rank = file.get("model.lora_rank", 8)
+    settings: Settings = {"model.lora.r": rank, "model.lora.alpha": file.get("model.lora_alpha", 2 * rank)}
+    return settings | ({"model.lora.targets": targets} if targets else {})
+
+
+def _dataset(value: Any, file: File) -> Outcome | Settings:
+    name = str(value).rpartition(".")[2]
+    if name in _KNOWN_SETS:
+        source = {"kind": "hub", "name": _KNOWN_SETS[name]}
+    elif file.get("dataset.data_files") is not None:
+        return {"data.train": file.get("dataset.data_files")} | _column(name, file)
+    elif file.get("dataset.source") is not None:
+        split = file.get("dataset.split")
+        source = readers.dataset(str(file.get("dataset.source")), split=None if split == "train" else split)
+    else:
+        return refused(f"the data of {name} is not known: write data.train, a path or {{kind: hub, name: ...}}")
+    return {"data.train": source} | _column(name, file)
+
+
+def _column(name: str, file: File) -> Settings:
+    if name == "text_completion_dataset":
+        return {"data.encode": {"kind": "text", "column": file.get("dataset.column", "text")}}
+    if is_on(file.get("dataset.train_on_input")) and name != "wikitext_dataset":
+        return {"data.encode": {"kind": "chat", "train_on": "all"}}
+    return {}
+
+
+def _dtype(value: Any, file: File) -> Outcome | Settings:
+    is_lora = str(file.get("model._component_", "")).rpartition(".")[2].startswith("lora")
+    if str(value) == "bf16" and not is_lora:
+        return Outcome({"precision": "bf16-pure"}, why="torchtune keeps weights and optimizer state in bf16")
+    return {"precision": value}
+
+
+def _optimizer(value: Any, file: File) -> Outcome | Settings:
+    ours = our_word("optimizer.kind", value)
+    return {"optimizer.kind": ours} if ours else refused(f"{value} is not here. Known: adamw, adamw_8bit, muon")
+
+
+def _schedule(value: Any, file: File) -> Outcome | Settings:
+    ours = our_word("schedule.kind", value)
+    return {"schedule.kind": ours} if ours else refused(f"{value} is not here. Known: constant, linear, cosine, step")
+
+
+def _steps_per_epoch(value: Any, file: File) -> Outcome | Settings:
+    if float(file.get("epochs", 1)) != 1:
+        return refused("steps per epoch are not a setting: with several epochs write duration.steps for all of them")
+    return {"duration.steps": int(value)}
+
+
+def _epochs(value: Any, file: File) -> Outcome | Settings:
+    return (
+        ignored("max_steps_per_epoch says the steps") if file.get("max_steps_per_epoch") else {"duration.epochs": value}
+    )
+
+
+def _logger(value: Any, file: File) -> Outcome | Settings:
+    name = str(value).rpartition(".")[2]
+    if name == "WandBLogger":
+        return {"log.sinks": [{"kind": "wandb", "project": file.get("metric_logger.project", "torchtune")}]}
+    return {"log.sinks": ["tensorboard"]} if name == "TensorBoardLogger" else ignored("metrics.jsonl has every number")
+
+
+def _finish(settings: Settings, file: File) -> Settings:
+    """Without a scheduler the rate is constant."""
+    return settings if "schedule.kind" in settings else {**settings, "schedule.kind": "constant"}
+
+
+DIALECT = Dialect(
+    name="torchtune",
+    title="torchtune",
+    intro=(
+        "The recipes of fine-tuning with and without LoRA, for one device and for several. The model is what\n"
+        "`checkpointer.checkpoint_dir` holds, a folder of Transformers; `tune download` makes such a folder."
+    ),
+    marks=(
+        "*._component_",
+        "model._component_",
+        "checkpointer",
+        "metric_logger",
+        "dataset._component_",
+        "tokenizer._component_",
+    ),
+    finish=_finish,
+    rows=(
+        to("model.path", "checkpointer.checkpoint_dir"),
+        unused(
+            "checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type "
+            "checkpointer.recipe_checkpoint checkpointer.adapter_checkpoint checkpointer.safe_serialization "
+            "checkpointer.output_dir checkpointer.keep_last_n_checkpoints",
+            "the folder's own config and index say it",
+            quiet=(),
+        ),
+        reads("model.lora", _model, "model._component_", note="lora_...: adapters; qlora_... is refused"),
+        unused(
+            "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output model.lora_rank "
+            "model.lora_alpha",
+            "said with model._component_",
+            quiet=tuple(range(4096)),
+        ),
+        to("model.lora.dropout", "model.lora_dropout"),
+        unused(
+            "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.special_tokens_path "
+            "tokenizer.prompt_template tokenizer.truncation_type",
+            "the tokenizer beside the model is used",
+            quiet=(),
+        ),
+        to("data.sequence_length", "tokenizer.max_seq_len"),
+        reads("data.train", _dataset, "dataset._component_", note="its source, data_files, or the set it stands for"),
+        unused(
+            "dataset.source dataset.data_files dataset.split dataset.column dataset.train_on_input "
+            "dataset.conversation_column dataset.conversation_style dataset.column_map "
+            "dataset.new_system_prompt dataset.name",
+            "said with dataset._component_",
+            quiet=(),
+        ),
+        to("data.pack", "dataset.packed packed", default=False),
+        to("data.holdout", "dataset.holdout", default=0),
+        unused("dataset_val", "write data.validation", quiet=()),
+        to("data.shuffle", "shuffle"),
+        to("seed", "seed"),
+        to("batch.per_device", "batch_size"),
+        to("evaluate.per_device", "batch_size_val"),
+        to("batch.accumulate", "gradient_accumulation_steps"),
+        reads("duration.steps", _steps_per_epoch, "max_steps_per_epoch", note="with one epoch"),
+        reads("duration.epochs", _epochs, "epochs"),
+        reads("optimizer.kind", _optimizer, "optimizer._component_"),
+        to("optimizer.lr", "optimizer.lr"),
+        to("optimizer.weight_decay", "optimizer.weight_decay", default=0.01),
+        to("optimizer.betas", "optimizer.betas", default=[0.9, 0.999]),
+        to("optimizer.eps", "optimizer.eps"),
+        unused("optimizer.fused optimizer.foreach optimizer_in_bwd", "the optimizer is fused", quiet=(True, False)),
+        reads("optimizer.clip", hf_trainer.clip, "clip_grad_norm", default=0, note="left out: no clipping"),
+        reads("schedule.kind", _schedule, "lr_scheduler._component_", note="left out: constant"),
+        to("schedule.warmup", "lr_scheduler.num_warmup_steps"),
+        unused("lr_scheduler.num_cycles", "one half cosine", quiet=(0.5,)),
+        reads("precision", _dtype, "dtype", note="bf16: bf16-pure, as there; for LoRA bf16"),
+        to("topology.device", "device"),
+        to("sharding.activation_checkpointing", "enable_activation_checkpointing"),
+        to("sharding.cpu_offload", "fsdp_cpu_offload"),
+        reads(
+            "sharding.strategy",
+            lambda value, file: {"sharding.strategy": "full" if is_on(value) else "grad_op"},
+            "fsdp_reshard_after_forward",
+        ),
+        to("sharding.compile", "compile"),
+        reads("output", hf_trainer.run_folder, "output_dir", note="the run's folder: output and name together"),
+        reads("log.sinks", _logger, "metric_logger._component_"),
+        unused(
+            "metric_logger.log_dir metric_logger.project", "said with the logger; files are in the run folder", quiet=()
+        ),
+        to("log.every_steps", "log_every_n_steps"),
+        to("checkpoint.every_steps", "save_every_n_steps"),
+        to("evaluate.every_steps", "run_val_every_n_steps"),
+        unused("resume_from_checkpoint", "the same command resumes; --resume PATH names a checkpoint"),
+        unused(
+            "loss loss._component_ loss.num_output_chunks", "the loss is cross-entropy, computed in chunks", quiet=()
+        ),
+        unused(
+            "log_peak_memory_stats log_level profiler save_adapter_weights_only enable_async_checkpointing "
+            "enable_activation_offloading custom_sharded_layers memory_efficient_fsdp_wrap ac_mode ac_option "
+            "cudnn_deterministic_mode max_validation_batches keep_last_n_checkpoints",
+            "it does not change what is learned",
+            quiet=(True, False),
+        ),
+        refuse(
+            "tensor_parallel_dim tensor_parallel_plan context_parallel_dim expert_parallel_dim",
+            "there is no tensor or context parallelism",
+            unless=(1,),
+        ),
+        refuse("quantizer", "quantisation-aware training is not available"),
+        reads(
+            "sharding.strategy",
+            lambda value, file: {"sharding.strategy": "hybrid"} if int(value) > 1 else ignored(""),
+            "data_parallel_replicate_dim",
+        ),
+        unused("data_parallel_shard_dim", "all other ranks shard", quiet=(-1,)),
+    ),
+)

@@ -1,0 +1,163 @@
+"""The flat training YAML of an embedding trainer: model_name, data_path, use_lora, use_mrl and the like."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fullshard.dialects import readers
+from fullshard.dialects.rows import Dialect, File, Outcome, Settings, ignored, is_off, is_on, reads, refuse, to, unused
+from fullshard.dialects.tables import hf_trainer
+
+_LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
+_LOSSES = {
+    "infonce": "infonce",
+    "hard_negative": "in_batch_hard",
+    "in_batch_hard": "in_batch_hard",
+    "triplet": "triplet",
+    "cosent": "cosent",
+    "colbert": "late_interaction",
+    "sigmoid": "sigmoid",
+}
+
+
+def _lora(value: Any, file: File) -> Outcome | Settings:
+    return {f"model.lora.{key}": word for key, word in _LORA.items()} if is_on(value) else ignored("")
+
+
+def _lora_key(ours: str) -> Any:
+    """A key of LoRA, in force only with use_lora."""
+
+    def read(value: Any, file: File) -> Outcome | Settings:
+        return ignored("") if is_on(file.get("use_lora")) else ignored("use_lora is off")
+
+    return read
+
+
+def _dims(value: Any, file: File) -> Outcome | Settings:
+    if is_off(file.get("use_mrl")):
+        return ignored("use_mrl is off")
+    return {"objective.matryoshka": value}
+
+
+def _mrl(value: Any, file: File) -> Outcome | Settings:
+    if is_off(value) or file.get("mrl_dims") is not None:
+        return ignored("")
+    return Outcome({"objective.matryoshka": [768, 512, 256, 128]}, why="mrl_dims is left out")
+
+
+def _cache(value: Any, file: File) -> Outcome | Settings:
+    chunk = file.get("gradient_cache_chunk_size", 8)
+    return {"objective.cache": chunk} if is_on(value) else ignored("")
+
+
+def _strategy(value: Any, file: File) -> Settings:
+    return {"sharding.strategy": "full" if is_on(value) else "none"}
+
+
+def _every(value: Any, file: File) -> Outcome | Settings:
+    return {"checkpoint.every_steps": value} if value else ignored("")
+
+
+def _eval_every(value: Any, file: File) -> Outcome | Settings:
+    return {"evaluate.every_steps": value} if value else ignored("")
+
+
+def _loss(value: Any, file: File) -> Outcome | Settings:
+    found = _LOSSES.get(str(value).lower())
+    if found is None:
+        return Outcome(verdict="refused", why=f"{value} is not here. Known: {', '.join(_LOSSES)}")
+    return {"objective.loss.kind": found}
+
+
+def _finish(settings: Settings, file: File) -> Settings:
+    """Its models embed, its loss contrasts; the values of LoRA's own keys replace its defaults."""
+    settings = {"model.kind": "sentence_transformer", "objective.kind": "contrastive", **settings}
+    if is_on(file.get("use_lora")):
+        for theirs, ours in (("lora_r", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
+            if file.get(theirs) is not None:
+                settings[f"model.lora.{ours}"] = file.get(theirs)
+        if (targets := file.get("lora_target_modules")) is not None:
+            settings |= hf_trainer.lora_targets(targets, file)
+    return settings
+
+
+DIALECT = Dialect(
+    name="an embedding trainer",
+    title="A flat training YAML for embeddings",
+    intro=(
+        "The YAML of a retrieval trainer: ten keys are enough. The model embeds, the loss is InfoNCE over the "
+        "batch of\n"
+        "all ranks. Sharding does not change gradients, so the learning rate needs no increase for FSDP."
+    ),
+    marks=(
+        "model_name",
+        "use_lora",
+        "use_mrl",
+        "mrl_dims",
+        "use_fsdp",
+        "val_data_path",
+        "data_path",
+        "use_gradient_cache",
+        "retrieval_mode",
+        "batch_size",
+        "epochs",
+    ),
+    finish=_finish,
+    rows=(
+        to("model.path", "model_name model_name_or_path"),
+        to("data.train", "data_path train_data_path"),
+        to("data.validation", "val_data_path eval_data_path"),
+        reads("output", hf_trainer.run_folder, "output_dir", note="the run's folder: output and name together"),
+        to("batch.per_device", "batch_size per_device_train_batch_size", default=32, note="of one GPU"),
+        to("evaluate.per_device", "eval_batch_size"),
+        to("batch.accumulate", "gradient_accumulation_steps"),
+        to("duration.epochs", "epochs num_epochs num_train_epochs", default=3),
+        reads("duration.steps", hf_trainer.steps, "max_steps"),
+        to("optimizer.lr", "learning_rate lr", default=2e-5, note="the same for DDP and FSDP: gradients are the same"),
+        to("optimizer.weight_decay", "weight_decay"),
+        reads("optimizer.clip", hf_trainer.clip, "max_grad_norm"),
+        reads("optimizer.kind", hf_trainer.optimizer, "optim optimizer"),
+        reads("schedule.kind", hf_trainer.schedule, "scheduler_type lr_scheduler_type"),
+        reads("schedule.warmup", readers.warmup, "warmup_ratio", default=0.1),
+        reads("schedule.warmup", hf_trainer.warmup_steps, "warmup_steps"),
+        reads("sharding.strategy", _strategy, "use_fsdp", note="true: full; false: none"),
+        to("sharding.activation_checkpointing", "gradient_checkpointing"),
+        reads("model.lora", _lora, "use_lora", note="r 16, alpha 32, dropout 0.05"),
+        reads("model.lora.r", _lora_key("r"), "lora_r"),
+        reads("model.lora.alpha", _lora_key("alpha"), "lora_alpha"),
+        reads("model.lora.dropout", _lora_key("dropout"), "lora_dropout"),
+        reads("model.lora.targets", _lora_key("targets"), "lora_target_modules"),
+        reads("objective.matryoshka", _mrl, "use_mrl"),
+        reads("objective.matryoshka", _dims, "mrl_dims", note="the vector is cut: there are no projection layers"),
+        reads("objective.cache", _cache, "use_gradient_cache", note="saves memory, also under FSDP"),
+        unused("gradient_cache_chunk_size", "said with use_gradient_cache", quiet=(8,)),
+        reads("objective.loss.kind", _loss, "loss_type"),
+        to("objective.loss.temperature", "temperature"),
+        to("data.sequence_length", "max_length max_seq_length"),
+        to("data.workers", "num_workers dataloader_num_workers"),
+        to("data.encode.mode", "retrieval_mode"),
+        to("data.encode.image_root", "image_root"),
+        to("data.encode.column_mapping", "column_mapping"),
+        to("model.attention", "attn_implementation"),
+        to("model.pooling", "pooling pooling_method"),
+        to("model.normalize", "normalize"),
+        to("model.trust_remote_code", "trust_remote_code"),
+        reads("precision", hf_trainer.dtype, "torch_dtype dtype"),
+        to("precision", "mixed_precision"),
+        to("precision=bf16", "bf16"),
+        to("precision=fp16", "fp16"),
+        to("topology.device", "compute_device device"),
+        to("topology.devices", "num_processes devices num_gpus"),
+        reads("checkpoint.every_steps", _every, "save_steps", note="0: not by steps"),
+        reads("evaluate.every_steps", _eval_every, "eval_steps", note="0: not by steps"),
+        to("evaluate.patience", "early_stopping_patience"),
+        to("checkpoint.best.metric", "eval_metric"),
+        to("log.every_steps", "logging_steps"),
+        reads("log.sinks", readers.trackers, "report_to tracker"),
+        to("name", "run_name"),
+        to("seed", "seed"),
+        unused("resume_from_checkpoint resume_mode", "the same command resumes; --resume PATH names a checkpoint"),
+        unused("tags notes", "give them to the sink: log.sinks=[{kind: wandb, tags: [...]}]", quiet=([], "")),
+        refuse("load_in_4bit load_in_8bit", "quantised weights are not trained: model.lora: true keeps frozen weights"),
+    ),
+)
