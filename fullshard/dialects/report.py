@@ -100,6 +100,9 @@ def recipe_text(done: Sequence[Translation], values: Mapping[str, Any]) -> str:
 def _commented(values: Mapping[str, Any], origin: Mapping[str, Said], where: str, depth: int) -> Iterable[str]:
     for key, value in values.items():
         path, indent = f"{where}.{key}" if where else str(key), "  " * depth
+        if key == "stages":
+            yield from render({key: value}).splitlines()
+            continue
         inner = any(other.startswith(f"{path}.") for other in origin)
         if isinstance(value, Mapping) and value and inner:
             yield f"{indent}{key}:"

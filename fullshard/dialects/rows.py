@@ -114,6 +114,8 @@ class Dialect:
     """Brings a file into the form that the rows describe."""
     finish: Callable[[Settings, File], Settings] | None = None
     """Settings that follow from several keys together."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of ours for what this trainer always does, unless a key of its file says otherwise."""
     stages: Callable[[File], dict[str, File]] | None = None
     """The stages of a file that has several, each as a file of its own."""
     stages_key: str = ""
@@ -151,6 +153,12 @@ def unused(theirs: str, why: str, *, quiet: tuple[Any, ...] = (False, "none", "n
 def refuse(theirs: str, why: str, *, unless: tuple[Any, ...] = (False, 0, "none", "no", "")) -> Row:
     """A key that cannot be honoured, and what to do; values in `unless` ask for nothing."""
     return Row(tuple(theirs.split()), why=why, verdict="refused", asks_nothing=unless)
+
+
+def inherited(own: tuple[Row, ...], base: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The rows of another dialect for keys that these rows lack."""
+    known = {spelling for row in own for spelling in row.theirs}
+    return tuple(row for row in base if not known & set(row.theirs))
 
 
 def ignored(why: str) -> Outcome:

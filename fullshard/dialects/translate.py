@@ -112,6 +112,9 @@ def _defaults(dialect: Dialect, settings: Settings) -> Iterator[Said]:
             continue
         found = row.read(row.default, File()).settings
         yield Said(row.theirs[0], row.default, "default", found)
+    for key, value in dialect.always.items():
+        if key not in settings:
+            yield Said(key, value, "default", {key: value})
 
 
 def _decided(row: Row, settings: Settings) -> bool:

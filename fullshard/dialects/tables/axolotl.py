@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fullshard.dialects import readers
+from fullshard.dialects import readers, trainer_arguments
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
     Settings,
     ignored,
+    inherited,
     is_off,
     is_on,
     reads,
@@ -19,7 +20,6 @@ from fullshard.dialects.rows import (
     to,
     unused,
 )
-from fullshard.dialects.tables import hf_trainer
 
 _CHAT = "the tokenizer's own chat template is used"
 
@@ -127,7 +127,7 @@ def _finish(settings: Settings, file: File) -> Settings:
         settings = {**settings, "sharding.strategy": "full"}
     if "model.lora" not in settings:  # rank and targets without an adapter
         settings = {key: value for key, value in settings.items() if not key.startswith("model.lora")}
-    return hf_trainer.precision_off(settings, file)
+    return trainer_arguments.precision_off(settings, file)
 
 
 OWN = (
@@ -169,7 +169,7 @@ OWN = (
     to("model.lora.r", "lora_r"),
     to("model.lora.alpha", "lora_alpha"),
     to("model.lora.dropout", "lora_dropout"),
-    reads("model.lora.targets", hf_trainer.lora_targets, "lora_target_modules"),
+    reads("model.lora.targets", trainer_arguments.lora_targets, "lora_target_modules"),
     reads("model.lora.targets", _linear, "lora_target_linear", note="all-linear"),
     unused(
         "lora_fan_in_fan_out lora_mlp_kernel lora_qkv_kernel lora_o_kernel peft_use_dora lora_on_cpu",
@@ -189,9 +189,9 @@ OWN = (
     ),
     to("evaluate.per_device", "eval_batch_size"),
     to("duration.epochs", "num_epochs", default=1),
-    reads("duration.steps", hf_trainer.steps, "max_steps"),
-    reads("optimizer.kind", hf_trainer.optimizer, "optimizer"),
-    reads("schedule.kind", hf_trainer.schedule, "lr_scheduler", default="cosine"),
+    reads("duration.steps", trainer_arguments.steps, "max_steps"),
+    reads("optimizer.kind", trainer_arguments.optimizer, "optimizer"),
+    reads("schedule.kind", trainer_arguments.schedule, "lr_scheduler", default="cosine"),
     to("schedule.floor", "cosine_min_lr_ratio"),
     refuse(
         "cosine_constant_lr_ratio lr_quadratic_warmup lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio",
@@ -254,12 +254,6 @@ OWN = (
 )
 
 
-def inherited(own: tuple[Any, ...], base: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The rows of another dialect for keys that these rows lack."""
-    known = {spelling for row in own for spelling in row.theirs}
-    return tuple(row for row in base if not known & set(row.theirs))
-
-
 DIALECT = Dialect(
     name="axolotl",
     title="axolotl",
@@ -284,7 +278,7 @@ DIALECT = Dialect(
         "saves_per_epoch",
         "dataset_prepared_path",
     ),
-    prepare=hf_trainer.load_fsdp_config,
+    prepare=trainer_arguments.load_fsdp_config,
     finish=_finish,
-    rows=(*OWN, *inherited(OWN, hf_trainer.COMMON)),
+    rows=(*OWN, *inherited(OWN, trainer_arguments.COMMON)),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fullshard.dialects import trainer_arguments
 from fullshard.dialects.rows import Dialect, File, Outcome, Settings, ignored, is_on, reads, refuse, refused, to, unused
-from fullshard.dialects.tables import hf_trainer
 from fullshard.dialects.words import our_word
 
 
@@ -48,7 +48,7 @@ def _logger(value: Any, file: File) -> Outcome | Settings:
 def _clip(value: Any, file: File) -> Outcome | Settings:
     if file.get("trainer.gradient_clip_algorithm", "norm") != "norm":
         return refused("gradients are clipped by their global norm, not by value: leave gradient_clip_algorithm out")
-    return hf_trainer.clip(value, file)
+    return trainer_arguments.clip(value, file)
 
 
 def _interval(value: Any, file: File) -> Outcome | Settings:

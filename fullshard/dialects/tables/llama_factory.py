@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fullshard.dialects import readers
+from fullshard.dialects import readers, trainer_arguments
 from fullshard.dialects.rows import (
     Dialect,
     File,
@@ -14,6 +14,7 @@ from fullshard.dialects.rows import (
     Settings,
     choice,
     ignored,
+    inherited,
     reads,
     refuse,
     refused,
@@ -21,7 +22,6 @@ from fullshard.dialects.rows import (
     unused,
 )
 from fullshard.dialects.tables import hf_trainer
-from fullshard.dialects.tables.axolotl import inherited
 
 _NOT_HERE = Outcome(verdict="refused", why="preference and reward training are not available: sft and pt are")
 _TRAINS = ignored("")
@@ -100,7 +100,7 @@ OWN = (
     reads("model.lora", _finetuning, "finetuning_type", note="lora or full"),
     unused("lora_rank lora_alpha", "said with finetuning_type", quiet=tuple(range(4096))),
     to("model.lora.dropout", "lora_dropout"),
-    reads("model.lora.targets", hf_trainer.lora_targets, "lora_target", note="all is all-linear"),
+    reads("model.lora.targets", trainer_arguments.lora_targets, "lora_target", note="all is all-linear"),
     reads("data.train", _dataset, "dataset", note="names in dataset_info.json"),
     unused("dataset_dir", "said with dataset", quiet=("data",)),
     reads("data.train", _samples, "max_samples"),
@@ -146,7 +146,7 @@ DIALECT = Dialect(
         "plot_loss",
         "lora_rank",
     ),
-    prepare=hf_trainer.load_fsdp_config,
-    finish=hf_trainer.precision_off,
+    prepare=trainer_arguments.load_fsdp_config,
+    finish=trainer_arguments.precision_off,
     rows=(*OWN, *inherited(OWN, hf_trainer.DIALECT.rows)),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from fullshard.dialects import trainer_arguments
 from fullshard.dialects.rows import (
     Dialect,
     File,
@@ -19,7 +20,6 @@ from fullshard.dialects.rows import (
     to,
     unused,
 )
-from fullshard.dialects.tables import hf_trainer
 from fullshard.dialects.words import our_word
 
 _FSDP_OFF = "fsdp.enabled is off"
@@ -122,7 +122,7 @@ def _examples(value: Any, file: File) -> Outcome | Settings:
 
 
 def _checkpoint_folder(value: Any, file: File) -> Settings:
-    return hf_trainer.run_folder(value, file)
+    return trainer_arguments.run_folder(value, file)
 
 
 def _stages(file: File) -> dict[str, File]:

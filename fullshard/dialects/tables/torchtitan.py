@@ -136,6 +136,7 @@ DIALECT = Dialect(
         "activation_checkpoint",
         "model.flavor",
     ),
+    always={"data.holdout": 0},
     rows=(
         reads("model.architecture", _model, "model.name"),
         reads("model.size", _size, "model.flavor"),
@@ -148,7 +149,6 @@ DIALECT = Dialect(
         reads("data.train", _data, "training.dataset", note="c4, or the path in dataset_path"),
         unused("training.dataset_path", "said with dataset", quiet=()),
         to("data.sequence_length", "training.seq_len", default=2048),
-        to("data.holdout", "training.holdout", default=0),
         to("batch.per_device", "training.local_batch_size training.batch_size", default=8),
         reads(
             "batch.global",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fullshard.dialects import readers
+from fullshard.dialects import readers, trainer_arguments
 from fullshard.dialects.rows import (
     Dialect,
     File,
@@ -18,7 +18,6 @@ from fullshard.dialects.rows import (
     to,
     unused,
 )
-from fullshard.dialects.tables import hf_trainer
 from fullshard.dialects.words import our_word
 
 _KNOWN_SETS = {
@@ -124,6 +123,7 @@ DIALECT = Dialect(
         "tokenizer._component_",
     ),
     finish=_finish,
+    always={"data.holdout": 0},
     rows=(
         to("model.path", "checkpointer.checkpoint_dir"),
         unused(
@@ -157,7 +157,6 @@ DIALECT = Dialect(
             quiet=(),
         ),
         to("data.pack", "dataset.packed packed", default=False),
-        to("data.holdout", "dataset.holdout", default=0),
         unused("dataset_val", "write data.validation", quiet=()),
         to("data.shuffle", "shuffle"),
         to("seed", "seed"),
@@ -172,7 +171,7 @@ DIALECT = Dialect(
         to("optimizer.betas", "optimizer.betas", default=[0.9, 0.999]),
         to("optimizer.eps", "optimizer.eps"),
         unused("optimizer.fused optimizer.foreach optimizer_in_bwd", "the optimizer is fused", quiet=(True, False)),
-        reads("optimizer.clip", hf_trainer.clip, "clip_grad_norm", default=0, note="left out: no clipping"),
+        reads("optimizer.clip", trainer_arguments.clip, "clip_grad_norm", default=0, note="left out: no clipping"),
         reads("schedule.kind", _schedule, "lr_scheduler._component_", note="left out: constant"),
         to("schedule.warmup", "lr_scheduler.num_warmup_steps"),
         unused("lr_scheduler.num_cycles", "one half cosine", quiet=(0.5,)),
@@ -186,7 +185,7 @@ DIALECT = Dialect(
             "fsdp_reshard_after_forward",
         ),
         to("sharding.compile", "compile"),
-        reads("output", hf_trainer.run_folder, "output_dir", note="the run's folder: output and name together"),
+        reads("output", trainer_arguments.run_folder, "output_dir", note="the run's folder: output and name together"),
         reads("log.sinks", _logger, "metric_logger._component_"),
         unused(
             "metric_logger.log_dir metric_logger.project", "said with the logger; files are in the run folder", quiet=()

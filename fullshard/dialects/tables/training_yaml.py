@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fullshard.dialects import readers
+from fullshard.dialects import readers, trainer_arguments
 from fullshard.dialects.rows import Dialect, File, Outcome, Settings, ignored, is_off, is_on, reads, refuse, to, unused
-from fullshard.dialects.tables import hf_trainer
 
 _LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
 _LOSSES = {
@@ -77,7 +76,7 @@ def _finish(settings: Settings, file: File) -> Settings:
             if file.get(theirs) is not None:
                 settings[f"model.lora.{ours}"] = file.get(theirs)
         if (targets := file.get("lora_target_modules")) is not None:
-            settings |= hf_trainer.lora_targets(targets, file)
+            settings |= trainer_arguments.lora_targets(targets, file)
     return settings
 
 
@@ -107,19 +106,19 @@ DIALECT = Dialect(
         to("model.path", "model_name model_name_or_path"),
         to("data.train", "data_path train_data_path"),
         to("data.validation", "val_data_path eval_data_path"),
-        reads("output", hf_trainer.run_folder, "output_dir", note="the run's folder: output and name together"),
+        reads("output", trainer_arguments.run_folder, "output_dir", note="the run's folder: output and name together"),
         to("batch.per_device", "batch_size per_device_train_batch_size", default=32, note="of one GPU"),
         to("evaluate.per_device", "eval_batch_size"),
         to("batch.accumulate", "gradient_accumulation_steps"),
         to("duration.epochs", "epochs num_epochs num_train_epochs", default=3),
-        reads("duration.steps", hf_trainer.steps, "max_steps"),
+        reads("duration.steps", trainer_arguments.steps, "max_steps"),
         to("optimizer.lr", "learning_rate lr", default=2e-5, note="the same for DDP and FSDP: gradients are the same"),
         to("optimizer.weight_decay", "weight_decay"),
-        reads("optimizer.clip", hf_trainer.clip, "max_grad_norm"),
-        reads("optimizer.kind", hf_trainer.optimizer, "optim optimizer"),
-        reads("schedule.kind", hf_trainer.schedule, "scheduler_type lr_scheduler_type"),
+        reads("optimizer.clip", trainer_arguments.clip, "max_grad_norm"),
+        reads("optimizer.kind", trainer_arguments.optimizer, "optim optimizer"),
+        reads("schedule.kind", trainer_arguments.schedule, "scheduler_type lr_scheduler_type"),
         reads("schedule.warmup", readers.warmup, "warmup_ratio", default=0.1),
-        reads("schedule.warmup", hf_trainer.warmup_steps, "warmup_steps"),
+        reads("schedule.warmup", trainer_arguments.warmup_steps, "warmup_steps"),
         reads("sharding.strategy", _strategy, "use_fsdp", note="true: full; false: none"),
         to("sharding.activation_checkpointing", "gradient_checkpointing"),
         reads("model.lora", _lora, "use_lora", note="r 16, alpha 32, dropout 0.05"),
@@ -142,7 +141,7 @@ DIALECT = Dialect(
         to("model.pooling", "pooling pooling_method"),
         to("model.normalize", "normalize"),
         to("model.trust_remote_code", "trust_remote_code"),
-        reads("precision", hf_trainer.dtype, "torch_dtype dtype"),
+        reads("precision", trainer_arguments.dtype, "torch_dtype dtype"),
         to("precision", "mixed_precision"),
         to("precision=bf16", "bf16"),
         to("precision=fp16", "fp16"),
