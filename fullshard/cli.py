@@ -19,8 +19,8 @@ from fullshard.commands import recipes
 from fullshard.commands.dry_run import describe
 from fullshard.commands.explain import explain
 from fullshard.commands.group import Commands
-from fullshard.commands.import_files import import_
 from fullshard.commands.verify import verify
+from fullshard.dialects import import_files
 from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
 from fullshard.generate.command import generate
@@ -130,9 +130,20 @@ def train(
         typer.echo(describe(reading, ranks=ranks))
 
 
+@app.command("import")
+def _import(files: import_files.Files, output: import_files.To = None) -> None:
+    """Translate files of other trainers into a recipe.
+
+    FILE belongs to accelerate, the Hugging Face Trainer, axolotl, torchtune, LLaMA-Factory, torchtitan, Lightning or
+    DeepSpeed, or is a plain training YAML. Every key is shown with what it is here. FILE itself is never changed.
+    """
+    from fullshard.recipes.read import read
+
+    import_files.run(files, output, check=read)
+
+
 for _function in (check, prove, verify, export, generate, explain, evaluate):
     _takes_settings = _function not in (verify, export, generate)
     app.command(context_settings={"ignore_unknown_options": True} if _takes_settings else None)(_function)
-app.command("import")(import_)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.presets)

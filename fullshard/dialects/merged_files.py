@@ -69,7 +69,7 @@ def _taken(key: str, settings: Settings) -> bool:
     return any(other in settings for other in (key, *others))
 
 
-def checked(found: Merged, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def checked(found: Merged, check: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     """The settings as a recipe, checked as far as they go."""
     values = nested(found.settings)
     whole = dict(values)

@@ -1,13 +1,18 @@
-"""`fullshard import`: files of other trainers as one recipe. Must not know any of the trainers, nor change a file."""
+"""`fullshard import`: files of other trainers as one recipe.
+
+Must not know the recipe, which the command line checks, nor change a file of the user.
+"""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from fullshard.dialects import merged_files, report
 from fullshard.errors import RecipeError
 
 Files = Annotated[list[str], typer.Argument(metavar="FILE...", help="A training file, a launcher's file, or both.")]
@@ -16,20 +21,12 @@ To = Annotated[
 ]
 
 
-def import_(files: Files, output: To = None) -> None:
-    """Translate files of other trainers into a recipe.
-
-    FILE is a file of accelerate, the Hugging Face Trainer, axolotl, torchtune, LLaMA-Factory, torchtitan, Lightning or
-    DeepSpeed, or a plain training YAML. Every key is shown with what it is here: kept, renamed, without effect, or
-    refused, and why. FILE itself is never changed, and RECIPE is never overwritten.
-    """
-    from fullshard.dialects import merged_files, report
-
+def run(files: Sequence[str], output: Path | None, *, check: Callable[[dict[str, Any]], Any]) -> None:
+    """Prints what each key is here, and prints or writes the recipe. An existing file is not overwritten."""
     found = merged_files.read(files)
     for done in found.translations:
         typer.echo(report.table(done) + "\n", err=output is None)
-    values = merged_files.checked(found, _decode)
-    text = report.recipe_text(found.translations, values)
+    text = report.recipe_text(found.translations, merged_files.checked(found, check))
     if output is None:
         typer.echo(text, nl=False)
         return
@@ -41,10 +38,3 @@ def import_(files: Files, output: To = None) -> None:
     except OSError as error:
         raise RecipeError(f"{output} cannot be written: {error.strerror}. Name another file.") from None
     typer.echo(merged_files.next_step(found, shlex.quote(str(output))))
-
-
-def _decode(values: dict[str, object]) -> None:
-    """Raises for what a recipe cannot be; what is still missing may be given later."""
-    from fullshard.recipes.read import read
-
-    read(values)
