@@ -7,7 +7,10 @@ tokenizers, weights or ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from fullshard.config.part import did_you_mean
 from fullshard.errors import RecipeError
@@ -127,59 +130,9 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
 }
 """Architecture -> size -> config keys."""
 
-TINY: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "vocab_size": 1024,
-    # Mixtures of experts, under the names that architectures use.
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 64,
-    "shared_expert_intermediate_size": 64,
-    "shared_intermediate_size": 64,
-    "first_k_dense_replace": 1,
-    # Low-rank attention.
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    # Linear attention.
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    # Sizes that must follow the width.
-    "word_embed_proj_dim": 128,
-    "rotary_dim": 16,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 256,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 256,
-}
-"""What `tiny` changes, if the architecture has the key."""
-
-
-UNFIT: dict[str, str] = {
-    "blt": "it reads patches of bytes that a second model cuts",
-    "gemma4_assistant": "it drafts tokens from the hidden states of a Gemma 4 model",
-    "gemma4_unified_assistant": "it drafts tokens from the hidden states of a Gemma 4 model",
-    "musicgen": "it generates the codes of an audio codec",
-    "musicgen_melody": "it generates the codes of an audio codec",
-}
-"""Model types that Transformers lists as causal language models, and why they cannot be trained on tokens alone."""
+_TINY: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("tiny.yaml").read_text(encoding="utf-8"))
+UNFIT: dict[str, str] = _TINY["unfit"]
+"""Model types that cannot be trained on tokens alone, and why."""
 
 
 def architectures() -> list[str]:
@@ -249,7 +202,7 @@ def make_config(architecture: str, size: str | None, overrides: Mapping[str, Any
 
 def tiny_keys(config: Any) -> dict[str, Any]:
     """The keys of `tiny` that this config has, in every sub-config as well (towers)."""
-    keys: dict[str, Any] = {name: value for name, value in TINY.items() if _has(config, name)}
+    keys: dict[str, Any] = {name: value for name, value in _TINY["tiny"].items() if _has(config, name)}
     if "num_key_value_heads" in keys and config.num_key_value_heads == getattr(config, "num_attention_heads", None):
         keys["num_key_value_heads"] = keys["num_attention_heads"]
     if "qk_rope_head_dim" in keys:
@@ -257,60 +210,9 @@ def tiny_keys(config: Any) -> dict[str, Any]:
         keys.pop("head_dim", None)
     parts = {name: getattr(config, name, None) for name in config.sub_configs}
     keys |= {name: tiny_keys(part) for name, part in parts.items() if hasattr(part, "sub_configs")}
-    for name, value in _TINY_EXTRA.get(config.model_type, {}).items():
+    for name, value in _TINY["tiny_of"].get(config.model_type, {}).items():
         keys[name] = {**keys[name], **value} if name in parts and name in keys else value
     return keys
-
-
-_TINY_EXTRA: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dbrx": {
-        "d_model": 128,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 256, "moe_num_experts": 4, "moe_top_k": 2},
-    },
-    "dots1": {"n_shared_experts": 1},
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_kv_shared_layers": 0,
-        "vocab_size_per_layer_input": 1024,
-        "hidden_size_per_layer_input": 32,
-        "activation_sparsity_pattern": [0.0, 0.0],
-    },
-    "gemma4_text": {"vocab_size_per_layer_input": 1024, "hidden_size_per_layer_input": 32},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "longcat_flash": {
-        "num_layers": 1,
-        "ffn_hidden_size": 256,
-        "expert_ffn_hidden_size": 64,
-        "moe_topk": 2,
-        "zero_expert_num": 2,
-        "head_dim": 16,
-    },
-    "mamba2": {"num_heads": 8, "n_groups": 1},
-    "reformer": {
-        "is_decoder": True,
-        "attn_layers": ["local", "local"],
-        "attention_head_size": 32,
-        "local_attn_chunk_length": 16,
-        "axial_pos_embds": False,
-    },
-    "xlnet": {"d_head": 32},
-    "xmod": {"languages": ["en_XX"], "default_language": "en_XX", "is_decoder": True},
-    # Hybrid layers share their weights, so there must be two of them.
-    "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "attention_hidden_size": 256,
-        "attention_head_dim": 64,
-        "mamba_dt_rank": 8,
-    },
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "num_key_value_heads": 4, "n_mamba_heads": 8},
-    "zaya": {"num_experts_per_tok": 1},
-}
-"""What a model type needs beyond TINY, because one of its keys follows from another."""
 
 
 def config_with(config_class: Any, keys: Mapping[str, Any]) -> Any:
