@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from fullshard.contracts.schedule import Schedule
     from fullshard.contracts.sink import OpenSink, Sink
     from fullshard.errors import CheckpointError, DataError, FullshardError, NumericalError, RecipeError, SetupError
+    from fullshard.own_loop.checkpoint import load, save
+    from fullshard.own_loop.ranks import init
     from fullshard.own_loop.result import Result
+    from fullshard.own_loop.sharding import clip_grad_norm, shard
     from fullshard.own_loop.train import train_recipe as train
     from fullshard.recipe import Recipe
     from fullshard.recipes.read import read_recipe as read
@@ -46,7 +49,10 @@ _MODULES = {
     "contracts.schedule": "Schedule",
     "contracts.sink": "OpenSink Sink",
     "errors": "CheckpointError DataError FullshardError NumericalError RecipeError SetupError",
+    "own_loop.checkpoint": "load save",
+    "own_loop.ranks": "init",
     "own_loop.result": "Result",
+    "own_loop.sharding": "clip_grad_norm shard",
     "own_loop.train": "train",
     "recipe": "Recipe",
     "recipes.read": "read",

@@ -121,8 +121,8 @@ def _recipe(place: Path, checkpoint: Path | None) -> dict[str, Any]:
         return dict(stored)
     if not (place / RESOLVED).is_file():
         raise CheckpointError(
-            f"{checkpoint} does not hold the run's recipe: an older version of fullshard wrote it. Name the run folder "
-            "instead."
+            f"{checkpoint} does not hold a recipe. If fullshard.save wrote it, read it with fullshard.load. If an "
+            "older fullshard did, name the run folder instead."
         )
     return plain(read(place / RESOLVED).recipe)
 

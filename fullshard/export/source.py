@@ -177,8 +177,8 @@ def model_settings(
     recipe = state.get("recipe")
     if not isinstance(recipe, Mapping) or not isinstance(recipe.get("model"), Mapping):
         raise CheckpointError(
-            f"{checkpoint / files.STATE} does not hold the run's recipe: an older version of fullshard wrote it. "
-            "Resume the run, which writes a new checkpoint, and export that."
+            f"{checkpoint / files.STATE} does not hold a recipe. If fullshard.save wrote it, read it with "
+            "fullshard.load. If an older fullshard did, resume the run and export the checkpoint that it then writes."
         )
     settings = dict(recipe["model"])
     if settings.get("trust_remote_code") and not trust_remote_code:
