@@ -117,8 +117,9 @@ def read(
         raise RecipeError("\n".join(placed)) from None
     if isinstance(run, Mapping) and run.get("handed_on"):
         typed = Typed(*map(tuple, run["typed"])) if run["typed"] else None
-        more = (tuple(run[key]) for key in ("overridden", "presets", "command"))
-        return Reading(recipe, run["name"], run["source"], *more, typed, Place.read(run["stage"]))
+        overridden, lain, command = (tuple(run[key]) for key in ("overridden", "presets", "command"))
+        place = Place.read(run["stage"])
+        return Reading(recipe, run["name"], run["source"], overridden, lain, command, typed, place)
     asked = "" if isinstance(source, Mapping) else str(source)
     if asked and typed is None:
         typed = Typed(("fullshard", "train", asked, *(w for one in preset for w in ("--preset", one))), overrides)

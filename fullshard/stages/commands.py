@@ -42,7 +42,7 @@ def run_stages(asked: Any, command: Command, given: Mapping[str, Any], *, proces
     if command.__name__ == "train" and not given.get("dry_run"):
         _train(asked, reading, command, given)
     else:
-        with tempfile.TemporaryDirectory(prefix="fullshard-") as folder:
+        with tempfile.TemporaryDirectory(prefix="fullshard-") as folder, _connected(reading.recipe.topology):
             _each(asked, reading, command, given, Path(folder), processor_of)
     return True
 
@@ -114,9 +114,9 @@ def _each(
     codes, reports, steps = [], {}, {}
     for stage, recipe in zip(every, instead, strict=True):
         if one in (None, stage.place.name):
-            new = recipe is not stage.recipe
+            if not given.get("as_json"):
+                _title(stage, new=recipe is not stage.recipe, dry=bool(given.get("dry_run")))
             with _captured(given) as text:
-                _title(stage, new=new, dry=bool(given.get("dry_run")))
                 looked = dataclasses.replace(stage, recipe=recipe)
                 codes.append(_code(lambda looked=looked: command(_chosen(asked, looked), **given)))  # type: ignore[misc]
             reports[stage.place.name] = text.getvalue()
@@ -148,7 +148,7 @@ def _title(stage: Stage, *, new: bool, dry: bool) -> None:
     place, source = stage.place, stage.recipe.start
     earlier = str(source.source).rpartition("/")[2] if source else ""
     why = f" ({earlier} has not been trained: its structure and tokenizer stand in for it)" if new else ""
-    typer.echo(f"{'# ' if dry else chr(10)}Stage {place.number} of {place.of}: {place.name}{why}", err=False)
+    _say(f"{'# ' if dry else chr(10)}Stage {place.number} of {place.of}: {place.name}{why}")
 
 
 def _code(run: Callable[[], None]) -> int:

@@ -18,7 +18,7 @@ from fullshard.config.part import flat, plain
 from fullshard.errors import CheckpointError
 from fullshard.formatting.yaml_text import shown
 from fullshard.recipe import Recipe
-from fullshard.stages.start import checkpoint_of
+from fullshard.stages.start import checkpoint_of, place_of
 
 _MATTERS = ("seed", "model.", "objective.", "data.", "batch.", "duration.", "optimizer.", "schedule.", "ema", "start.")
 _HARMLESS = ("data.workers", "data.cache", "model.attention", "model.trust_remote_code", "batch.per_device")
@@ -60,7 +60,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def require_start(recipe: Recipe, stages: list[Recipe], *, command: Callable[[str], str]) -> None:
     """Raises if the earlier stage that this one starts from is missing or not finished; `command` trains a stage."""
     start = recipe.start
-    earlier = next((each for each in stages if start and str(each.checkpoints) == start.source), None)
+    earlier = next((each for each in stages if start and place_of(each) == start.source), None)
     if start is None or earlier is None:
         return
     found = standing(earlier)

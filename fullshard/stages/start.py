@@ -79,6 +79,11 @@ def checkpoint_of(start: Start) -> str:
     return source if named else f"{source}/{start.weights}"
 
 
+def place_of(recipe: Recipe) -> str:
+    """Where the checkpoints of a stage are, as `start.from` has it."""
+    return f"{recipe.checkpoint.store or recipe.output}/{recipe.name}"
+
+
 def starts_itself(model: Mapping[str, Any]) -> bool:
     """Whether a family reads the weights of a checkpoint itself: it has the key `from`."""
     return "from" in keys_of(class_of(Family, model))
@@ -88,7 +93,7 @@ def check_start(recipe: Recipe, name: str, *, before: Mapping[str, Recipe | None
     """Raises if the earlier stage will not leave what this one starts from; `before` are the earlier stages."""
     start = recipe.start
     earlier = before.get(str(start.source).rpartition("/")[2]) if start else None
-    if start is None or earlier is None or str(earlier.checkpoints) != start.source:
+    if start is None or earlier is None or place_of(earlier) != start.source:
         return
     where = f"stages.{earlier.name}.checkpoint"
     if not earlier.checkpoint.at_end:

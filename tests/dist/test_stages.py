@@ -4,17 +4,22 @@ stopped in any stage continues as if it had not."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
+from fullshard.log.metrics import FILE, read
 from tests.dist.staged_runs import RATES, STEPS, losses, settings, state_at_start, train_stages
 from tests.ranks import RankPool
 from tests.small import model_folder, token_file
@@ -154,6 +159,46 @@ def test_world_sizes_may_differ_between_stages(ranks: RankPool, folder: Path, st
     torch.testing.assert_close(ours[:, 0], theirs[:, 0], rtol=1e-6, atol=0)
 
 
+def test_starting_over_moves_the_stages_after_it_aside(ranks: RankPool, folder: Path) -> None:
+    run = settings(folder, "over", first={"duration": {"steps": 1}}, second={"duration": {"steps": 1}})
+    ranks.run(train_stages, run, world=1)
+    again = ranks.run(train_stages, run, world=1, resume="never")[0]
+    assert again["trained"] == ["first", "second"]
+    kept = {path.name for path in (folder / "runs" / "over").iterdir() if not path.name.startswith(".")}
+    assert kept == {"first", "second", "first.old-1", "second.old-1", "model", "last"}
+    ranks.run(train_stages, run, world=1, resume="never", only="second")
+    kept = {path.name for path in (folder / "runs" / "over").iterdir()}
+    assert "second.old-2" in kept
+    assert "first.old-2" not in kept
+
+
+def test_a_change_of_a_finished_stage_is_said(ranks: RankPool, folder: Path, straight: dict[str, Any]) -> None:
+    run = settings(folder, "straight", first={"duration": {"steps": 4}, "optimizer": {"lr": 3e-2}})
+    found = ranks.run(train_stages, run, world=1)[0]
+    assert found["trained"] == []
+    # The second stage was trained with the settings of the recipe that the first has no longer.
+    assert found["said"][0] == "Stage 1 of 2: first is finished (4 steps)."
+    assert "its recipe has changed since, which has no effect, because second has started from it" in found["said"][1]
+    assert "optimizer.lr: 0.01 then, 0.03 now" in found["said"][1]
+    assert "--stage first --resume never" in found["said"][1]
+
+
+def test_the_best_of_a_stage_is_the_start_of_the_next_when_asked(ranks: RankPool, folder: Path) -> None:
+    """By the highest loss, so that the best checkpoint of the first stage is not its last."""
+    held_out = {"data": {"holdout": 0.2}, "evaluate": {"parts": ["loss"], "every_steps": 1}}
+    rule = {"duration": {"steps": 3}, "checkpoint": {"best": {"metric": "loss", "mode": "max"}}, **held_out}
+    run = settings(folder, "best", first=rule, second={"duration": {"steps": 1}, "start": {"weights": "best"}})
+    ranks.run(train_stages, run, world=1)
+    place = folder / "runs" / "best" / "first"
+    best = files.pointed(place, "best")
+    assert best is not None
+    assert best.name == "checkpoint-1"
+    begun = ranks.run(state_at_start, run, 1, world=1)[0]
+    tensors = open_tensors(best)
+    for name in tensors.names():
+        assert torch.equal(begun[name], tensors.whole(name)), name
+
+
 def test_metrics_have_the_stage_and_the_step_of_the_run(straight: dict[str, Any], folder: Path) -> None:
     rows = [row for stage in ("first", "second") for row in straight[stage] if row["kind"] == "train"]
     assert [(row["stage"], row["step"], row["total_step"]) for row in rows] == [
@@ -165,3 +210,25 @@ def test_metrics_have_the_stage_and_the_step_of_the_run(straight: dict[str, Any]
         "model": "second/model",
         "last": "second/checkpoint-6",
     }
+
+
+@pytest.mark.slow  # starts ranks three times
+def test_a_run_that_is_killed_in_its_second_stage_resumes_there_bitwise(folder: Path, straight: dict[str, Any]) -> None:
+    run = settings(folder, "killed", topology={"device": "cpu", "devices": 2})
+    path, second = folder / "killed.yaml", folder / "runs" / "killed" / "second"
+    path.write_text(yaml.safe_dump(run))
+    kill = {"kind": "fullshard.prove.kill.Kill", "step": 3, "of": str(second)}
+    command = [sys.executable, "-m", "fullshard", "train", str(path)]
+    killer = f"stages.second.evaluate={json.dumps({'parts': [kill], 'every_steps': 1})}"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    killed = subprocess.run([*command, killer], capture_output=True, text=True, env=environment, check=False)
+    assert killed.returncode not in (0, 2), killed.stderr
+    assert (second / "killed-3").exists(), killed.stdout + killed.stderr
+    resumed = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "Stage 1 of 2: first is finished (4 steps)." in resumed.stdout
+    assert "fullshard: killed, stage 2 of 2: second (after 4 steps)" in resumed.stdout
+    assert f"{second}/checkpoint-2 at step 2" in resumed.stdout
+    assert losses({"second": read(second / FILE)}, "second") == losses(straight, "second")
+    ours, theirs = (stored(folder, name, "second", STEPS[1]) for name in ("killed", "straight"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
