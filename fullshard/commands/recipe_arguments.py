@@ -224,6 +224,8 @@ def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:
     from fullshard.recipes.read import key_of
 
     given = {option: (_KEYS[option], value) for option, value in options.items() if option in _KEYS}
+    if any(key_of(setting) == _KEYS["--gpus"] for setting in settings):
+        given.pop("--gpus", None)  # a flag of other scripts, which gives way to a setting in our words
     if "--gpus" in given:
         given["--gpus"] = (_KEYS["--gpus"], f"[{options['--gpus'].strip('[]')}]")
     said: dict[str, str] = {}

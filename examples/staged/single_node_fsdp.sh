@@ -1,0 +1,4 @@
+#!/usr/bin/env bash
+# One machine with 8 GPUs. More settings can follow.
+set -euo pipefail
+fullshard train llm --fsdp-config single_node_fsdp --devices 8 "$@"

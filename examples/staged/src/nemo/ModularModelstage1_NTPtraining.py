@@ -1,0 +1,24 @@
+"""The training module of a staged language-model project: a command, and a function that returns what was trained."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import fullshard
+from fullshard.__main__ import main
+
+RECIPE = "llm"
+
+
+def train_production_mode(model_config_key: str, stage: str, devices: int, precision: str, *settings: str) -> Any:
+    """Trains one stage; returns the result of the run, and the trained model."""
+    size = model_config_key.removeprefix("model_config_")
+    chosen = (f"model.size={size}", f"topology.devices={devices}", f"precision={precision}")
+    result = fullshard.train(fullshard.read(RECIPE, *chosen, *settings))
+    return result, result.load()
+
+
+if __name__ == "__main__":
+    sys.argv[1:1] = ["train", RECIPE]
+    main()

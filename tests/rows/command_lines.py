@@ -1,0 +1,56 @@
+"""The command lines of the documents, and what makes them small enough for a CPU."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from tests.rows.rows import ROOT
+from tests.shrunk_recipes import shrunk
+
+FOLDERS = {"S0": "diffusion", "S1": "embedding", "S2": "desktop", "S3": "audio", "S4": "staged"}
+"""The folder of examples/ that has the scripts of a document."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command line."""
+
+    document: str
+    line: str
+    recipe: str | None = None
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.line)
+
+    @property
+    def script(self) -> str:
+        """The script, or the module after -m."""
+        words = self.words
+        return words[words.index("-m") + 1] if "-m" in words else next(w for w in words if w.endswith(".py"))
+
+    @property
+    def after_the_script(self) -> list[str]:
+        return self.words[self.words.index(self.script) + 1 :]
+
+    @property
+    def folder(self) -> Path:
+        return ROOT / "examples" / FOLDERS[self.document]
+
+    def ours(self) -> list[str]:
+        """The same words after `fullshard train RECIPE`."""
+        return [*([self.recipe] if self.recipe else []), *self.after_the_script]
+
+    def smaller(self, local: Path) -> list[str]:
+        """What is appended: fewer ranks, fewer steps, a small model, small data. `local` has the inputs."""
+        name = self.recipe or "embedding-8b"
+        small = [word.replace("duration.steps=3", "duration.steps=2") for word in shrunk(name, local)]
+        one_rank = ["topology.devices=1"] if "--gpus" in self.words else ["--devices", "1"]
+        return [*one_rank, "--nodes", "1", *small]
+
+
+LINES = [Line(**line) for line in yaml.safe_load((Path(__file__).parent / "command_lines.yaml").read_text())]
