@@ -48,7 +48,11 @@ class Line:
     def smaller(self, local: Path) -> list[str]:
         """What is appended: fewer ranks, fewer steps, a small model, small data. `local` has the inputs."""
         name = self.recipe or "embedding-8b"
-        small = [word.replace("duration.steps=3", "duration.steps=2") for word in shrunk(name, local)]
+        settings = dict(setting.split("=", 1) for setting in [*shrunk(name, local), "duration.steps=2"])
+        if "--dataset-path" in self.words:
+            del settings["data.train.episodes"]
+            settings["data.train"] = f"{local}/desktop.jsonl"
+        small = [f"{key}={value}" for key, value in settings.items()]
         one_rank = ["topology.devices=1"] if "--gpus" in self.words else ["--devices", "1"]
         return [*one_rank, "--nodes", "1", *small]
 

@@ -45,7 +45,7 @@ def test_a_line_dry_runs(line: Line, local: Path, project: Path) -> None:
     assert "2 = " in result.output.partition("steps")[2], result.output
 
 
-@pytest.mark.parametrize("line", one_in(8, LINES), ids=line_name)
+@pytest.mark.parametrize("line", one_in(12, LINES), ids=line_name)
 def test_a_line_trains_two_steps(line: Line, local: Path, project: Path) -> None:
     words = [*line.ours(), *line.smaller(local), "output=out", "name=two"]
     trains(["-m", "fullshard", "train", *words], project)
