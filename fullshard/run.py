@@ -61,6 +61,10 @@ def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) 
 
 def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     """Runs this process's rank of the recipe; returns the exit code."""
+    if reading.recipe.log.debug:
+        from fullshard.log.libraries import write_nccl_log
+
+        write_nccl_log(reading.recipe.folder)
     alone = REPORTED_BY_LAUNCHER not in os.environ  # no launcher of ours says how this process was killed
     with reported_if_killed(int(os.environ.get("RANK", 0))) if alone else contextlib.nullcontext():
         result = execute(reading, resume=resume, anyway=anyway)

@@ -11,8 +11,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +124,12 @@ def _package(filename: str) -> str:
         if marker in parts[:-1]:
             return Path(parts[parts.index(marker) + 1]).stem
     return Path(filename).stem
+
+
+def write_nccl_log(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """NCCL writes what it does to a file per process in the run folder; its own variables win. Called before ranks
+    connect."""
+    with suppress(OSError):  # the check before training says that the folder cannot be written
+        folder.mkdir(parents=True, exist_ok=True)
+    environ.setdefault("NCCL_DEBUG", "INFO")
+    environ.setdefault("NCCL_DEBUG_FILE", str(folder.absolute() / "nccl-%h-%p.txt"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fullshard.log.console import Console
-from fullshard.log.libraries import route
+from fullshard.log.libraries import route, write_nccl_log
 
 
 @contextmanager
@@ -142,3 +142,13 @@ def test_a_broken_format_string_does_not_stop_a_run(tmp_path: Path) -> None:
     with library_with_its_own_handler() as library, routed(tmp_path, io.StringIO()):
         library.warning("%d items", "many")
     assert written(tmp_path) == ["some_library: %d items"]
+
+
+def test_nccl_writes_into_the_run_folder_unless_its_own_variables_say_otherwise(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    write_nccl_log(tmp_path / "runs" / "one", environ)
+    assert environ == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/runs/one/nccl-%h-%p.txt"}
+    assert (tmp_path / "runs" / "one").is_dir(), "NCCL makes no folder"
+    traced = {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": "mine"}
+    write_nccl_log(tmp_path, traced)
+    assert traced == {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": "mine"}
