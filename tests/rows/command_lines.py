@@ -47,11 +47,13 @@ class Line:
 
     def smaller(self, local: Path) -> list[str]:
         """What is appended: fewer ranks, fewer steps, a small model, small data. `local` has the inputs."""
-        name = self.recipe or "embedding-8b"
+        name = {None: "embedding-8b", "recipe.yaml": "llm"}.get(self.recipe) or str(self.recipe)
         settings = dict(setting.split("=", 1) for setting in [*shrunk(name, local), "duration.steps=2"])
         if "--dataset-path" in self.words:
             del settings["data.train.episodes"]
             settings["data.train"] = f"{local}/desktop.jsonl"
+        if self.document == "S1":
+            settings["data.encode"] = f"{{kind: pairs, image_root: {settings.pop('data.encode.image_root')}}}"
         small = [f"{key}={value}" for key, value in settings.items()]
         one_rank = ["topology.devices=1"] if "--gpus" in self.words else ["--devices", "1"]
         return [*one_rank, "--nodes", "1", *small]

@@ -30,6 +30,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples" / "embedding" / "examples", tmp_path / "examples")
     shutil.copy(FILES / "minimal.yaml", tmp_path / "my_fsdp_config.yaml")
+    shutil.copy(ROOT / "examples" / "staged" / "recipe.yaml", tmp_path)
     return tmp_path
 
 

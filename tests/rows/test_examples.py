@@ -28,6 +28,8 @@ def small(recipe: str, local: Path) -> list[str]:
     settings = dict(setting.split("=", 1) for setting in shrunk(recipe, local))
     if recipe == "desktop":  # the scripts name their data
         del settings["data.train.episodes"]
+    if recipe == "embedding-8b":  # the file does not say how records are encoded
+        settings["data.encode"] = f"{{kind: pairs, image_root: {settings.pop('data.encode.image_root')}}}"
     return [f"{key}={value}" for key, value in settings.items()]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import fullshard
 from fullshard.__main__ import main
 
-RECIPE = "llm"
+RECIPE = str(Path(__file__).parents[2] / "recipe.yaml")
 
 
 def train_production_mode(model_config_key: str, stage: str, devices: int, precision: str, *settings: str) -> Any:
