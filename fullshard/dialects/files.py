@@ -25,13 +25,29 @@ _UNMISTAKABLE = ("trainer", "training_stages", "training")
 
 
 def recognise(values: Mapping[str, Any]) -> Dialect | None:
-    """The dialect whose marks a file has most of; None for a recipe of ours, and for what nobody recognises."""
+    """Of the dialects that a file has a mark of, the one that knows most of its keys; None for a recipe of ours, and
+    for what nobody recognises."""
     if "stages" in values or all(key in values for key in _OURS) and not any(key in values for key in _UNMISTAKABLE):
         return None
     file = File(values)
-    scores = {name: sum(_has(file, mark) for mark in dialect.marks) for name, dialect in dialects().items()}
-    best = max(scores, key=lambda name: scores[name])
-    return dialects()[best] if scores[best] else None
+    marked = [dialect for dialect in dialects().values() if any(_has(file, mark) for mark in dialect.marks)]
+    return max(marked, key=lambda dialect: (_known(dialect, values), _marks(dialect, file)), default=None)
+
+
+def _marks(dialect: Dialect, file: File) -> int:
+    return sum(_has(file, mark) for mark in dialect.marks)
+
+
+def _known(dialect: Dialect, values: Mapping[str, Any], where: str = "") -> int:
+    """How many keys of a file a dialect has rows for."""
+    count = 0
+    for key, value in values.items():
+        path = f"{where}.{key}" if where else str(key)
+        if path == dialect.stages_key or dialect.row(path) is not None:
+            count += 1
+        elif isinstance(value, Mapping):
+            count += _known(dialect, value, path)
+    return count
 
 
 def _has(file: File, mark: str) -> bool:

@@ -23,7 +23,7 @@ SAME: dict[str, dict[str, str]] = {
             "deepspeed_stage_1"
         ),
         "hybrid": "hybrid_shard, hybrid_shard auto_wrap, _hybrid_shard_zero2, hybrid_shard_zero2, hsdp",
-        "none": "no_shard, ddp, multi_gpu, no, ddp_find_unused_parameters_true",
+        "none": "no_shard, ddp, multi_gpu, ddp_find_unused_parameters_true",
     },
     "optimizer.kind": {
         "adamw": (
@@ -37,7 +37,7 @@ SAME: dict[str, dict[str, str]] = {
         "muon": "muon",
     },
     "schedule.kind": {
-        "constant": "constant_with_warmup, warmuplr, none, off, no, constantlr",
+        "constant": "constant_with_warmup, warmuplr, none, constantlr",
         "cosine": (
             "cosine_annealing, cosineannealinglr, warmupcosinelr, "
             "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup, "
@@ -46,7 +46,7 @@ SAME: dict[str, dict[str, str]] = {
         "linear": "warmupdecaylr, linear",
         "step": "steplr, step",
     },
-    "sharding.activation_checkpointing": {"full": "true, on", "none": "false, off, no"},
+    "sharding.activation_checkpointing": {"full": "true", "none": "false"},
     "checkpoint.format": {"full": "full_state_dict", "sharded": "sharded_state_dict, local_state_dict"},
     "topology.device": {"cuda": "gpu"},
     "model.attention": {"flash_attention_2": "flash_attention, flash, fa2"},
@@ -79,7 +79,7 @@ def nearest_word(key: str, value: Any) -> str | None:
 
 def _found(table: Mapping[str, Mapping[str, str]], key: str, value: Any) -> str | None:
     word = shown(value).lower()
-    return next((ours for ours, theirs in table.get(key, {}).items() if word in theirs.split(", ")), None)
+    return next((ours for ours, theirs in table.get(key, {}).items() if word in (ours, *theirs.split(", "))), None)
 
 
 def in_our_words(values: dict[str, Any]) -> list[str]:

@@ -156,7 +156,7 @@ DIALECT = Dialect(
         to(
             "precision",
             "mp_dt mixed_precision mixed_precision_param dtype torch_dtype compute_dtype",
-            note="float16, bfloat16, bf16-mixed, 16-mixed, 32, none, ...",
+            note="float16, bfloat16, bf16-mixed, 16-mixed, 32, none and others",
         ),
         to(
             "sharding.strategy",

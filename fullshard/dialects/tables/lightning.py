@@ -100,7 +100,7 @@ DIALECT = Dialect(
             "strategy",
             note="fsdp, ddp, deepspeed_stage_3, or FSDPStrategy with its arguments",
         ),
-        to("precision", "precision", note="bf16-mixed, 16-mixed, 32-true, ..."),
+        to("precision", "precision", note="bf16-mixed, 16-mixed, 32-true and others"),
         to("batch.accumulate", "accumulate_grad_batches"),
         reads("optimizer.clip", _clip, "gradient_clip_val", default=0, note="left out: no clipping"),
         unused("gradient_clip_algorithm", "said with gradient_clip_val", quiet=("norm",)),

@@ -166,7 +166,7 @@ DIALECT = Dialect(
         to("sharding.compile", "compile.enable training.compile"),
         unused(
             "compile.components compile.backend training.gc_freq training.gc_debug training.deterministic "
-            "debug.deterministic training.warmup_steps training.dtype training.debug_moe_force_load_balance",
+            "debug.deterministic training.dtype training.debug_moe_force_load_balance",
             "each block is compiled; the rest is fixed",
             quiet=(False, 50, ["model", "loss"], "float32", "inductor"),
         ),
