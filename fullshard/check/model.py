@@ -29,6 +29,7 @@ from fullshard.formatting.readable import short
 from fullshard.hf.weights.safetensors_folder import open_folder
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
+from fullshard.setup.run_inputs import more_positions
 from fullshard.setup.sharded_model import shard_plan
 from fullshard.text.tokens import inner_tokenizer
 
@@ -185,9 +186,8 @@ def shape(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:
     """What would otherwise fail only in the first forward pass."""
     length, longest = recipe.data.sequence_length, recipe.model.longest(module)
     if longest is not None and length > longest:
-        remedy = f"Shorten it, or give the model more: model.overrides.max_position_embeddings={length}."
         text = f"data.sequence_length = {length:,}, but the model has only {longest:,} positions."
-        yield error("positions", text, remedy)
+        yield error("positions", text, more_positions(recipe, module))
     else:
         has = "any length" if longest is None else f"{longest:,} positions"
         yield ok("positions", f"data.sequence_length = {length:,}, the model has {has}")

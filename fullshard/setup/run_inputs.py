@@ -113,9 +113,16 @@ def _check_model(recipe: Recipe, module: nn.Module) -> None:
     longest = recipe.model.longest(module)
     if longest is not None and recipe.data.sequence_length > longest:
         raise RecipeError(
-            f"data.sequence_length = {recipe.data.sequence_length}, and the model has {longest} positions. Shorten it, "
-            f"or give the model more: model.overrides.max_position_embeddings={recipe.data.sequence_length}."
+            f"data.sequence_length = {recipe.data.sequence_length}, and the model has {longest} positions. "
+            f"{more_positions(recipe, module)}"
         )
+
+
+def more_positions(recipe: Recipe, module: nn.Module) -> str:
+    """What to do if samples are longer than the model has positions; a table of learned ones has an end."""
+    key = "max_position_embeddings"
+    more = f", or give the model more: model.overrides.{key}={recipe.data.sequence_length}"
+    return f"Shorten it{more if key in recipe.model.config_of(module) else ''}."
 
 
 def prepare_data(

@@ -99,7 +99,7 @@ class ChatEncoder(Encoder):
             if len(lists) > 1:
                 raise DataError(f"the record has both {' and '.join(map(repr, lists))}. Keep one of them.")
             if any(all(record.get(key) is not None for key in pair) for pair in PAIRS) or _is_instructed(record):
-                raise DataError(f"the record has {lists[0]!r} and a pair as well. {_choose(record)}")
+                raise DataError(f"the record has {lists[0]!r} and a pair as well. {self.known_forms(record)}")
             messages = read_messages(record[lists[0]], column=lists[0])
         else:
             questions, answer = self._columns(record)
@@ -120,6 +120,11 @@ class ChatEncoder(Encoder):
         questions, answer = ([], "") if lists else self._columns(record)
         return read_variables(record, used=["system", *questions, answer])
 
+    def known_forms(self, record: Record) -> str:
+        """What a record has, and what it may have, for an error message."""
+        columns = f"{{kind: {self.kind()}, question: COLUMN, answer: COLUMN}}"
+        return f"{keys_found(record)} Accepted: {self.forms}. For other columns set data.encode = {columns}."
+
     def _columns(self, record: Record) -> tuple[list[str], str]:
         if (self.question is None) != (self.answer is None):
             raise DataError("data.encode names only one of question and answer. Name both columns, or neither.")
@@ -127,7 +132,7 @@ class ChatEncoder(Encoder):
             questions = [self.question] if isinstance(self.question, str) else self.question
             missing = [key for key in (*questions, self.answer) if key not in record]
             if missing:
-                raise DataError(f"no {', '.join(map(repr, missing))} in the record. {_choose(record)}")
+                raise DataError(f"no {', '.join(map(repr, missing))} in the record. {self.known_forms(record)}")
             return [key for key in questions if record[key] is not None], self.answer
         present = {key for key in _KNOWN if record.get(key) is not None}
         # An empty column says nothing, so it does not make the choice ambiguous.
@@ -136,10 +141,10 @@ class ChatEncoder(Encoder):
             return [key for key in INSTRUCTED[0] if key in spoken], INSTRUCTED[1]
         pairs = [pair for pair in PAIRS if set(pair) <= present]
         if not pairs:
-            raise DataError(f"no conversation found in the record. {_choose(record)}")
+            raise DataError(f"no conversation found in the record. {self.known_forms(record)}")
         fitting = [pair for pair in pairs if spoken <= set(pair)]
         if len(fitting) != 1:
-            raise DataError(f"it is not clear which columns are question and answer. {_choose(record)}")
+            raise DataError(f"it is not clear which columns are question and answer. {self.known_forms(record)}")
         return [fitting[0][0]], fitting[0][1]
 
 
@@ -221,13 +226,6 @@ class OpenChat(OpenEncoder):
             array = np.array(ids, dtype=np.int32)
             samples.append(sample(array, shifted(array, learned)))
         return samples
-
-
-def _choose(record: Record) -> str:
-    return (
-        f"{keys_found(record)} Accepted: {FORMS}. For other columns set data.encode = "
-        " {kind: chat, question: COLUMN, answer: COLUMN}."
-    )
 
 
 def _is_instructed(record: Record) -> bool:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fullshard.contracts.data import DropReason, Encoded, Encoder
 from fullshard.families.audio.processor import AudioProcessor
-from fullshard.families.audio.reading import UNREADABLE, Clip, Unreadable, look_at
+from fullshard.families.audio.reading import UNREADABLE, Clip, Given, Unreadable, look_at
 from fullshard.families.audio.record_audio import read_given
 from fullshard.multimodal.media_chat import TooLong
 
@@ -59,30 +59,47 @@ def read_clips(
     of_record: bool = True,
 ) -> list[Clip]:
     """The clips of a record, or of a prompt, all of which can be used."""
-    given = read_given(values)
-    found = look_at(given, root=root, rate=processor.rate)
-    clips = [clip for clip in found if isinstance(clip, Clip)]
-    if damaged := [clip for clip in found if isinstance(clip, Unreadable)]:
-        if not of_record:
-            raise damaged[0]
-        root_set = " (data.encode.audio_root)" if "Relative paths" in str(damaged[0]) else ""
-        fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
-        raise Unreadable(f"{str(damaged[0]).rstrip('.')}{root_set}. {fix}")
+    try:
+        given = read_given(values)
+        clips = _readable(given, processor, root=root)
+    except Unreadable as error:
+        raise _with_advice(error) if of_record else error from error.__cause__
     for clip, each in zip(clips, given, strict=True):
         seconds = clip.samples / processor.rate
-        name = f"{each.where} ({each.value})" if isinstance(each.value, str) else each.where
         skip = ", or set data.encode.too_long = skip to leave such records out" if of_record else ""
         if max_seconds is not None and seconds > max_seconds:
             raise TooLong(
-                f"{name} has {seconds:.1f} seconds, but data.encode.max_seconds = {max_seconds:g}. Cut it, raise "
-                f"max_seconds{skip}."
+                f"{_name(each)} has {seconds:.1f} seconds, but data.encode.max_seconds = {max_seconds:g}. Cut it, "
+                f"raise max_seconds{skip}."
             )
         if processor.longest is not None and clip.samples > processor.longest:
             most = processor.longest / processor.rate
             raise TooLong(
-                f"{name} has {seconds:.1f} seconds, but the model takes {most:g} and ignores the rest. Cut it{skip}."
+                f"{_name(each)} has {seconds:.1f} seconds, but the model takes {most:g} and ignores the rest. Cut "
+                f"it{skip}."
             )
     return clips
+
+
+def _readable(given: Sequence[Given], processor: AudioProcessor, *, root: Path | None) -> list[Clip]:
+    clips = list[Clip]()
+    for each, clip in zip(given, look_at(given, root=root, rate=processor.rate), strict=True):
+        if isinstance(clip, Unreadable):
+            raise clip
+        if not processor.takes(clip.samples):
+            raise Unreadable(f"{_name(each)} is too short: {clip.samples:,} samples at {processor.rate:,} Hz.")
+        clips.append(clip)
+    return clips
+
+
+def _name(clip: Given) -> str:
+    return f"{clip.where} ({clip.value})" if isinstance(clip.value, str) else clip.where
+
+
+def _with_advice(error: Unreadable) -> Unreadable:
+    root = " (data.encode.audio_root)" if "Relative paths" in str(error) else ""
+    fix = "Fix or replace it, or set data.encode.unreadable = skip to leave such records out."
+    return Unreadable(f"{str(error).rstrip('.')}{root}. {fix}")
 
 
 __all__ = ["ClipRules", "kept_or_dropped", "read_clips"]

@@ -68,6 +68,13 @@ class AudioProcessor:
         """The tensors of clips, as the model takes them."""
         raise NotImplementedError
 
+    def takes(self, samples: int) -> bool:
+        """Whether the extractor gives anything for a clip this short: some fail below one window."""
+        try:
+            return samples >= self.rate // 10 or bool(self.features([np.zeros(samples, dtype=np.float32)]))
+        except Exception:  # of any kind
+            return False
+
     def to_json_string(self) -> str:
         """Everything that decides the layout of inputs, except the tokenizer."""
         settings = {key: value for key, value in self.extractor.to_dict().items() if not key.startswith("_")}

@@ -71,7 +71,7 @@ def given(value: Any, where: str, *, rate: Any = None) -> Given:
         return Given(value, _rate(rate, where) if rate is not None else None, where)
     if isinstance(value, (np.ndarray, Sequence)) and not isinstance(value, (str, bytes)):
         return Given(_as_file(value, where, rate=rate), None, where)
-    raise DataError(f"{where} must be a clip ({FILES}), found {found(value)}.")
+    raise DataError(f"{where} must be {FILES}; found {found(value)}.")
 
 
 def _from_mapping(value: Mapping[str, Any], where: str) -> Given:
@@ -82,7 +82,7 @@ def _from_mapping(value: Mapping[str, Any], where: str) -> Given:
             return given(value[key], where, rate=rate)
     encoded = next((value[key] for key in ("base64", "data") if isinstance(value.get(key), str)), None)
     if encoded is None:
-        raise DataError(f"{where} must be a clip ({FILES}), found {found(dict(value))}.")
+        raise DataError(f"{where} must be {FILES}; found {found(dict(value))}.")
     return given(_from_base64(encoded, where), where)
 
 
@@ -94,6 +94,8 @@ def _from_base64(text: str, where: str) -> bytes:
 
 
 def _rate(rate: Any, where: str) -> int:
+    if isinstance(rate, str) and rate.strip().isdigit():
+        rate = int(rate)  # csv files hold numbers as text
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 1000 <= rate <= 400_000:
         raise DataError(f"{where}: sampling_rate must be samples per second, such as 16000; found {found(rate)}.")
     return int(rate)
@@ -116,7 +118,7 @@ def _floats(samples: Any, where: str) -> np.ndarray:
     except ValueError as error:
         raise DataError(f"{where}: the lists of samples have different lengths ({error}).") from error
     if array.dtype.kind not in "iuf" or array.ndim not in (1, 2):
-        shape = f"{array.ndim} dimensions" if array.dtype.kind in "iuf" else sort_of(array.reshape(-1)[0].item())
+        shape = f"{array.ndim} dimensions" if array.dtype.kind in "iuf" else _not_a_number(array)
         raise DataError(f"{where} must be a list of numbers, one for each sample (or each channel); found {shape}.")
     if array.size == 0:
         raise Unreadable(f"{where} has no samples.")
@@ -125,6 +127,13 @@ def _floats(samples: Any, where: str) -> np.ndarray:
     if array.ndim == 2 and array.shape[0] < array.shape[1]:
         array = array.T  # channels first
     return np.ascontiguousarray(array, dtype=np.float32)
+
+
+def _not_a_number(array: np.ndarray) -> str:
+    """The first value that is none, and its place."""
+    values = array.reshape(-1).tolist()
+    at = next(at for at, value in enumerate(values) if isinstance(value, bool) or not isinstance(value, (int, float)))
+    return f"{sort_of(values[at])} (sample {at + 1:,})"
 
 
 def _full_scale(array: np.ndarray, where: str) -> float:
@@ -194,9 +203,12 @@ def _opened(value: str | bytes, root: Path | None) -> BytesIO:
 
 def _decoded(file: BytesIO, rate: int) -> tuple[np.ndarray, int]:
     """The samples of a file, mono at this rate, and the file's own rate."""
-    samples, own = _soundfile().read(file, dtype="float32", always_2d=True)
+    with _soundfile().SoundFile(file) as opened:
+        samples, own, promised = opened.read(dtype="float32", always_2d=True), opened.samplerate, opened.frames
     if not len(samples):
         raise ValueError("it has no samples")
+    if _is_cut(file.getbuffer(), found=len(samples), promised=promised):
+        raise ValueError("it is cut off: it ends before the length that it states")
     if not np.isfinite(samples).all():
         raise ValueError("it has samples that are NaN or infinite")
     if (loudest := float(np.abs(samples).max())) > _LOUDEST:
@@ -209,8 +221,23 @@ def _decoded(file: BytesIO, rate: int) -> tuple[np.ndarray, int]:
     return np.ascontiguousarray(mono, dtype=np.float32), int(own)
 
 
+def _is_cut(content: memoryview, *, found: int, promised: int) -> bool:
+    """Whether a file is shorter than it states; many state nothing, such as recordings from a pipe."""
+    stated, begin = int.from_bytes(content[4:8], "little"), bytes(content[:8192])
+    if begin.startswith(b"RIFF"):
+        return 0 < stated < 0xFFFFFFFF - 8 and stated + 8 > len(content) + 1
+    if begin.startswith(b"OggS"):
+        page = bytes(content[-70_000:])  # a page has at most 65,307 bytes
+        page = page[page.rfind(b"OggS") :]
+        return len(page) < 27 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]])
+    # Without this header the length of an mp3 file is a guess.
+    return (b"Xing" in begin or b"Info" in begin) and found < 0.99 * promised
+
+
 def _reason(error: Exception) -> str:
-    known = error.strerror if isinstance(error, OSError) else getattr(error, "error_string", None)
+    if (known := getattr(error, "error_string", None)) is not None:
+        return f"it is damaged, or not a wav, flac, ogg or mp3 file ({str(known).rstrip('.')})"
+    known = error.strerror if isinstance(error, OSError) else None
     return (known or str(error) or type(error).__name__).rstrip(".")
 
 

@@ -6,12 +6,15 @@ A clip is in a part of a message, or in a column: `audio_path`, `audio_array` wi
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from fullshard.config.problems import sort_of
 from fullshard.contracts.data import Record
 from fullshard.errors import DataError
 from fullshard.families.audio.reading import Given, given
@@ -28,8 +31,8 @@ NUMBERED = re.compile(r"<\|audio_\d+\|>")
 
 
 def audio_columns(record: Record) -> list[str]:
-    """The columns with clips."""
-    return [key for key in COLUMNS if record.get(key) is not None]
+    """The columns with clips; tables have an empty text or NaN where there is none."""
+    return [key for key in COLUMNS if record.get(key) is not None and not _is_blank(record[key])]
 
 
 def column_clips(record: Record) -> list[Any]:
@@ -43,6 +46,7 @@ def column_clips(record: Record) -> list[Any]:
         return []
     value, rate = record[columns[0]], record.get(RATE)
     if columns[0].startswith("audio_array"):
+        value = _listed(value, columns[0])
         clips = value if columns[0].endswith("s") or _is_list_of_arrays(value) else [value]
         rates = rate if isinstance(rate, (list, tuple)) else [rate] * len(clips)
         if len(rates) != len(clips):
@@ -53,6 +57,26 @@ def column_clips(record: Record) -> list[Any]:
     if rate is None:
         return clips
     return [clip if isinstance(clip, Mapping) else {_key(clip): clip, RATE: rate} for clip in clips]
+
+
+def _is_blank(value: Any) -> bool:
+    return value == "" if isinstance(value, str) else isinstance(value, float) and math.isnan(value)
+
+
+def _listed(value: Any, column: str) -> Any:
+    """The numbers of a column; csv files hold them as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = None
+    if isinstance(found, list):
+        return found
+    raise DataError(
+        f"{column!r} must be a list of numbers, found {sort_of(value)} that is none: {value[:40]!r}. For files use the "
+        "column audio_path."
+    )
 
 
 def _key(clip: Any) -> str:

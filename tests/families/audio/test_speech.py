@@ -93,6 +93,13 @@ def test_bad_transcripts_are_named(folder: Path) -> None:
         opened(folder, language="fr")
 
 
+def test_a_decoder_has_no_more_positions(ranks: RankPool, folder: Path) -> None:
+    """The default of data.sequence_length is longer; a table of learned positions cannot grow."""
+    data = {"encode": {"kind": "transcripts", "audio_root": str(folder / "clips")}, "sequence_length": 1024}
+    with pytest.raises(AssertionError, match=r"the model has 448 positions\. Shorten it\.\s"):
+        ranks.run(train, settings(folder, "long", data=data), world=1)
+
+
 def test_it_trains_as_in_a_plain_loop(ranks: RankPool, folder: Path) -> None:
     """12 records in steps of 8: the second step is filled up with rows of no weight on some ranks."""
     inputs = plain_inputs(folder)

@@ -52,6 +52,17 @@ class AudioChat(ClipRules, ChatEncoder):
         """The record in the columns that are read here; for encoders of data sets with others."""
         return record_audio.as_pair(record)
 
+    def known_forms(self, record: Record) -> str:
+        said = super().known_forms(record)
+        if all(record.get(name) is not None for name in ("text", "accuracy", "total", "words")):
+            return f"{said} For records of speechocean762 set data.encode: speechocean762."
+        if any(isinstance(record.get(name), str) for name in ("text", "sentence", "transcription", "transcript")):
+            return (
+                f"{said} A transcript has no question: add a column prompt and call the transcript response, or train "
+                "a speech encoder-decoder with data.encode: transcripts."
+            )
+        return said
+
     def conversation(self, record: Record) -> list[Message]:
         return self.with_clips(self.prepared(record))[0]
 

@@ -5,6 +5,7 @@ The clip and its text, its scores and the phones of its words become a prompt an
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,8 @@ def _missing(record: Record) -> list[str]:
 
 
 def _score(value: Any, name: str) -> int | float:
+    if isinstance(value, str):
+        value = _parsed(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not 0 <= value <= HIGHEST:
         raise DataError(f"{name!r} must be a score from 0 to {HIGHEST}, found {found(value)}.")
@@ -73,14 +76,25 @@ def _score(value: Any, name: str) -> int | float:
 
 def _phones(words: Any) -> str:
     """The phones of all words, separated by spaces."""
+    if isinstance(words, str):
+        words = _parsed(words)
+    every = None
     if isinstance(words, Mapping):
         # A list for each column instead of a mapping for each word, as older versions of `datasets` store it.
         every = words.get("phones")
-    else:
+    elif isinstance(words, Sequence) and not isinstance(words, str):
         every = [word.get("phones") if isinstance(word, Mapping) else None for word in words]
     if not isinstance(every, Sequence) or not every:
         raise DataError(f"'words' must be a list of words, each with its phones; found {found(words)}.")
     return " ".join(phone for number, each in enumerate(every, start=1) for phone in _of_word(each, number))
+
+
+def _parsed(text: str) -> Any:
+    """A value that a csv file holds as text; the text itself if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
 
 
 def _of_word(phones: Any, number: int) -> list[str]:

@@ -105,6 +105,8 @@ ASKED, SAID = "<|user|><|audio_1|>Which number?<|end|><|assistant|>", '{"total":
         ({**PAIR, "audio_path": "slow.wav"}, ENDED.format(ONE)),
         (asked("Which number?"), ENDED.format("")),
         ({**PAIR, "audio_path": None}, ENDED.format("")),
+        ({**PAIR, "audio_path": ""}, ENDED.format("")),
+        ({**PAIR, "audio_path": float("nan")}, ENDED.format("")),
         (
             {"text_input": ASKED + SAID, "prompt_only": ASKED, "audio_path": "one.wav"},
             '<|user|>##Which number?<|end|><|assistant|>[{"total": 9}<|endoftext|>]',
@@ -232,9 +234,13 @@ def error_of(folder: Path, record: dict[str, Any], **settings: Any) -> str:
         ({"audio_array": [0.1, 0.2]}, ["no sampling_rate"]),
         ({"audio_array": [0.1, 0.2], "sampling_rate": "fast"}, ["such as 16000", "'fast'"]),
         ({"audio_array": ["a", "b"], "sampling_rate": RATE}, ["list of numbers", "string"]),
+        ({"audio_array": [0.1, None, 0.2], "sampling_rate": RATE}, ["list of numbers", "null (sample 2)"]),
+        ({"audio_array": "one.wav", "sampling_rate": RATE}, ["'audio_array' must be a list", "audio_path"]),
+        ({"audio_array": [[[0.1]]], "sampling_rate": RATE}, ["list of numbers", "3 dimensions"]),
+        ({"audio_path": 3}, ["the clip must be a path", "found 3"]),
         ({"audio_array": [1e4, 2e4], "sampling_rate": RATE}, ["20,000", "between -1 and 1"]),
         ({"audio_array": [0.1, float("nan")], "sampling_rate": RATE}, ["NaN or infinite"]),
-        ({"audio_array": [], "sampling_rate": RATE}, ["no samples"]),
+        ({"audio_array": [], "sampling_rate": RATE}, ["no samples", "data.encode.unreadable = skip"]),
         ({"audio": "https://example.org/a.wav"}, ["URL", "Download"]),
         ({"audio_path": ["one.wav"], "prompt": "<audio><audio>"}, ["2 places", "1 clip"]),
         ({"audio_path": "one.wav", "audio": "one.wav"}, ["both 'audio_path' and 'audio'"]),
@@ -245,11 +251,54 @@ def test_bad_audio_is_named(folder: Path, record: dict[str, Any], words: list[st
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    "kind", [("WAV", "PCM_16"), ("WAV", "FLOAT"), ("FLAC", None), ("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", None)]
+)
+def test_a_file_that_was_cut_off_is_damaged(folder: Path, kind: tuple[str, str | None]) -> None:
+    """Its first part could be read: nobody would notice that the rest is missing."""
+    file = io.BytesIO()
+    soundfile.write(file, tone(1, seconds=1.9), RATE, format=kind[0], subtype=kind[1])
+    whole, encoder = file.getvalue(), opened(folder)
+    assert encoder.encode({**PAIR, "audio": {"bytes": whole}}).samples
+    for share in (0.9, 0.6):
+        with pytest.raises(DataError, match=r"cut off|damaged|no samples"):
+            encoder.encode({**PAIR, "audio": {"bytes": whole[: int(share * len(whole))]}})
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"audio_path": "one.wav", "prompt": "Which?"}, ["prompt/response", "kind: audio_chat, question"]),
+        ({"audio_path": "one.wav", "text": "one"}, ["add a column prompt", "data.encode: transcripts"]),
+        (
+            {"audio_path": "one.wav", "text": "A", "accuracy": 1, "total": 2, "words": []},
+            ["data.encode: speechocean762"],
+        ),
+    ],
+)
+def test_a_record_without_a_conversation_is_told_what_fits(
+    folder: Path, record: dict[str, Any], words: list[str]
+) -> None:
+    message = error_of(folder, record)
+    assert all(word in message for word in words), message
+
+
 def test_records_with_bad_audio_can_be_left_out(folder: Path) -> None:
     for file in ("none.wav", "broken.flac", "nan.wav", "empty.wav"):
         found = opened(folder, unreadable="skip").encode({**PAIR, "audio_path": file})
         assert not found.samples
         assert "cannot be read" in found.dropped[0].reason
+
+
+@pytest.mark.parametrize("samples", [1, 399])
+def test_a_clip_that_is_too_short_for_the_extractor_is_named(folder: Path, samples: int) -> None:
+    """Phi-4's extractor needs a window of 400 samples; that of Qwen2-Audio pads."""
+    record = {**PAIR, "audio_array": [0.1] * samples, "sampling_rate": RATE}
+    assert opened(folder).encode(record).samples
+    with pytest.raises(DataError, match=f"the clip is too short: {samples} samples? at 16,000 Hz.*unreadable = skip"):
+        opened(folder, "phi4_multimodal").encode(record)
+    assert opened(folder, "phi4_multimodal", unreadable="skip").encode(record).dropped
+    assert opened(folder, "phi4_multimodal").encode({**record, "audio_array": [0.1] * 400}).samples
 
 
 @pytest.mark.parametrize(
@@ -330,9 +379,13 @@ def test_records_of_every_kind_of_file(folder: Path, tmp_path: Path) -> None:
     stored.cast_column("audio", Audio()).save_to_disk(tmp_path / "saved")
     stored.to_parquet(tmp_path / "clips.parquet")
     (tmp_path / "clips.csv").write_text("audio_path,prompt,response\none.wav,Which number?,one\n")
+    numbers = json.dumps(CLIP.tolist())
+    (tmp_path / "arrays.csv").write_text(
+        f'audio_array,sampling_rate,prompt,response\n"{numbers}",16000,Which number?,one\n'
+    )
     (tmp_path / "clips.jsonl").write_text(json.dumps({**PAIR, "audio_path": "one.wav"}) + "\n")
     encoder = opened(folder)
-    for name in ("saved", "clips.parquet", "clips.csv", "clips.jsonl"):
+    for name in ("saved", "clips.parquet", "clips.csv", "arrays.csv", "clips.jsonl"):
         record = Files(path=str(tmp_path / name)).open()[0]
         assert AudioChat.accepts(record)
         [sample] = encoder.encode(record).samples

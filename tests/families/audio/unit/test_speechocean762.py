@@ -73,7 +73,9 @@ def test_only_the_answer_is_learned(tmp_path: Path) -> None:
         ({"words": None, "total": None}, r"the record has no 'total' and no 'words'\."),
         ({"accuracy": 11}, r"'accuracy' must be a score from 0 to 10, found 11"),
         ({"prosodic": -1}, r"'prosodic' must be a score from 0 to 10, found -1"),
-        ({"total": "9"}, r"'total' must be a score from 0 to 10, found '9'"),
+        ({"total": "nine"}, r"'total' must be a score from 0 to 10, found 'nine'"),
+        ({"words": 5}, r"'words' must be a list of words, each with its phones; found 5"),
+        ({"words": "MARK IS"}, r"'words' must be a list of words, each with its phones; found 'MARK IS'"),
         ({"fluency": float("nan")}, r"'fluency' must be a score from 0 to 10, found .nan"),
         ({"text": " "}, r"'text' must be the words of the clip, found ' '"),
         ({"words": []}, r"'words' must be a list of words, each with its phones"),
@@ -83,6 +85,11 @@ def test_only_the_answer_is_learned(tmp_path: Path) -> None:
 def test_a_mistake_in_a_record(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         Speechocean762().prepared({**RECORD, **change})
+
+
+def test_a_csv_file_holds_scores_and_words_as_text() -> None:
+    changed = {name: str(RECORD[name]) for name in ("accuracy", "fluency", "prosodic", "total", "words")}
+    assert Speechocean762().prepared({**RECORD, **changed}) == Speechocean762().prepared(RECORD)
 
 
 def test_a_record_chooses_its_encoder() -> None:
