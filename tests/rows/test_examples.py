@@ -95,3 +95,13 @@ def test_the_check_script_says_whether_all_is_ready(
     assert ended.value.code == 0, said
     assert "Setup is CORRECT" in said
     assert "Ready to train with:\n  fullshard train paper_r64 " in said
+
+
+@pytest.mark.slow
+def test_the_function_returns_result_and_model(local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = runpy.run_path(str(EXAMPLES / "staged" / "src" / "nemo" / "ModularModelstage1_NTPtraining.py"))
+    settings = [*small("llm", local), "topology.devices=1", "precision=fp32"]
+    trainer, model = module["train_production_mode"]("model_config_1.7B", "stage1", 8, "bf16-mixed", *settings)
+    assert (trainer.step, trainer.stopped) == (3, "done")
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0

@@ -13,10 +13,10 @@ RECIPE = str(Path(__file__).parents[2] / "recipe.yaml")
 
 
 def train_production_mode(model_config_key: str, stage: str, devices: int, precision: str, *settings: str) -> Any:
-    """Trains one stage; returns the result of the run, and the trained model."""
+    """Trains the stages of the recipe; returns the result of one of them, and its model."""
     size = model_config_key.removeprefix("model_config_")
     chosen = (f"model.size={size}", f"topology.devices={devices}", f"precision={precision}")
-    result = fullshard.train(fullshard.read(RECIPE, *chosen, *settings))
+    result = fullshard.train(RECIPE, *chosen, *settings).stages[stage]
     return result, result.load()
 
 
