@@ -5,15 +5,17 @@ Must not know the recipe.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fullshard.dialects.rows import Dialect, Row, nested
+from fullshard.dialects.rows import UNSET, Dialect, Row
 from fullshard.dialects.translate import Said, Translation
 from fullshard.formatting.plural import counted
 from fullshard.formatting.yaml_text import parse_value, render, shown
 
 _WIDEST = 60
+_WHOLE: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
 _ORDER = (
     *("name", "output", "seed", "model", "objective", "data", "batch", "duration", "optimizer", "schedule"),
     *("precision", "sharding", "topology", "checkpoint", "evaluate", "log"),
@@ -131,39 +133,38 @@ def _flow(value: Any) -> str:
 
 
 def aliases() -> str:
-    """The flags of other trainers' scripts that the command line takes, in columns."""
+    """The flags of other trainers' scripts that the command line takes, under what each is here."""
     from fullshard.dialects.tables import dialects
 
     dialect = dialects()["flags"]
-    rows = [(", ".join(f"--{name.replace('_', '-')}" for name in row.theirs), _meaning(row)) for row in dialect.rows]
-    width = min(max(len(flags) for flags, _ in rows), _WIDEST)
-    return "\n".join(f"  {flags:<{width}}  {meaning}" for flags, meaning in rows)
+    lines = [
+        "fullshard train takes these flags of other scripts. Hyphens and underscores are the same; a switch is a bare",
+        "flag, --no-flag, or --flag True. Two flags that say different things are an error; a setting in our own words",
+        "(optimizer.lr=3e-4) wins over a flag.",
+        "",
+    ]
+    for row in dialect.rows:
+        flags = " ".join(f"--{name.replace('_', '-')}" for name in row.theirs if "." not in name)
+        lines += [_meaning(row), *textwrap.wrap(flags, 110, initial_indent="    ", subsequent_indent="    ", **_WHOLE)]
+    return "\n".join(lines)
 
 
 def _meaning(row: Row) -> str:
     if row.verdict in ("no effect", "refused"):
         return f"{row.verdict}: {row.why}"
-    return " ".join(filter(None, (row.ours.replace("$", "VALUE"), f"({row.why})" if row.why else "")))
+    remark = f"({row.why})" if row.why and row.ours else row.why
+    return " ".join(filter(None, (row.ours.replace("$", "VALUE"), remark)))
 
 
-def markdown(dialect: Dialect) -> str:
-    """The table of a dialect for the documentation."""
+def markdown(dialect: Dialect, *, without: Sequence[Row] = ()) -> str:
+    """The table of a dialect for the documentation, without rows that another table of the page has."""
     lines = ["| their key | here | |", "|---|---|---|"]
     for row in dialect.rows:
+        if row in without:
+            continue
         theirs = ", ".join(f"`{name}`" for name in row.theirs)
         ours = f"`{row.ours.replace('=', ': ', 1).replace('$', '...')}`" if row.ours else f"*{row.verdict}*"
-        default = "" if not _has_default(row) else f"left out: `{shown(row.default)}`, as there"
+        default = f"left out: `{shown(row.default)}`, as there" if row.default is not UNSET else ""
         remark = "; ".join(filter(None, (row.why, default)))
         lines.append(f"| {theirs} | {ours} | {remark.replace('|', chr(92) + '|')} |")
     return "\n".join(lines)
-
-
-def _has_default(row: Row) -> bool:
-    from fullshard.dialects.rows import UNSET
-
-    return row.default is not UNSET
-
-
-def settings_text(values: Mapping[str, Any]) -> str:
-    """Settings as YAML."""
-    return render(nested(values))

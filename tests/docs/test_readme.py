@@ -42,6 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train", "validation"):
         (path / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (path / "recipe.yaml").write_text(blocks("yaml")[0])
+    (path / "axolotl.yaml").write_text(
+        "base_model: Qwen/Qwen3-8B\ndatasets: [{path: train.jsonl}]\nlearning_rate: 1e-4\n"
+    )
     return path
 
 
