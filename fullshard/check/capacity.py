@@ -139,17 +139,22 @@ def strategies(recipe: Recipe, ranks: Ranks, model: ModelSize, *, machine: Machi
     held = {
         "full": state / world,
         # The gathered parameters stay from the forward pass to the backward pass.
-        "grad_op": state / world + ((4 if whole else 2) * model.parameters if world > 1 else 0),
+        "grad_op": state / world + ((4 if whole else 2) * model.parameters),
         "hybrid": state / ranks.per_node,
         "none": float(state),
     }
     room = machine.memory_bytes // ranks.per_node
     if on_gpu:
         room = min(gpu.memory_bytes for gpu in machine.used(ranks))
+    if world == 1:
+        yield ok(
+            "strategies", f"one rank keeps {size(state)} of {size(room)} under every strategy, without activations"
+        )
+        return
     fits = [name for name, needed in held.items() if needed <= TIGHT * room]
     each = ", ".join(f"{name} {size(math.ceil(needed))}" for name, needed in held.items())
     advice = "nothing fits" if not fits else f"fits: {', '.join(fits)}"
-    if "none" in fits and world > 1:
+    if "none" in fits:
         advice += "; where memory is no concern, none (replicated) exchanges the least"
     what = "a GPU" if on_gpu else "a rank"
     yield ok("strategies", f"{what} with {size(room)} would keep: {each} (without activations); {advice}")

@@ -15,20 +15,21 @@ TITLES = {
     "S3": "An audio project: fp16, a gradient scaler, checks before training",
     "S4": "A staged language-model project: topologies, stages, several nodes",
 }
-STATES = {"works": "works", "otherwise": "answered otherwise", "refused": "refused, with the reason"}
+STATES = {"works": "works", "otherwise": "answered otherwise", "refused": "refused"}
 HEAD = """\
 # Coverage
 
 fullshard grew out of five documents of training projects. This page lists all {count} things that they ask for, in our
-own words, and what became of each: {states}. A test runs every row that can be run, and checks that every test and page
-named here exists. The page is made from `tests/rows/rows.yaml` by `python -m tests.rows.page`.
+own words, and what became of each: {states}, because
+they would be wrong. Tests run every row that can be run, and check that every test and page named here exists. The page
+is made from `tests/rows/rows.yaml` by `python -m tests.rows.page`.
 """
 
 
 def page() -> str:
     """The whole page."""
     count = Counter(row["state"] for row in ROWS.values())
-    states = ", ".join(f"{count[state]} {words}" for state, words in STATES.items())
+    states = f"{count['works']} work, {count['otherwise']} are answered otherwise, {count['refused']} are refused"
     parts = [HEAD.format(count=len(ROWS), states=states)]
     for document, title in TITLES.items():
         parts += [f"## {document}: {title}", _table(document)]

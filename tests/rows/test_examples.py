@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from fullshard.cli import app
 from tests.rows.command_lines import FOLDERS
 from tests.rows.rows import ROOT
-from tests.shrunk_recipes import local_inputs, shrunk
+from tests.shrunk_recipes import shrunk
 
 EXAMPLES = ROOT / "examples"
 SCENARIOS = sorted(EXAMPLES.rglob("*.sh"))
@@ -31,11 +31,6 @@ def small(recipe: str, local: Path) -> list[str]:
     if recipe == "embedding-8b":  # the file does not say how records are encoded
         settings["data.encode"] = f"{{kind: pairs, image_root: {settings.pop('data.encode.image_root')}}}"
     return [f"{key}={value}" for key, value in settings.items()]
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return local_inputs(tmp_path_factory.mktemp("local") / "inputs")
 
 
 @pytest.fixture

@@ -267,7 +267,12 @@ def test_a_small_model_is_told_that_it_may_be_replicated(tmp_path: Path) -> None
 
 
 def test_a_model_that_fits_nowhere_is_said_so(tmp_path: Path) -> None:
-    assert strategies(tmp_path, with_gpus(T4), Ranks(1), ModelSize(10**10, 10**10)).endswith("nothing fits")
+    assert strategies(tmp_path, with_gpus(T4, T4), Ranks(2), ModelSize(10**10, 10**10)).endswith("nothing fits")
+
+
+def test_on_one_gpu_all_strategies_are_the_same(tmp_path: Path) -> None:
+    text = strategies(tmp_path, with_gpus(T4), Ranks(1), ModelSize(10**8, 10**8))
+    assert text == "one rank keeps 1.5 GiB of 16.0 GiB under every strategy, without activations"
 
 
 @pytest.mark.parametrize(
