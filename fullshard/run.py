@@ -272,7 +272,7 @@ def _say_finished(reading: Reading, progress: Progress, console: Console, *, out
 def _say_next(reading: Reading, result: Result, console: Console) -> None:
     if result.stopped == "signal":
         console.say(f"Stopped by a signal at step {result.step}, and saved. Run the same command again to continue:")
-        console.whole(f"  {rerun.command(reading)}")
+        console.whole(f"  {rerun.again(reading)}")
     elif reading.place is None or reading.place.is_last:
         console.next_steps(rerun.next_steps(reading, result))
 

@@ -31,7 +31,13 @@ def go_on(reading: Reading, *, out_of_patience: bool) -> str:
     duration = reading.recipe.duration
     unit, amount = ("epochs", duration.epochs) if duration.epochs else ("steps", duration.steps)
     more = "evaluate.patience=null" if out_of_patience else f"duration.{unit}={2 * (amount or 1):g}"
-    return command(reading, more)
+    return again(reading, more)
+
+
+def again(reading: Reading, *changes: str) -> str:
+    """The command that continues the run. A recipe made in Python is the caller's: its resolved form is another."""
+    given = ", ".join(["recipe", *map(repr, changes)])
+    return command(reading, *changes) if reading.typed is not None else f"fullshard.train({given})"
 
 
 def next_steps(reading: Reading, result: Result) -> list[str]:

@@ -323,8 +323,9 @@ class Bar:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether lines can be redrawn in place. FORCE_COLOR does not turn a file into a terminal."""
-    return stream.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
+    """Whether lines can be redrawn in place: not in a file, whatever FORCE_COLOR says, nor after `!` in a notebook."""
+    jupyter = "JPY_PARENT_PID" in os.environ  # of its kernels
+    return stream.isatty() and not jupyter and os.environ.get("TERM") not in (None, "dumb", "unknown")
 
 
 def open_screen(stream: TextIO | None, *, on_terminal: bool) -> Screen:

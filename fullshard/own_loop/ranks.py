@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
+import time
 from typing import Literal
 
 import torch
@@ -39,9 +41,24 @@ def init(
     if worlds.choose_device_type(device) == "cpu":
         avoid_broken_amx()
     world = worlds.join(device=device, backend=backend, timeout_s=timeout_s)
-    worlds.stays = True
-    atexit.register(worlds.leave, at_exit=True)
+    stay_joined()
     return world
+
+
+def stay_joined() -> None:
+    """Keeps the process group until the program ends."""
+    worlds.stays = True
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Leaves the ranks. A thread of gloo that still holds a tensor when Python ends would abort the process, so what
+    refers to the group is freed first, and the threads get a moment to run."""
+    if torch.distributed.is_initialized() and reduce.place()[0] > 1:
+        worlds.leave(at_exit=True)
+        gc.collect()
+        time.sleep(0.2)
 
 
 def _of_the_program(device: str, timeout_s: float) -> World:

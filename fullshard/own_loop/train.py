@@ -5,7 +5,6 @@ Where the ranks are this process, the model stays alive after the run. Must not 
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -95,15 +94,15 @@ def _reading(recipe: Any, overrides: tuple[str, ...], preset: str | Sequence[str
 
 def _in_this_process(reading: Reading, *, resume: str, anyway: bool) -> Result:
     """One rank of the run. With several, the process group stays: the sharded model needs it."""
-    from fullshard.dist import reduce, world
+    from fullshard.dist import reduce
+    from fullshard.own_loop.ranks import stay_joined
 
     kept: list[nn.Module] = []
 
     def keep(module: nn.Module) -> None:
         kept.append(module)
         if reduce.place()[0] > 1:
-            world.stays = True
-            atexit.register(world.leave, at_exit=True)
+            stay_joined()
 
     ended = execute(reading, resume=resume, anyway=anyway, keep=keep)
     return of(ended, reading.recipe, module=kept[0] if kept else None)
