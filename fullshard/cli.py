@@ -21,6 +21,7 @@ from fullshard.commands.explain import explain
 from fullshard.commands.group import Commands
 from fullshard.commands.verify import verify
 from fullshard.dialects import import_files
+from fullshard.dialects.command_line import option_names
 from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
 from fullshard.generate.command import generate
@@ -95,7 +96,9 @@ def train(
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|never|PATH", help="Continue from the last checkpoint, start over, or continue from PATH."
+            *("--resume", *option_names("--resume")),
+            metavar="auto|never|PATH",
+            help="Continue from the last checkpoint, start over, or continue from PATH.",
         ),
     ] = "auto",
     resume_anyway: options.ResumeAnyway = False,

@@ -154,11 +154,14 @@ class RecipeArguments:
     def ranks(self, topology: Topology, launch: Launch) -> Ranks:
         """The ranks of the launcher, or those that fullshard is to start on this node."""
         from fullshard.contracts.launcher import Ranks
+        from fullshard.dialects.files import meeting
         from fullshard.setup.on_ranks import ranks_of
 
         if launch.launcher != "none":
             return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
-        return ranks_of(topology, node_rank=self.node_rank, master=self.master)
+        number, place = meeting(self.config_file)
+        mine = number if self.node_rank is None else self.node_rank
+        return ranks_of(topology, node_rank=mine, master=self.master or place)
 
 
 NODES = ("nodes", "node_rank", "master")

@@ -122,6 +122,15 @@ def launchers(path: str | None, environ: Mapping[str, str]) -> list[Translation]
     return [done for done in found if done is not None]
 
 
+def meeting(path: str | None) -> tuple[int | None, str | None]:
+    """The number of this machine and HOST:PORT of the first, as accelerate's file says them for several machines."""
+    values = load(path).values if path else {}
+    if int(values.get("num_machines") or 1) < 2 or "distributed_type" not in values:
+        return None, None
+    host, port = values.get("main_process_ip"), values.get("main_process_port")
+    return values.get("machine_rank"), f"{host}:{port or 29500}" if host else None
+
+
 def notes_of(launchers: Sequence[Translation], replaced: Sequence[str]) -> list[str]:
     """Lines for the keys of launchers that have no effect, and what replaced what: a launcher's key only once."""
     unused = [

@@ -35,13 +35,18 @@ def table(done: Translation) -> str:
 
 def _cells(said: Said) -> tuple[str, str, str]:
     settings = ", ".join(f"{key}: {shown(value)}" for key, value in said.settings.items())
-    theirs = _cut(f"{said.key}: {shown(said.value)}")
+    theirs = _cut(f"{said.key}: {_value(said)}")
     if said.verdict == "default":
-        theirs = f"{said.key} (left out: {shown(said.value)})"
+        theirs = f"{said.key} (left out: {_value(said)})"
     arrow = f"→ {settings}" if settings else ""
     if said.verdict == "no effect" and not said.why:
         return said.verdict, theirs, "as it is anyway"
     return said.verdict, theirs, " ".join(filter(None, (arrow, f"({said.why})" if settings and said.why else said.why)))
+
+
+def _value(said: Said) -> str:
+    """A value as a person writes it; a secret stays one."""
+    return "(not shown)" if said.key.endswith(("_token", "api_key", "password", "secret")) else shown(said.value)
 
 
 def _cut(text: str) -> str:
@@ -52,12 +57,12 @@ def short(done: Translation) -> list[str]:
     """A few lines for the header of a run."""
     lines = [f"{done.name} is read as a file of {done.dialect.name}; `fullshard import {done.name}` shows every key"]
     renamed = [said for said in done.said if said.settings and said.verdict != "default"]
-    lines += [f"{said.key}: {shown(said.value)} is {_settings(said)}" for said in renamed if said.verdict == "renamed"]
+    lines += [f"{said.key}: {_value(said)} is {_settings(said)}" for said in renamed if said.verdict == "renamed"]
     defaults = [_settings(said) for said in done.said if said.verdict == "default" and said.settings]
     if defaults:
         lines.append(f"left out, and in force as {done.dialect.name} does it: {', '.join(defaults)}")
     lines += [
-        f"{said.key}: {shown(said.value)} has no effect: {said.why}"
+        f"{said.key}: {_value(said)} has no effect: {said.why}"
         for said in done.said
         if said.verdict == "no effect" and said.why
     ]
@@ -94,7 +99,7 @@ def recipe_text(done: Sequence[Translation], values: Mapping[str, Any]) -> str:
     for verdict in ("no effect", "refused"):
         for each in done:
             left = [said for said in each.said if said.verdict == verdict and said.why]
-            lines += [f"# {verdict}: {said.key}: {shown(said.value)}: {_sentence(said.why)}" for said in left]
+            lines += [f"# {verdict}: {said.key}: {_value(said)}: {_sentence(said.why)}" for said in left]
     ordered = {key: values[key] for key in sorted(values, key=lambda key: _ORDER.index(key) if key in _ORDER else 99)}
     return "\n".join([*lines, *_commented(ordered, origin, "", 0)]) + "\n"
 

@@ -10,6 +10,7 @@ from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
+    Reader,
     Settings,
     ignored,
     is_off,
@@ -22,8 +23,16 @@ from fullshard.dialects.rows import (
 from fullshard.dialects.words import our_word
 from fullshard.formatting.yaml_text import shown
 
-_BY_OPTION = "say it when you start the node: {}"
 _FSDP_SECTION = "its section says the rest"
+
+
+def _by_option(option: str) -> Reader:
+    """Where the machines meet is no setting of a recipe: each machine is started with its own."""
+
+    def read(value: Any, file: File) -> Outcome | Settings:
+        return ignored(f"on several machines it is {option}" if int(file.get("num_machines", 1)) > 1 else "")
+
+    return read
 
 
 def _distributed_type(value: Any, file: File) -> Outcome | Settings:
@@ -221,8 +230,9 @@ DIALECT = Dialect(
             "ranks are arranged by sharding.strategy",
             quiet=("torch", "allgather", False),
         ),
-        unused("machine_rank", _BY_OPTION.format("--node-rank"), quiet=(0,)),
-        unused("main_process_ip main_process_port", _BY_OPTION.format("--master HOST:PORT"), quiet=()),
+        reads("", _by_option("--node-rank"), "machine_rank", note="--node-rank, unless you give it"),
+        reads("", _by_option("--master HOST:PORT"), "main_process_ip", note="--master, with the port"),
+        unused("main_process_port", "said with main_process_ip", quiet=()),
         unused(
             "rdzv_backend same_network compute_environment main_training_function enable_cpu_affinity debug "
             "downcast_bf16 tpu_env tpu_name tpu_zone tpu_vm tpu_use_cluster tpu_use_sudo command_file commands "

@@ -84,6 +84,47 @@ def test_training_arguments(case: str, place: Path) -> None:
     check(place, file, expected)
 
 
+def test_arguments_that_transformers_wrote_down_are_read_whole(place: Path) -> None:
+    """Every field with its value: nothing is refused, and it is the same run as the few that were given."""
+    from transformers import TrainingArguments
+
+    given: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-4, "max_grad_norm": 0.5}
+    names = {"model_name_or_path": str(place / "model"), "train_file": str(place / "train.jsonl")}
+    whole = json.loads(TrainingArguments(output_dir="out/x", use_cpu=True, **given).to_json_string())
+    long = read(str(write(place, "long.json", json.dumps(whole | names)))).recipe
+    short = read(str(write(place, "short.json", json.dumps(given | names | {"output_dir": "out/x"})))).recipe
+    for section in ("model", "data", "batch", "duration", "optimizer", "schedule", "seed", "name", "output"):
+        changes = {"accumulate": 1} if section == "batch" else {}
+        one, other = getattr(long, section), getattr(short, section)
+        assert one == (other.model_copy(update=changes) if changes else other), section
+
+
+def test_a_token_in_a_file_stays_secret(place: Path) -> None:
+    file = write(place, "secret.yaml", "num_train_epochs: 1\nhub_token: hf_secret\n")
+    out = place / "secret.imported.yaml"
+    out.unlink(missing_ok=True)
+    shown = CliRunner().invoke(app, ["import", str(file), "-o", str(out)]).output
+    assert "hub_token" in shown
+    assert "hf_secret" not in shown + out.read_text()
+    base = ("model.path=m", "data.train=d")
+    assert not [line for line in read(str(file), *base).overridden if "hf_secret" in line]
+
+
+def test_machines_meet_where_accelerates_file_says(place: Path) -> None:
+    from fullshard.commands.recipe_arguments import RecipeArguments
+    from fullshard.dist.env import Launch
+
+    text = foreign_files.fsdp1(machines=2, processes=4).replace("machine_rank: 0", "machine_rank: 1")
+    file = write(place, "nodes.yaml", text + "main_process_ip: 10.0.0.1\nmain_process_port: 29501\n")
+    asked = RecipeArguments("quickstart", config_file=str(file))
+    topology = read("quickstart", launch_file=str(file)).recipe.topology
+    ranks = asked.ranks(topology, Launch("none"))
+    assert (ranks.nodes, ranks.per_node, ranks.node_rank, ranks.master) == (2, 2, 1, "10.0.0.1:29501")
+    other = RecipeArguments("quickstart", config_file=str(file), node_rank=0, master="10.0.0.2:1234")
+    found = other.ranks(topology, Launch("none"))
+    assert (found.node_rank, found.master) == (0, "10.0.0.2:1234")
+
+
 @pytest.mark.parametrize("case", AXOLOTL)
 def test_axolotl(case: str, place: Path) -> None:
     text, expected = AXOLOTL[case]

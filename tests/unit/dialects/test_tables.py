@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from fullshard.config.section import Section
 from fullshard.dialects import readers, rows, words
 from fullshard.dialects.tables import dialects
 from fullshard.dialects.translate import translate
@@ -81,7 +82,7 @@ def test_every_value_that_means_the_same_is_accepted() -> None:
 
 
 def test_keys_that_exclude_each_other_are_those_of_the_recipe() -> None:
-    sections = {"duration": Duration, "batch": Batch}
+    sections: dict[str, type[Section]] = {"duration": Duration, "batch": Batch}
     ours = {tuple(f"{name}.{key}" for key in group) for name, cls in sections.items() for group in cls.exclusive}
     assert set(readers.EXCLUSIVE) == ours
 
