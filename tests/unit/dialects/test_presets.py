@@ -92,6 +92,8 @@ def test_ones_own_presets_lie_beside_the_recipe_and_win_over_built_in_ones() -> 
     assert read("configs/r.yaml", preset="single_node_fsdp").recipe.topology.devices == "auto"
     with pytest.raises(RecipeError, match="preset 'mine' is not known"):
         read("r.yaml", preset="mine")
+    own("multi_node_ddp", "seed: 7\n")
+    assert read("r.yaml", preset="multi_node_ddp").recipe.seed == 7
 
 
 def test_an_unknown_name_lists_the_nearest_and_the_users_own() -> None:
