@@ -95,6 +95,7 @@ def shrunk(name: str, local: Path) -> list[str]:
         "quickstart": ["model.tokenizer.train.vocab_size=400", "evaluate.parts=[loss]"],
         "sft": [f"model={local}/model", f"data.train={local}/pairs.jsonl"],
         "sft-lora": [f"model.path={local}/model", f"data.train={local}/pairs.jsonl"],
+        "staged": ["model.tokenizer.train.vocab_size=400", "stages.reasoning.data.sequence_length=512"],
         "vision": ["data.train.records=64", "data.validation.records=16"],
     }
     return [*SMALL, *own[name]]

@@ -20,7 +20,9 @@ def schema(recipe: type[Section]) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     whole = _object(recipe, definitions)
     # Every resolved recipe has it; reading drops it.
-    definitions[recipe.__name__].pop("required")  # a stage states what differs from the settings beside `stages`
+    # A stage states what differs from the settings beside `stages`, which need not be complete then.
+    definitions[recipe.__name__].pop("required")
+    whole["anyOf"] = [{"required": whole.pop("required")}, {"required": ["stages"]}]
     whole["properties"]["run"] = {"type": "object", "description": "Where a resolved recipe came from; not a setting."}
     whole["properties"]["presets"] = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     return {"$schema": _DIALECT, "title": "fullshard recipe", **whole, "$defs": definitions}

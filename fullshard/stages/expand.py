@@ -33,7 +33,7 @@ def named(document: Document) -> Document:
     if isinstance(stages, Mapping):
         entries = [(f"{KEY}.{name}", str(name), value) for name, value in stages.items()]
     elif isinstance(stages, list):
-        entries = [(f"{KEY}[{i}]", *_entry(value, i)) for i, value in enumerate(stages)]
+        entries = [(f"{KEY}[{i}]", *_entry(_stated(value), i)) for i, value in enumerate(stages)]
     else:
         raise RecipeError(f"{KEY} must be a list of stages: - {{name: sft, data: ...}}.")
     found: dict[str, Any] = {}
@@ -49,6 +49,16 @@ def named(document: Document) -> Document:
 def _entry(value: Any, index: int) -> tuple[str, Any]:
     name = value.get("name", f"stage{index + 1}") if isinstance(value, Mapping) else f"stage{index + 1}"
     return str(name), value
+
+
+def _stated(value: Any) -> Any:
+    """A stage of a resolved recipe as a recipe writes it: its folders follow from the run."""
+    if not isinstance(value, Mapping) or value.get(KEY, False) is not None:
+        return value
+    checkpoint = dict(value.get("checkpoint") or {})
+    if checkpoint.get("store"):
+        checkpoint["store"] = str(checkpoint["store"]).rpartition("/")[0]
+    return {**{key: given for key, given in value.items() if key not in (KEY, "output")}, "checkpoint": checkpoint}
 
 
 def _own(value: Any, name: str) -> dict[str, Any]:

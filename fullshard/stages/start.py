@@ -25,6 +25,8 @@ def begin(stage: Settings, base: Mapping[str, Any], name: str, *, before: Sequen
     """The settings of a stage as a recipe of its own: in its folder, and from where an earlier stage ended."""
     folders = _inside(base, stage.values)
     values = {**stage.values, **folders, "name": name}
+    if not values.get("start", True) and _own(stage, name, "start"):  # `start: null`: the model's own weights
+        return {key: value for key, value in values.items() if key != "start"}
     start = dict(values.get("start") or {})
     if not _own(stage, name, "start.from"):
         start["from"] = before[-1] if before else start.get("from")

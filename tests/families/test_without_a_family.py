@@ -20,6 +20,7 @@ QUICK = {
     "embedding": ["tests/families/embedding/unit/test_dense.py", "tests/families/embedding/unit/test_row_layout.py"],
     "diffusion": ["tests/families/diffusion/unit/test_digits.py", "tests/families/diffusion/unit/test_keyed_noise.py"],
     "audio": ["tests/families/audio/unit/test_sounds.py", "tests/families/audio/unit/test_pronunciation.py"],
+    "reasoning": ["tests/families/reasoning/unit/test_encoder.py"],
     "vision": ["tests/families/vision/unit/test_image_chat.py", "tests/families/vision/desktop/test_formats.py"],
 }
 """A few tests of each family that take seconds."""

@@ -41,7 +41,7 @@ def test_a_recipe_decodes_as_shipped(name: str) -> None:
 def test_a_recipe_trains_three_steps(name: str, local: Path, tmp_path: Path) -> None:
     result = fullshard.train(fullshard.read(name, *shrunk(name, local), *ranks(name), f"output={tmp_path}"))
     assert (result.step, result.stopped) == (3, "done")
-    records = read_metrics(tmp_path / name / "metrics.jsonl")
+    records = read_metrics(Path(result.folder) / "metrics.jsonl")
     assert [record["step"] for record in records if record["kind"] == "train"] == [1, 2, 3]
     assert 0 < result.validation["loss"] < 10
     exported = {path.name for path in (tmp_path / name / "model").iterdir()}

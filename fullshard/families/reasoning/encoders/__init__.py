@@ -1,0 +1,1 @@
+"""Encoders of records with reasoning."""

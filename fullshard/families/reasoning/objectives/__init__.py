@@ -1,0 +1,1 @@
+"""Objectives of models that reason."""

@@ -1,0 +1,1 @@
+"""Sources of questions and reasoning."""
