@@ -7,6 +7,7 @@ Hyphens and underscores are the same. Must not know the recipe: it is given the 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -83,9 +84,10 @@ def read_words(words: Sequence[str], *, sections: Sequence[str], options: Sequen
             if flag := _flag(given, name, value if equals else None, sections, options):
                 flags.append(flag)
         elif not _SETTING.match(word):
+            hint = f" A launcher's file is given as --config-file {word}." if os.path.isfile(word) else ""
             raise RecipeError(
                 f"{word!r} on the command line is not a setting. Settings follow the recipe and look like "
-                "optimizer.lr=3e-4."
+                f"optimizer.lr=3e-4.{hint}"
             )
         else:
             given.own.append(word)

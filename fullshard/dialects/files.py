@@ -99,6 +99,11 @@ def as_recipe(document: Document, *, name: str, path: Path) -> Document:
     dialect = recognise(document.values)
     if dialect is None:
         return document
+    if dialect.launches:
+        raise RecipeError(
+            f"{name} is a file of {dialect.name}: it says how ranks start and shard, not what is trained. Give it "
+            f"beside a recipe: fullshard train RECIPE --config-file {name}"
+        )
     done = translate(dialect, document.values, name=name, folder=path.parent)
     if done.refused:
         raise RecipeError(report.refusal(done))

@@ -57,7 +57,7 @@ def short(done: Translation) -> list[str]:
     """A few lines for the header of a run."""
     lines = [f"{done.name} is read as a file of {done.dialect.name}; `fullshard import {done.name}` shows every key"]
     renamed = [said for said in done.said if said.settings and said.verdict != "default"]
-    lines += [f"{said.key}: {_value(said)} is {_settings(said)}" for said in renamed if said.verdict == "renamed"]
+    lines += [f"{said.key}: {_value(said)} → {_settings(said)}" for said in renamed if said.verdict == "renamed"]
     defaults = [_settings(said) for said in done.said if said.verdict == "default" and said.settings]
     if defaults:
         lines.append(f"left out, and in force as {done.dialect.name} does it: {', '.join(defaults)}")

@@ -404,6 +404,14 @@ def test_what_is_no_file_of_a_trainer_is_said(place: Path) -> None:
         read("quickstart", launch_file=str(write(place, "z.yaml", "model: m\ndata: {train: d}\n")))
 
 
+def test_a_launchers_file_alone_is_explained(place: Path) -> None:
+    file = write(place, "alone.yaml", foreign_files.fsdp1())
+    with pytest.raises(RecipeError, match=f"fullshard train RECIPE --config-file {file}"):
+        read(str(file))
+    result = CliRunner().invoke(app, ["train", "quickstart", str(file), "--dry-run"])
+    assert f"A launcher's file is given as --config-file {file}." in result.output
+
+
 def test_two_training_files_that_disagree_are_an_error(place: Path) -> None:
     one = write(place, "one_of.yaml", "num_train_epochs: 1\n")
     two = write(place, "two_of.yaml", "num_train_epochs: 2\n")
