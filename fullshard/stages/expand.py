@@ -15,7 +15,7 @@ from fullshard.config.merge import Settings
 from fullshard.config.part import decode, did_you_mean
 from fullshard.dialects.words import in_our_words
 from fullshard.errors import RecipeError
-from fullshard.formatting.yaml_text import Document
+from fullshard.formatting.yaml_text import Document, shown
 from fullshard.stages.start import begin, check_start
 
 KEY = "stages"
@@ -31,7 +31,7 @@ def named(document: Document) -> Document:
     if stages is None:
         return document
     if isinstance(stages, Mapping):
-        entries = [(f"{KEY}.{name}", str(name), value) for name, value in stages.items()]
+        entries = [(f"{KEY}.{name}", shown(name), value) for name, value in stages.items()]
     elif isinstance(stages, list):
         entries = [(f"{KEY}[{i}]", *_entry(_stated(value), i)) for i, value in enumerate(stages)]
     else:
@@ -48,7 +48,7 @@ def named(document: Document) -> Document:
 
 def _entry(value: Any, index: int) -> tuple[str, Any]:
     name = value.get("name", f"stage{index + 1}") if isinstance(value, Mapping) else f"stage{index + 1}"
-    return str(name), value
+    return shown(name), value
 
 
 def _stated(value: Any) -> Any:
