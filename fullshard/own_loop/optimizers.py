@@ -30,7 +30,7 @@ def require_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The class, the groups with their settings and names of parameters, and what of the state is not a tensor."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     groups = [
         {
             "names": [names[parameter] for parameter in group["params"]],

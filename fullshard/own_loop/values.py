@@ -6,7 +6,7 @@ meta on rank 0 gets fresh values. Must not know FSDP or files.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class OwnModule(Family):
         for module in unit.modules():
             own = list(module.parameters(recurse=False))
             if own and hasattr(module, "reset_parameters") and not any(p.is_meta for p in own):
-                module.reset_parameters()
+                cast(Any, module).reset_parameters()
 
 
 class Values:

@@ -201,7 +201,7 @@ def test_values_that_a_checkpoint_cannot_hold(alone: None, tmp_path: Path) -> No
 
 
 def test_extra_values_are_the_same_after_reading() -> None:
-    value = {
+    value: Any = {
         "a": [1, (2.5, "x")],
         3: {"$": None},
         "t": torch.tensor([[1.5]], dtype=torch.bfloat16),

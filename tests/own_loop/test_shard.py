@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -135,7 +135,7 @@ def test_what_cannot_be_sharded(alone: None) -> None:
     assert not next(model.parameters()).is_meta
     del optimizer
     with pytest.raises(SetupError, match="takes an nn.Module, found dict"):
-        fullshard.shard({})
+        fullshard.shard(cast(Any, {}))
     with pytest.raises(SetupError, match="Tanh has no parameters"):
         fullshard.shard(nn.Tanh())
     counts = nn.Linear(2, 2)
@@ -143,7 +143,7 @@ def test_what_cannot_be_sharded(alone: None) -> None:
     with pytest.raises(SetupError, match="number is stored as torch.int64"):
         fullshard.shard(counts)
     with pytest.raises(SetupError, match="is compiled as a whole.*compile=True"):
-        fullshard.shard(torch.compile(build("mlp")))
+        fullshard.shard(cast(Any, torch.compile(build("mlp"))))
     fullshard.shard(model, device="cpu")
     with pytest.raises(SetupError, match="sharded already"):
         fullshard.shard(model)
