@@ -8,7 +8,7 @@ as the language model. Must not know model names, data or ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,8 @@ LANGUAGE, PROJECTOR = "language", "projector"
 
 class Tower(Section):
     """Settings of one tower."""
+
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("freeze", "lora"), ("freeze", "lr"))
 
     freeze: bool = False
     """Do not train it."""

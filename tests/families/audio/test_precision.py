@@ -18,6 +18,7 @@ from transformers import AutoModelForMultimodalLM
 import fullshard
 from fullshard.dist.precision import resolve_for
 from fullshard.errors import RecipeError, SetupError
+from fullshard.explain.match import explain
 from tests.families.audio.small import loaded, model_folder, processed, settings, write_records
 from tests.ranks import RankPool
 from tests.small import train
@@ -106,6 +107,14 @@ def test_here_adapters_train_whatever_the_files_hold(
     assert ("loss_scale" in records[0]) == (precision == "fp16")
     log = (folder / "runs" / name / "log.txt").read_text()
     assert "First update proven" in log
+
+
+def test_here_bf16_never_has_a_scaler() -> None:
+    """Elsewhere a scaler with gradients in bf16 fails at the first unscaling on a GPU."""
+    found = resolve_for("auto", capability=(8, 0), name="A100")
+    assert (found.compute, found.storage, found.scaler) == (torch.bfloat16, torch.float32, False)
+    said = "NotImplementedError: \"_amp_foreach_non_finite_check_and_unscale_cuda\" not implemented for 'BFloat16'"
+    assert [match.entry.name for match in explain(said)][0] == "unscale-bf16"
 
 
 def test_here_a_model_with_nothing_to_train_is_refused(ranks: RankPool, folder: Path) -> None:

@@ -98,3 +98,11 @@ def test_a_missing_package_comes_with_its_install_line(tmp_path: Path) -> None:
     (folder / "preprocessor_config.json").write_text('{"feature_extractor_type": "NoSuchExtractor"}')
     with pytest.raises(RecipeError, match="the feature extractor in .* cannot be loaded"):
         load_audio_processor(folder, None, config=config, trust_remote_code=False, where="model.path")
+
+
+@pytest.mark.parametrize("other", [{"lora": True}, {"lr": 1e-4}])
+def test_what_a_frozen_tower_would_ignore_is_refused(other: dict[str, object]) -> None:
+    """Adapters in a frozen tower would stay as they are, and so would its learning rate."""
+    model = {"kind": "audio_lm", "path": "m", "towers": {"audio": {"freeze": True, **other}}}
+    with pytest.raises(RecipeError, match=rf"audio.freeze and .*audio.{next(iter(other))} exclude each other"):
+        fullshard.read({"model": model, "data": {"train": "t.jsonl"}})
