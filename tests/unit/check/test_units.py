@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from fullshard.check.units import units_table
+from fullshard.check.units import dtype_line, units_table
 from fullshard.dist.shard import Unit
 
 TIE = ["model.embed_tokens.weight", "lm_head.weight"]
@@ -55,3 +55,14 @@ def test_units_that_differ_keep_separate_lines() -> None:
     ]
     assert rows[4][5] == "fp32"
     assert rows[6][3:5] == ["20.00%", "bf16+fp32"]
+
+
+def test_dtypes_in_one_line() -> None:
+    whole = [unit("a", "Block", 1), unit("(root)", "Model", 1)]
+    expected = "all parameters are stored in torch.float32; compute torch.bfloat16, reduce torch.float32"
+    assert dtype_line(whole) == expected
+    adapted = [unit("a", "Block", 1, storage=["bfloat16", "float32"]), unit("r", "Router", 1, compute="float32")]
+    assert dtype_line(adapted) == (
+        "parameters are stored in torch.bfloat16 and torch.float32; compute torch.bfloat16 and torch.float32, "
+        "reduce torch.float32"
+    )
