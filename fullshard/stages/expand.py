@@ -108,9 +108,12 @@ def expanded(settings: Settings) -> dict[str, Any]:
             done.append(None)
     if problems:
         raise RecipeError("\n".join(dict.fromkeys(problems)))
-    # A recipe whose data are in its stages alone shows those of the first.
-    lacking = [key for key in ("model", "data") if key not in settings.values and key in values[0]]
-    shared = {str(key): values[0][key] for key in lacking}
+    # A recipe whose data are in its stages alone shows those of the first, whatever else of it is set for all stages.
+    whole = [values for path, values, _ in settings.laid if not path]
+    stated = {key for key in ("model", "data") if any(key in values for values in whole)}
+    if "train" not in (settings.values.get("data") or {"train": None}):
+        stated.discard("data")
+    shared = {key: values[0][key] for key in ("model", "data") if key not in stated and key in values[0]}
     return {**settings.values, **shared, KEY: done}
 
 

@@ -45,13 +45,17 @@ class Line:
         """The same words after `fullshard train RECIPE`."""
         return [*([self.recipe] if self.recipe else []), *self.after_the_script]
 
-    def smaller(self, local: Path) -> list[str]:
+    def smaller(self, local: Path, *, by_script: bool = False) -> list[str]:
         """What is appended: fewer ranks, fewer steps, a small model, small data. `local` has the inputs."""
-        name = {None: "embedding-8b", "recipe.yaml": "llm"}.get(self.recipe) or str(self.recipe)
+        name = self.recipe or "embedding-8b"
+        if name == "staged" and by_script:
+            name = "llm"  # the recipe beside the script is one with stages
         settings = dict(setting.split("=", 1) for setting in [*shrunk(name, local), "duration.steps=2"])
         if "--dataset-path" in self.words:
             del settings["data.train.episodes"]
             settings["data.train"] = f"{local}/desktop.jsonl"
+        if "--model-config" in self.words:
+            settings["model.size"] = "tiny"
         if self.document == "S1":
             settings["data.encode"] = f"{{kind: pairs, image_root: {settings.pop('data.encode.image_root')}}}"
         small = [f"{key}={value}" for key, value in settings.items()]

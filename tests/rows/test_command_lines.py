@@ -24,7 +24,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples" / "embedding" / "examples", tmp_path / "examples")
     shutil.copy(FILES / "minimal.yaml", tmp_path / "my_fsdp_config.yaml")
-    shutil.copy(ROOT / "examples" / "staged" / "recipe.yaml", tmp_path)
     return tmp_path
 
 
@@ -52,7 +51,8 @@ def test_the_documents_own_script_trains_two_steps(line: Line, local: Path, proj
     """The whole line, without the launcher's number of processes, in the folder of examples/ that has the script."""
     start = ["-m", line.script] if "-m" in line.words else [line.script]
     shutil.copytree(line.folder, project, dirs_exist_ok=True)
-    trains([*start, *line.after_the_script, *line.smaller(local), f"output={project}/out", "name=two"], project)
+    small = line.smaller(local, by_script=True)
+    trains([*start, *line.after_the_script, *small, f"output={project}/out", "name=two"], project)
 
 
 def trains(command: list[str], folder: Path) -> None:

@@ -71,6 +71,12 @@ def test_the_command_line_is_on_top_of_every_stage_and_of_one() -> None:
     assert [each.optimizer.lr for each in stages("optimizer.lr=5", "stages.sft.optimizer.lr=6")] == [5, 6]
 
 
+def test_a_setting_for_all_stages_goes_with_data_that_only_the_stages_name() -> None:
+    lengths = [stage.data.sequence_length for stage in stages("data.sequence_length=64", "model.lora=true")]
+    assert lengths == [64, 64]
+    assert [stage.data.workers for stage in stages(data={"workers": 3})] == [3, 3]
+
+
 def test_what_replaced_what_is_noted_for_each_stage() -> None:
     notes = read(BASE, "stages.sft.optimizer.lr=6", "batch.per_device=2").notes
     assert list(notes["pretrain"]) == ["batch.per_device: 2 (command line) over 8 (default)"]
