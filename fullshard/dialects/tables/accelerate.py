@@ -138,6 +138,8 @@ DIALECT = Dialect(
         "num_machines",
         "main_training_function",
         "fsdp_sharding_strategy",
+        "fsdp_offload_params",
+        "fsdp_reshard_after_forward",
     ),
     sections=("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config"),
     rows=(

@@ -23,7 +23,6 @@ DIALECT = Dialect(
         "model_name_or_path",
         "adam_beta2",
         "save_total_limit",
-        "fsdp",
         "gradient_checkpointing_kwargs",
         "eval_strategy",
         "save_strategy",

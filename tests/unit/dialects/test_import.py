@@ -14,6 +14,7 @@ from fullshard.cli import app
 from fullshard.commands.dry_run import describe
 from fullshard.config.part import flat, plain
 from fullshard.contracts.launcher import Ranks
+from fullshard.dialects.files import translated
 from fullshard.errors import RecipeError
 from fullshard.recipes.read import Reading, read
 from tests.small import model_folder, token_file
@@ -336,6 +337,24 @@ def test_one_stage_alone_is_the_recipe(place: Path) -> None:
     means(
         read(str(file)), {"topology.devices": 8, "sharding.strategy": "full", "duration.epochs": 1, "log.debug": True}
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fsdp: {cpu_offload: true}", {"sharding.cpu_offload": True}),
+        ("fsdp: {activation_checkpointing: true}", {"sharding.activation_checkpointing": "full"}),
+        ("training: {batch_size: 2}", {"batch.per_device": 2}),
+        ("training: {gradient_accumulation_steps: 4}", {"batch.accumulate": 4}),
+        ("distributed_examples: {mine: {strategy: fsdp, num_nodes: 4, devices: 8}}", {"topology.nodes": 4}),
+        ("fsdp_offload_params: true\nfsdp_cpu_ram_efficient_loading: true", {"sharding.cpu_offload": True}),
+    ],
+)
+def test_a_piece_of_a_file_is_recognised_too(place: Path, text: str, expected: dict[str, Any]) -> None:
+    done = translated(write(place, "piece.yaml", text))
+    assert done is not None
+    assert not done.refused
+    assert {key: done.settings[key] for key in expected} == expected
 
 
 # What is printed and refused
