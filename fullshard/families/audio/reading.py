@@ -18,7 +18,7 @@ import numpy as np
 
 from fullshard.config.problems import found, sort_of
 from fullshard.contracts.data import DropReason
-from fullshard.errors import DataError, missing_package
+from fullshard.errors import DataError, SetupError, missing_package
 
 _LOUDEST = 8.0
 """Samples as floats are within -1 and 1; resampling overshoots a little. More is a wrong scale."""
@@ -158,7 +158,7 @@ def _look(clip: Given, root: Path | None, rate: int) -> Clip | Unreadable:
     name = f"the file {place(clip.value, root)}" if isinstance(clip.value, str) else "its content"
     try:
         samples, own = _decoded(_opened(clip.value, root), rate)
-    except MemoryError:
+    except (MemoryError, SetupError):
         raise  # not the clip's fault
     except Exception as error:  # depends on the format
         missing = isinstance(error, FileNotFoundError) and not Path(str(clip.value)).is_absolute()
@@ -179,6 +179,8 @@ def read_again(data: bytes, *, is_file: bool, root: Path | None, rate: int) -> n
     name = f"the audio file {place(data.decode(), root)}" if is_file else "a clip in the cache of encoded data"
     try:
         return _decoded(_opened(value, root), rate)[0]
+    except SetupError:
+        raise
     except Exception as error:
         raise DataError(
             f"{name} can no longer be read: {_reason(error)}. It could when the data was encoded. Restore it, "

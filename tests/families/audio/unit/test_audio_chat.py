@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import importlib
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,18 @@ import soundfile
 import soxr
 import torch
 from datasets import Audio, Dataset
-from transformers import Phi4MultimodalFeatureExtractor, VoxtralConfig, VoxtralProcessor, WhisperFeatureExtractor
+from transformers import (
+    AutoFeatureExtractor,
+    Phi4MultimodalFeatureExtractor,
+    VoxtralConfig,
+    VoxtralProcessor,
+    WhisperFeatureExtractor,
+)
 
 from fullshard.contracts.data import IGNORE
 from fullshard.data.prepare import prepare
 from fullshard.data.sources.files import Files
-from fullshard.errors import DataError, RecipeError
+from fullshard.errors import DataError, RecipeError, SetupError
 from fullshard.families.audio.encoders.audio_chat import AudioChat
 from fullshard.families.audio.models.audio_lm import AudioLM
 from fullshard.families.audio.processor import ChunkProcessor
@@ -281,6 +289,32 @@ def test_a_record_without_a_conversation_is_told_what_fits(
 ) -> None:
     message = error_of(folder, record)
     assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("package", ["soundfile", "soxr"])
+def test_a_missing_package_is_no_fault_of_a_clip(folder: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `unreadable: skip` every record would be left out."""
+    encoder = opened(folder, unreadable="skip")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SetupError, match=rf"{package}, which is not installed.*pip install 'fullshard\[audio\]'"):
+        encoder.encode({**PAIR, "audio_path": "slow.wav"})
+
+
+def test_features_of_gemma_and_whisper_are_those_of_their_extractors(tmp_path: Path) -> None:
+    importlib.import_module("tests.families.audio.gemma")  # a stand-in for the vision tower
+    clips = [tone(1, seconds=0.3), tone(2, seconds=0.5)]
+    for name in ("gemma3n", "whisper"):
+        folder = model_folder(tmp_path / name, name)
+        processor = AudioLM(path=str(folder)).load_processor(folder, where="model.path")
+        own, found = AutoFeatureExtractor.from_pretrained(folder), processor.features(clips)
+        for number, clip in enumerate(clips):
+            made = own([clip], sampling_rate=RATE, return_tensors="pt")
+            features = made["input_features"][0]
+            size = features.shape[0] if name == "gemma3n" else None
+            torch.testing.assert_close(found["input_features"][number][:size], features, rtol=0, atol=0)
+            if name == "gemma3n":
+                assert torch.equal(found["input_features_mask"][number][:size], made["input_features_mask"][0])
+                assert not found["input_features_mask"][number][size:].any()
 
 
 def test_records_with_bad_audio_can_be_left_out(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,15 @@ def test_what_a_frozen_tower_would_ignore_is_refused(other: dict[str, object]) -
     model = {"kind": "audio_lm", "path": "m", "towers": {"audio": {"freeze": True, **other}}}
     with pytest.raises(RecipeError, match=rf"audio.freeze and .*audio.{next(iter(other))} exclude each other"):
         fullshard.read({"model": model, "data": {"train": "t.jsonl"}})
+
+
+@pytest.mark.parametrize(
+    ("extractor", "package"), [("GraniteSpeechFeatureExtractor", "torchaudio"), ("ParakeetFeatureExtractor", "librosa")]
+)
+def test_extractors_that_need_another_package_say_so(tmp_path: Path, extractor: str, package: str) -> None:
+    """Transformers' own, which are asked for here: without its package neither can be made."""
+    assert importlib.util.find_spec(package) is None
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": extractor}))
+    config = CONFIG_MAPPING["qwen2_audio"]()
+    with pytest.raises(RecipeError, match=rf"it needs {package}\. Install it with: pip install {package}"):
+        load_audio_processor(tmp_path, None, config=config, trust_remote_code=False, where="model.path")
