@@ -13,6 +13,7 @@ from typing import Any
 
 from fullshard.config.merge import Settings
 from fullshard.config.part import decode, did_you_mean
+from fullshard.config.section import section_at
 from fullshard.dialects.words import in_our_words
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import Document, shown
@@ -108,13 +109,18 @@ def expanded(settings: Settings) -> dict[str, Any]:
             done.append(None)
     if problems:
         raise RecipeError("\n".join(dict.fromkeys(problems)))
-    # A recipe whose data are in its stages alone shows those of the first, whatever else of it is set for all stages.
-    whole = [values for path, values, _ in settings.laid if not path]
-    stated = {key for key in ("model", "data") if any(key in values for values in whole)}
-    if "train" not in (settings.values.get("data") or {"train": None}):
-        stated.discard("data")
-    shared = {key: values[0][key] for key in ("model", "data") if key not in stated and key in values[0]}
+    # A recipe whose data are in its stages alone shows those of the first.
+    shared = {key: values[0][key] for key in ("model", "data") if not _is_complete(settings, key)}
     return {**settings.values, **shared, KEY: done}
+
+
+def _is_complete(settings: Settings, key: str) -> bool:
+    """Whether a section beside `stages` could stand alone."""
+    section = section_at(settings.section, key)
+    try:
+        return section is None or bool(decode(section, settings.values[key], where=key))
+    except (KeyError, RecipeError):
+        return False
 
 
 def _names(settings: Settings) -> list[str]:

@@ -213,6 +213,7 @@ BROUGHT = {
     "quickstart": (),
     "sft": (*SHORT, "model=spoken", "data.train=pairs.jsonl"),
     "sft-lora": (*SHORT, "model.path=spoken", "data.train=pairs.jsonl", "model.lora.r=2"),
+    "staged": (),
     "vision": (),
 }
 """What a user brings to a built-in recipe; a new one needs an entry here."""
@@ -231,7 +232,8 @@ def test_a_built_in_recipe_is_healthy(name: str, workspace: Workspace) -> None:
         write_readings(workspace.folder, 64)
     result = workspace.run_on(name, "check", "--quick", "--json", *BROUGHT[name])
     report = json.loads(result.stdout)
-    assert [f for f in report["findings"] if f["level"] != "ok"] == []
+    of_stages = report.get("stages", {"": report}).values()
+    assert [f for each in of_stages for f in each["findings"] if f["level"] != "ok"] == []
     assert (report["correct"], result.exit_code) == (True, 0)
 
 

@@ -77,6 +77,12 @@ def test_a_setting_for_all_stages_goes_with_data_that_only_the_stages_name() -> 
     assert [stage.data.workers for stage in stages(data={"workers": 3})] == [3, 3]
 
 
+def test_a_setting_for_all_stages_of_a_section_that_only_stages_complete() -> None:
+    recipe = fullshard.read(BASE, "data.sequence_length=64")
+    assert [each.data.sequence_length for each in recipe.stages or []] == [64, 64]
+    assert recipe.data.sequence_length == 64
+
+
 def test_what_replaced_what_is_noted_for_each_stage() -> None:
     notes = read(BASE, "stages.sft.optimizer.lr=6", "batch.per_device=2").notes
     assert list(notes["pretrain"]) == ["batch.per_device: 2 (command line) over 8 (default)"]
