@@ -124,6 +124,7 @@ def train(
     reading, launch = asked.read(), asked.launch()
     from fullshard import run
 
+    resume = {"true": "auto", "false": "never"}.get(resume.lower(), resume)  # --resume-from-checkpoint True
     if launch.launcher != "none" and not dry_run:
         raise typer.Exit(run.join(reading, resume=resume, anyway=resume_anyway))
     ranks = asked.ranks(reading.recipe.topology, launch)

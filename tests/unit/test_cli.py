@@ -109,6 +109,12 @@ def test_under_a_launcher_the_command_joins_as_a_rank(calls: Any, monkeypatch: p
     assert "this process was started by torchrun as rank 1 of 2. Leave these options out." in result.stderr
 
 
+def test_resume_as_other_scripts_spell_it(calls: Any) -> None:
+    for value, meaning in {"True": "auto", "False": "never", "some/checkpoint": "some/checkpoint"}.items():
+        call("train", "r.yaml", "--resume_from_checkpoint", value)
+        assert calls[-1][2]["resume"] == meaning
+
+
 def test_dry_run_starts_nothing(calls: Any) -> None:
     assert call("train", "r.yaml", "--dry-run", "--devices=4").stdout == "the plan\n"
     assert [(name, keywords["ranks"].per_node) for name, _, keywords in calls] == [("describe", 4)]
