@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from fullshard.own_loop.result import Result, of
 from fullshard.recipes.read import Reading
 from fullshard.run import read_result
-from fullshard.stages.in_turn import Stage, train_in_turn
+from fullshard.stages.in_turn import Stage, named, train_in_turn
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class _Stopped(Exception):
     """A signal stopped a stage, so the ones after it do not run."""
 
 
-def train_stages(reading: Reading, train: Callable[[Reading, str], Result], *, resume: str) -> StagedResult:
-    """Trains the stages of a recipe; `train` runs one of them with a value of `--resume`."""
+def train_stages(
+    reading: Reading, train: Callable[[Reading, str], Result], *, resume: str, only: str | None = None
+) -> StagedResult:
+    """Trains the stages of a recipe, or `only` one; `train` runs one of them with a value of `--resume`."""
     found: dict[str, Result] = {}
 
     def run(stage: Stage, how: str) -> None:
@@ -40,9 +42,9 @@ def train_stages(reading: Reading, train: Callable[[Reading, str], Result], *, r
     def command(name: str) -> str:
         return f"fullshard.train(recipe) trains {name} first."
 
-    stages = reading.recipe.stages or []
+    stages = [named(reading.recipe, only).recipe] if only else reading.recipe.stages or []
     try:
-        train_in_turn(reading.recipe, run, resume=resume, only=None, command=command, say=print)
+        train_in_turn(reading.recipe, run, resume=resume, only=only, command=command, say=print)
     except _Stopped:
         stages = stages[: [stage.name for stage in stages].index(list(found)[-1]) + 1]
     every = {stage.name: found.get(stage.name) or of(read_result(stage.folder), stage) for stage in stages}

@@ -33,6 +33,7 @@ def train_recipe(
     recipe: Recipe | str | Path | Mapping[str, Any],
     *overrides: str,
     preset: str | Sequence[str] = (),
+    stage: str | None = None,
     resume: str = "auto",
     resume_anyway: bool = False,
 ) -> Result:
@@ -41,10 +42,14 @@ def train_recipe(
     `recipe` is what `fullshard.read` returns or takes: a YAML path, a built-in name or a mapping, with settings such as
     "optimizer.lr=3e-4" on top. Starts the ranks that the recipe asks for, unless this process is one of them already.
     A run that was stopped continues where it was saved; `resume` is what `--resume` takes. A recipe with stages gives
-    the result of the last one, with those of all in `stages`, by name."""
+    the result of the last one, with those of all in `stages`, by name; `stage` trains one, by name or number."""
     reading = _reading(recipe, overrides, preset)
     if reading.recipe.stages:
-        return train_stages(reading, lambda stage, how: _train(stage, resume=how, anyway=resume_anyway), resume=resume)
+        return train_stages(
+            reading, lambda each, how: _train(each, resume=how, anyway=resume_anyway), resume=resume, only=stage
+        )
+    if stage is not None:
+        raise RecipeError(f"stage = {stage!r}: {reading.source} has no stages. Leave it out.")
     return _train(reading, resume=resume, anyway=resume_anyway)
 
 

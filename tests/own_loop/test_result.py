@@ -135,6 +135,20 @@ def test_settings_on_top_of_a_recipe_object(folder: Path) -> None:
     assert fullshard.train(read, "duration={steps: 1}", "evaluate={parts: []}", "checkpoint={best: null}").step == 1
 
 
+def test_one_stage_or_all(folder: Path) -> None:
+    stages = [{"name": "first", "duration": {"steps": 1}}, {"name": "second", "duration": {"steps": 2}}]
+    staged = settings(folder, "staged") | {"stages": stages}
+    first: Any = fullshard.train(staged, stage="first")
+    assert (first.step, list(first.stages)) == (1, ["first"])
+    every: Any = fullshard.train(staged)
+    assert (every.step, {name: each.step for name, each in every.stages.items()}) == (2, {"first": 1, "second": 2})
+    assert isinstance(every.load(), PreTrainedModel)
+    with pytest.raises(RecipeError, match="there is no such stage.*Stages: first, second"):
+        fullshard.train(staged, stage="third")
+    with pytest.raises(RecipeError, match="stage = 'first': a mapping has no stages"):
+        fullshard.train(settings(folder, "one"), stage="first")
+
+
 def under_torchrun(settings: dict[str, Any]) -> tuple[float, bool]:
     """One rank of a program under a launcher: the live model works after the run, with its process group."""
     result = fullshard.train(settings)
