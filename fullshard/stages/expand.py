@@ -90,7 +90,8 @@ def expanded(settings: Settings) -> dict[str, Any]:
     if not own:
         raise RecipeError(f"{KEY} is empty. List at least one stage, or leave it out.")
     names = _names(settings)
-    if strange := next((name for name in own if name not in names), None):
+    asked = [str(path[1]) for path, _, _ in settings.laid if len(path) > 1 and path[0] == KEY]
+    if strange := next((name for name in asked if name not in names), None):
         raise RecipeError(
             f"{KEY}.{strange}: there is no such stage{did_you_mean(strange, names)}. Stages: {', '.join(names)}."
         )
@@ -123,10 +124,16 @@ def _is_complete(settings: Settings, key: str) -> bool:
         return False
 
 
+def _defined(settings: Settings) -> list[Mapping[str, Any]]:
+    """The stages by name, of each recipe layer; `stages=[...]` on the command line replaces them all."""
+    whole = [value for path, value, _ in settings.laid if path == (KEY,)]
+    laid = [named(Document({KEY: whole[-1]}, {})).values] if whole else [v for path, v, _ in settings.laid if not path]
+    return [values[KEY] for values in laid if isinstance(values.get(KEY), Mapping)]
+
+
 def _names(settings: Settings) -> list[str]:
     """The stages that recipes define, in order; the command line only changes them."""
-    laid = [values[KEY] for path, values, _ in settings.laid if not path and isinstance(values.get(KEY), Mapping)]
-    return list(dict.fromkeys(str(name) for stages in laid for name in stages))
+    return list(dict.fromkeys(str(name) for stages in _defined(settings) for name in stages))
 
 
 def _laid(settings: Settings, name: str) -> Settings:
@@ -136,9 +143,8 @@ def _laid(settings: Settings, name: str) -> Settings:
         if not path:
             stage.lay({key: value for key, value in values.items() if key != KEY}, layer)
     before = len(stage.replaced)
-    for path, values, _ in settings.laid:
-        if not path and isinstance(values.get(KEY), Mapping):
-            stage.lay(values[KEY].get(name) or {}, f"{KEY}.{name}")
+    for stages in _defined(settings):
+        stage.lay(stages.get(name) or {}, f"{KEY}.{name}")
     del stage.replaced[before:]  # what a stage changes is what it is for
     for path, value, layer in settings.laid:
         if path and path[0] != KEY:

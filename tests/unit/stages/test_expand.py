@@ -83,6 +83,12 @@ def test_a_setting_for_all_stages_of_a_section_that_only_stages_complete() -> No
     assert recipe.data.sequence_length == 64
 
 
+def test_the_command_line_may_bring_all_stages() -> None:
+    words = "stages=[{name: a, data: {train: x}}, {name: b, data: {train: y}}]"
+    assert [each.name for each in stages(words, "stages.b.optimizer.lr=6")] == ["a", "b"]
+    assert stages(words, "stages.b.optimizer.lr=6")[1].optimizer.lr == 6
+
+
 def test_what_replaced_what_is_noted_for_each_stage() -> None:
     notes = read(BASE, "stages.sft.optimizer.lr=6", "batch.per_device=2").notes
     assert list(notes["pretrain"]) == ["batch.per_device: 2 (command line) over 8 (default)"]
