@@ -85,6 +85,8 @@ class Loader:
         if len(samples) == 0:
             raise DataError("No samples to load. Provide more data.")
         self.num_samples = len(samples)
+        # Some collators lay out rows of several samples themselves.
+        self.packed = getattr(samples, "fixed_length", None) is not None or collator.settings.lays_out
         self._global_size = global_size or per_device * world
         self._per_device, self._rank, self._world = per_device, rank, world
         # Two orders are kept: workers read ahead into the next epoch.

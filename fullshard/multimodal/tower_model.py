@@ -41,6 +41,7 @@ class TowerModel(TransformersModel):
         found = self._unused(module, processor) if processor is not None else []
         for name in found:
             module.get_parameter(name).requires_grad_(False)
+        towers.check_rates(module, self.towers, module.towers)
         if found:
             count = counted(len(found), "parameter")
             logger.info("The model does not use %s of its towers, such as %s: frozen", count, found[0])

@@ -98,6 +98,17 @@ def check_blocks(module: nn.Module, settings: Mapping[str, Tower], towers: Mappi
             )
 
 
+def check_rates(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> None:
+    """Raises for a tower that has a learning rate, and nothing that is trained with it."""
+    trained = {tower_of(name, towers) for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for kind, tower in settings.items():
+        if tower.lr is not None and kind not in trained:
+            raise RecipeError(
+                f"model.towers.{kind}.lr = {tower.lr:g}: nothing in {kind} is trained. With model.lora set "
+                f"model.towers.{kind}.lora: true, or leave lr out."
+            )
+
+
 def freeze(module: nn.Module, settings: Mapping[str, Tower], towers: Mapping[str, list[str]]) -> None:
     """Freezes the towers with `freeze: true`."""
     for name, parameter in module.named_parameters():
@@ -184,4 +195,14 @@ def _within(name: str, holders: list[str]) -> bool:
     return any(name == holder or name.startswith(f"{holder}.") for holder in holders)
 
 
-__all__ = ["Tower", "check_blocks", "check_names", "find", "freeze", "groups", "tower_of", "without_adapters"]
+__all__ = [
+    "Tower",
+    "check_blocks",
+    "check_names",
+    "check_rates",
+    "find",
+    "freeze",
+    "groups",
+    "tower_of",
+    "without_adapters",
+]

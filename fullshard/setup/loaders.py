@@ -69,7 +69,7 @@ def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) ->
 
 def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux: dict[str, nn.Module]) -> list[str]:
     """Proves the model with this objective on the first batch: the engine's proofs, then the objective's."""
-    packed, compute = recipe.data.pack, model.plan.compute
+    packed, compute = recipe.data.pack and train.packed, model.plan.compute
     probe = Probe(recipe.objective, model.module, aux, compute, world.device, train.collate)
     lines = prove(probe, train.long_sample, packed=packed, longest=recipe.data.sequence_length)
     batch = to_device(train.first_batch(), world.device)

@@ -62,9 +62,9 @@ def plain_inputs(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run(ranks: RankPool, folder: Path, name: str, *, world: int = 1, **sections: Any) -> Any:
+def run(ranks: RankPool, folder: Path, name: str, *, world: int = 1, pack: bool = False, **sections: Any) -> Any:
     encode = {"kind": "transcripts", "audio_root": str(folder / "clips")}
-    data = {"encode": encode, "sequence_length": 64}
+    data = {"encode": encode, "sequence_length": 64, "pack": pack}
     return curve(ranks.run(train, settings(folder, name, data=data, **sections), world=world)[0], "loss", "grad_norm")
 
 
@@ -103,7 +103,8 @@ def test_a_decoder_has_no_more_positions(ranks: RankPool, folder: Path) -> None:
 def test_it_trains_as_in_a_plain_loop(ranks: RankPool, folder: Path) -> None:
     """12 records in steps of 8: the second step is filled up with rows of no weight on some ranks."""
     inputs = plain_inputs(folder)
-    runs = {world: run(ranks, folder, f"full{world}", world=world) for world in (1, 4)}
+    # Packing is on by default; each row keeps its own clip all the same.
+    runs = {world: run(ranks, folder, f"full{world}", world=world, pack=world == 4) for world in (1, 4)}
     np.testing.assert_allclose(runs[1][:1], plain_loop(folder, steps=1, inputs=inputs), rtol=WITHIN)
     np.testing.assert_allclose(runs[4], runs[1], rtol=WITHIN)
     frozen = run(ranks, folder, "frozen", world=2, model={"towers": {"audio": {"freeze": True}}})

@@ -22,6 +22,7 @@ from fullshard.multimodal.prompts import Files, Row
 from fullshard.multimodal.tower_model import TowerModel, config_from_scratch
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -90,6 +91,11 @@ class AudioLM(TowerModel):
         if model.config.is_encoder_decoder:
             return continue_speech(module, rows, way, source=self._source(), **placed)
         return super().continued(module, rows, way, **placed)
+
+    def choose_kernels(self, module: nn.Module, *, device: str, compute: torch.dtype, packed: bool) -> str:
+        model: Any = module
+        packed = packed and not model.config.is_encoder_decoder
+        return super().choose_kernels(module, device=device, compute=compute, packed=packed)
 
     def media_flops(self, module: nn.Module) -> dict[str, float]:
         from fullshard.families.audio.tower_flops import training_costs

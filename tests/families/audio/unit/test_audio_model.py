@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
@@ -120,3 +121,16 @@ def test_extractors_that_need_another_package_say_so(tmp_path: Path, extractor: 
     config = CONFIG_MAPPING["qwen2_audio"]()
     with pytest.raises(RecipeError, match=rf"it needs {package}\. Install it with: pip install {package}"):
         load_audio_processor(tmp_path, None, config=config, trust_remote_code=False, where="model.path")
+
+
+def test_a_learning_rate_of_a_tower_that_is_not_trained_is_refused(tmp_path: Path) -> None:
+    """Under LoRA only what has adapters is trained."""
+    folder = model_folder(tmp_path / "model", "qwen2_audio")
+
+    def build(**tower: Any) -> None:
+        family = AudioLM(path=str(folder), lora=Lora(r=4), towers={"projector": towers.Tower(**tower)})
+        family.build(processor=family.load_processor(folder, where="model.path"))
+
+    build(lr=1e-4, lora=True)
+    with pytest.raises(RecipeError, match=r"model.towers.projector.lr = 0.0001: nothing in projector is trained.*lora"):
+        build(lr=1e-4)
