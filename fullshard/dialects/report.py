@@ -40,7 +40,7 @@ def _cells(said: Said) -> tuple[str, str, str]:
         theirs = f"{said.key} (left out: {_value(said)})"
     arrow = f"→ {settings}" if settings else ""
     if said.verdict == "no effect" and not said.why:
-        return said.verdict, theirs, "as it is anyway"
+        return said.verdict, theirs, "already the case"
     return said.verdict, theirs, " ".join(filter(None, (arrow, f"({said.why})" if settings and said.why else said.why)))
 
 
