@@ -15,9 +15,14 @@ from fullshard.errors import SetupError, missing_package
 PROGRAM = "espeak-ng"
 
 
+def has_espeak() -> bool:
+    """Whether the program is installed."""
+    return shutil.which(PROGRAM) is not None
+
+
 def check_espeak() -> str:
     """The version of the program: another one may speak differently."""
-    if shutil.which(PROGRAM) is None:
+    if not has_espeak():
         raise SetupError(
             f"data: digits = spoken needs the program {PROGRAM}, which is not installed. Install it with: apt-get "
             f"install {PROGRAM}. Or set digits: dialled, which needs no program."
@@ -26,7 +31,7 @@ def check_espeak() -> str:
 
 
 @functools.lru_cache(maxsize=512)
-def spoken(word: str, *, speed: int, pitch: int, rate: int) -> np.ndarray:
+def speak(word: str, *, speed: int, pitch: int, rate: int) -> np.ndarray:
     """The word as samples at this rate, without silence around it."""
     try:
         import soundfile
@@ -46,4 +51,4 @@ def spoken(word: str, *, speed: int, pitch: int, rate: int) -> np.ndarray:
     return np.asarray(soxr.resample(samples, own, rate) / np.abs(samples).max(), dtype=np.float32)
 
 
-__all__ = ["check_espeak", "spoken"]
+__all__ = ["check_espeak", "has_espeak", "speak"]

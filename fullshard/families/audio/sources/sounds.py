@@ -1,10 +1,11 @@
-"""Generated clips with questions about pitch, direction, number of beeps and dialled digits. Nothing is downloaded.
+"""Generated clips with questions about pitch, direction, number of beeps and digits. Nothing is downloaded.
 
 Every record follows from its number, so two ranges of numbers share no clip. Must not know tokens, batches or ranks.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,7 +14,9 @@ from pydantic import Field
 
 from fullshard.contracts.data import Records, Source
 from fullshard.data.records import combine
-from fullshard.families.audio.spoken_digits import check_espeak, spoken
+from fullshard.families.audio.spoken_digits import check_espeak, has_espeak, speak
+
+logger = logging.getLogger(__name__)
 
 RATE = 16000
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -36,12 +39,14 @@ class Sounds(Source):
     """The number of the first: other ranges have other clips."""
     seconds: float = Field(0.6, ge=0.4, le=30)
     """The length of a clip."""
-    digits: Literal["dialled", "spoken"] = "dialled"
-    """Digits as the tones of a telephone, the same on every machine, or spoken by espeak-ng, if it is installed."""
+    digits: Literal["auto", "spoken", "dialled"] = "auto"
+    """spoken: by espeak-ng; dialled: the tones of a telephone, the same on every machine; auto: spoken if espeak-ng is
+    installed."""
 
     def open(self) -> Records:
-        voice = check_espeak() if self.digits == "spoken" else ""
-        return _Generated(self, voice)
+        speaks = self.digits == "spoken" or (self.digits == "auto" and has_espeak())
+        logger.info("digits are %s", "spoken by espeak-ng" if speaks else "dialled: tones of a telephone")
+        return _Generated(self, check_espeak() if speaks else "")
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,15 @@ class _Generated:
 
     settings: Sounds
     voice: str
+    """The version of espeak-ng; empty: digits are dialled."""
 
     def __len__(self) -> int:
         return self.settings.records
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _record(range(self.settings.start, self.settings.start + len(self))[index], self.settings)
+        return _record(
+            range(self.settings.start, self.settings.start + len(self))[index], self.settings, spoken=bool(self.voice)
+        )
 
     def where(self, index: int) -> str:
         return f"generated sounds, number {self.settings.start + index}"
@@ -64,10 +72,10 @@ class _Generated:
         return combine("sounds", "1", self.settings.model_dump_json(), self.voice)
 
 
-def _record(number: int, settings: Sounds) -> dict[str, Any]:
+def _record(number: int, settings: Sounds, *, spoken: bool) -> dict[str, Any]:
     draw = np.random.default_rng([number, 18])
     size = round(settings.seconds * RATE)
-    makers = (_pitch, _direction, _beeps, _digit if settings.digits == "dialled" else _spoken_digit)
+    makers = (_pitch, _direction, _beeps, _spoken_digit if spoken else _digit)
     question, answer, clip = makers[int(draw.integers(len(makers)))](size, draw)
     clip = clip * draw.uniform(0.2, 0.8) + 0.005 * draw.standard_normal(size)
     return {
@@ -114,7 +122,7 @@ def _digit(size: int, draw: np.random.Generator) -> Made:
 
 def _spoken_digit(size: int, draw: np.random.Generator) -> Made:
     digit = int(draw.integers(10))
-    said = spoken(
+    said = speak(
         NUMBERS[digit], speed=140 + 20 * int(draw.integers(5)), pitch=30 + 10 * int(draw.integers(5)), rate=RATE
     )
     clip = np.zeros(size)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
+import os
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fullshard.errors import SetupError
 from fullshard.families.audio.sources.sounds import KEYS, NUMBERS, PITCHES, RATE, Sounds
+from fullshard.families.audio.spoken_digits import speak
 
-CLIPS = list(map(Sounds(records=400).open().__getitem__, range(400)))
+CLIPS = list(map(Sounds(records=400, digits="dialled").open().__getitem__, range(400)))
 
 
 def asked(word: str) -> list[tuple[str, np.ndarray]]:
@@ -32,7 +36,7 @@ def loudest(clip: np.ndarray, count: int = 1) -> list[float]:
 
 
 def test_a_record_follows_from_its_number() -> None:
-    again = Sounds(records=10, start=390).open()
+    again = Sounds(records=10, start=390, digits="dialled").open()
     for index in range(10):
         assert np.array_equal(again[index]["audio_array"], CLIPS[390 + index]["audio_array"])
         assert again[index]["prompt"] == CLIPS[390 + index]["prompt"]
@@ -84,14 +88,52 @@ def test_spoken_digits_need_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
         Sounds(digits="spoken").open()
 
 
-def test_spoken_digits(monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("espeak-ng") is None:
-        return  # the machine has no voice; the test above holds what it is then
-    records = Sounds(records=24, digits="spoken", seconds=1).open()
+VOICE = f"""#!{sys.executable}
+import sys
+import numpy, soundfile
+
+if "--version" in sys.argv:
+    print("eSpeak NG text-to-speech: 1.51, a stand-in")
+else:
+    words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    speed, pitch = int(words["-s"]), int(words["-p"])
+    times = numpy.arange(22050 * 60 // speed) / 22050
+    said = 0.5 * numpy.sin(2 * numpy.pi * 10 * (pitch + len(sys.argv[-1])) * times)
+    soundfile.write(words["-w"], numpy.concatenate([numpy.zeros(2000), said, numpy.zeros(2000)]), 22050)
+"""
+"""A program that is called as espeak-ng is, and gives a tone for a word."""
+
+
+@pytest.fixture
+def voice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    program = tmp_path / "espeak-ng"
+    program.write_text(VOICE)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    speak.cache_clear()
+    yield
+    speak.cache_clear()
+
+
+@pytest.mark.usefixtures("voice")
+def test_digits_are_spoken_if_the_program_is_installed() -> None:
+    records = Sounds(records=24, seconds=1).open()
     said = [record for record in map(records.__getitem__, range(24)) if "digit" in record["prompt"]]
     assert said
     for record in said:
-        assert len(record["audio_array"]) == 16000
-        assert 0.1 < np.abs(record["audio_array"]).max() <= 1.1
-    again = Sounds(records=24, digits="spoken", seconds=1).open()
+        clip = record["audio_array"]
+        assert len(clip) == RATE
+        assert 0.1 < np.abs(clip).max() <= 1.1
+        # At the model's rate, from the first sample on: one of five pitches, by the length of the word.
+        assert min(abs(loudest(clip)[0] - 10 * (pitch + len(record["response"]))) for pitch in range(30, 80, 10)) <= 2
+        assert np.abs(clip[:800]).max() > 0.1
+    again = Sounds(records=24, seconds=1, digits="spoken").open()
     assert np.array_equal(again[0]["audio_array"], records[0]["audio_array"])
+    dialled = Sounds(records=24, seconds=1, digits="dialled").open()
+    assert dialled.fingerprint() != records.fingerprint() != again.fingerprint()
+
+
+def test_digits_are_dialled_without_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    clips = Sounds(records=400).open()
+    assert all(np.array_equal(clips[i]["audio_array"], CLIPS[i]["audio_array"]) for i in range(0, 400, 20))
