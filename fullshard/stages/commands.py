@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -32,7 +33,9 @@ Command = Callable[..., None]
 def run_stages(asked: Any, command: Command, given: Mapping[str, Any], *, processor_of: ProcessorOf) -> bool:
     """Runs a command for every stage of the recipe, or for the one of `--stage`; False for a recipe without stages."""
     try:
-        reading = asked.read()
+        # What a user's module prints when it is imported is not part of a JSON report.
+        with contextlib.redirect_stdout(sys.stderr if given.get("as_json") else sys.stdout):
+            reading = asked.read()
     except FullshardError:
         return False  # the command reads it again and reports the error in its own way
     if not reading.recipe.stages:
