@@ -98,7 +98,7 @@ def generate(
     drawing = {"--max-new-tokens": max_new_tokens, "--temperature": temperature, "--top-p": top_p, "--seed": seed}
     flags = {"--raw": raw, "--base": base, "--trust-remote-code": trust_remote_code, "--json": as_json}
     words = as_words({**texts, **drawing, "--batch-size": batch_size, "--weights": weights, **flags})
-    asked = gathered(prompt or [], prompts or [], messages or [], media=bool(image or audio))
+    asked = gathered(prompt or [], prompts or [], messages or [], spoken=bool(audio))
     files = {"image": image or [], "audio": audio or []}
     options = EvaluateOptions(None, checkpoint, weights, devices, (), base, trust_remote_code)
     way = Continuation(max_new_tokens, temperature, top_p, seed, frozenset())

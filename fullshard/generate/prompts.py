@@ -23,13 +23,14 @@ class Prompt:
     """None: plain text, or one user message where the run was trained on conversations."""
 
 
-def gathered(texts: Sequence[str], files: Sequence[str], conversations: Sequence[str], *, media: bool) -> list[Prompt]:
-    """All prompts of a command line, in the order of the options; media may come without a text."""
+def gathered(texts: Sequence[str], files: Sequence[str], conversations: Sequence[str], *, spoken: bool) -> list[Prompt]:
+    """All prompts of a command line, in the order of the options. A clip may come without a text: it may hold the
+    question, or be what is to be written down."""
     found = [Prompt(text) for text in texts]
     for name in files:
         found += _of_file(name)
     found += [_conversation(text) for text in conversations]
-    if not found and not media:
+    if not found and not spoken:
         raise SetupError(
             "there is no prompt. Give --prompt TEXT, --prompts FILE (one per line, or .jsonl), or "
             '--messages \'[{"role": "user", "content": "..."}]\'.'

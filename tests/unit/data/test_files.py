@@ -326,5 +326,5 @@ def test_shares_add_up(total: int) -> None:
 
 def test_the_kinds_are_the_files() -> None:
     families = {"desktop_episodes", "digits", "docstrings", "image_folder", "python_reference", "shapes", "sounds"}
-    assert kinds(Source) == sorted({"files", "hub", "mixture", *families})
+    assert kinds(Source) == sorted({"files", "hub", "mixture", "standard_library", *families})
     assert isinstance(decode(Source, "x.txt", where="data.train"), Files)
