@@ -219,3 +219,12 @@ class Recipe(Section):
         """The folder of checkpoints and the exported model: the run folder, or its remote counterpart."""
         store = self.checkpoint.store
         return folder.place(f"{store.rstrip('/')}/{self.name}") if store else self.folder
+
+
+IN_FORCE = ("data.encode", "data.balance")
+"""Chosen by the data if the recipe leaves them out, so the identity has what they became."""
+
+
+def unset(*recipes: dict[str, Any]) -> tuple[str, ...]:
+    """Those of `IN_FORCE` that some recipe leaves out: its choice cannot be compared by the recipes alone."""
+    return tuple(key for key in IN_FORCE if any(recipe.get(key, "") is None for recipe in recipes))

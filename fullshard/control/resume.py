@@ -24,6 +24,7 @@ from fullshard.contracts.progress import Progress
 from fullshard.contracts.schedule import Schedule
 from fullshard.errors import CheckpointError, RecipeError
 from fullshard.proofs.same_data import Inventory, changes
+from fullshard.recipe import IN_FORCE, unset
 
 _MATTERS = ("seed", "model.", "objective.", "data.", "optimizer.kind")
 _HARMLESS = (
@@ -76,7 +77,10 @@ def resume_point(
     if checkpoint is None:
         return ResumePoint(Progress(), [])
     facts = _read_facts(checkpoint)
-    changed = _changes(flat(facts.recipe), flat(recipe))
+    known = any(key.startswith(IN_FORCE) for key in facts.identity)  # older checkpoints do not say
+    identity = {key: value for key, value in identity.items() if known or not key.startswith(IN_FORCE)}
+    left_out = IN_FORCE if known else unset(flat(facts.recipe), flat(recipe))
+    changed = [line for line in _changes(flat(facts.recipe), flat(recipe)) if not line.startswith(left_out)]
     refused = [
         _other_data(facts.data, content or {}, changed) if change.startswith(f"{_CONTENT}:") else change
         for change in _changes(facts.identity, identity)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from fullshard.config.part import decode, plain
+from fullshard.config.part import decode, flat, plain
 from fullshard.contracts.data import Encoder, Records, Source
 from fullshard.contracts.evaluation import refuse_same_name
 from fullshard.contracts.objective import Objective
@@ -24,6 +24,7 @@ from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.errors import DataError, RecipeError
 from fullshard.log.console import Console
+from fullshard.multimodal.balance import chosen
 from fullshard.proofs.same_data import inventory
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
@@ -162,6 +163,7 @@ def prepare_data(
         "samples per step": plan.global_size,
         "content of data.train": sources.train_fingerprint,
         **data.encoder.identity(data.train_from.store),
+        **flat({"data": {"encode": plain(data.encoder.settings), "balance": chosen(recipe.data.balance, data)}}),
     }
     per_device = recipe.evaluate.per_device or recipe.batch.per_device
     return RunInputs(processor, module, data, plan, per_device, identity, inventory(sources.train))

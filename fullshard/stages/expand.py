@@ -7,7 +7,7 @@ the defaults of the first one. Every problem is told by the key that caused it. 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -67,9 +67,17 @@ def _own(value: Any, name: str) -> dict[str, Any]:
     if value is not None and not isinstance(value, Mapping):
         raise RecipeError(f"{KEY}.{name} must be a mapping of keys, such as {{data: ..., optimizer: {{lr: 1e-4}}}}.")
     own = {str(key).replace("-", "_"): given for key, given in (value or {}).items() if key != "name"}
-    if wrong := next((key for key in _NOT_IN_A_STAGE if key in own), None):
-        raise RecipeError(f"{KEY}.{name}.{wrong}: a stage cannot have it. Set {wrong} beside {KEY}, for the whole run.")
+    _require_allowed(own, name)
     return own
+
+
+def _require_allowed(keys: Iterable[object], name: str) -> None:
+    """Raises for a key that belongs to the whole run."""
+    wrong = next((key for key in _NOT_IN_A_STAGE if key in keys), None)
+    if wrong == KEY:
+        raise RecipeError(f"{KEY}.{name}.{KEY}: a stage cannot have stages of its own. List them all in one {KEY}.")
+    if wrong:
+        raise RecipeError(f"{KEY}.{name}.{wrong}: a stage cannot have it. Set {wrong} beside {KEY}, for the whole run.")
 
 
 def _check_name(name: str, known: Mapping[str, Any]) -> None:
@@ -102,7 +110,7 @@ def expanded(settings: Settings) -> dict[str, Any]:
         stage = _laid(settings, name)
         before = names[:index]
         try:
-            values.append(begin(stage, settings.values, name, before=before))
+            values.append(begin(stage, settings.values, name, before=before, others=names[index:]))
             done.append(decode(settings.section, values[-1]))
             check_start(done[-1], name, before=dict(zip(before, done, strict=False)))
         except RecipeError as error:
@@ -158,7 +166,14 @@ def _laid(settings: Settings, name: str) -> Settings:
 def _own_settings(settings: Settings, name: str) -> Iterator[tuple[tuple[str | int, ...], Any]]:
     """The settings of the command line for this stage alone."""
     for path, value, _ in settings.laid:
-        if len(path) > 2 and path[0] == KEY and path[1] == name:
+        if path[:2] != (KEY, name):
+            continue
+        if len(path) == 2:
+            yield from (((key,), given) for key, given in _own(value, name).items())
+        elif path[2] == "name":
+            raise RecipeError(f"{KEY}.{name}.name: a stage is named in its recipe. Change it there.")
+        else:
+            _require_allowed(path[2:3], name)
             yield path[2:], value
 
 

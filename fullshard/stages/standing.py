@@ -17,7 +17,7 @@ from fullshard.checkpoint import paths
 from fullshard.config.part import flat, plain
 from fullshard.errors import CheckpointError
 from fullshard.formatting.yaml_text import shown
-from fullshard.recipe import Recipe
+from fullshard.recipe import Recipe, unset
 from fullshard.stages.start import checkpoint_of, place_of
 
 _MATTERS = ("seed", "model.", "objective.", "data.", "batch.", "duration.", "optimizer.", "schedule.", "ema", "start.")
@@ -50,10 +50,11 @@ def standing(recipe: Recipe) -> Standing | None:
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     then, here = flat(before), flat(now)
+    harmless = (*_HARMLESS, *unset(then, here))
     return [
         f"{key}: {shown(then.get(key))} then, {shown(here.get(key))} now"
         for key in dict.fromkeys((*here, *then))
-        if key.startswith(_MATTERS) and not key.startswith(_HARMLESS) and then.get(key) != here.get(key)
+        if key.startswith(_MATTERS) and not key.startswith(harmless) and then.get(key) != here.get(key)
     ]
 
 

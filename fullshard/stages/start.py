@@ -21,8 +21,11 @@ from fullshard.recipe import Recipe
 PROCESSOR = "processor"
 
 
-def begin(stage: Settings, base: Mapping[str, Any], name: str, *, before: Sequence[str]) -> dict[str, Any]:
-    """The settings of a stage as a recipe of its own: in its folder, and from where an earlier stage ended."""
+def begin(
+    stage: Settings, base: Mapping[str, Any], name: str, *, before: Sequence[str], others: Sequence[str]
+) -> dict[str, Any]:
+    """The settings of a stage as a recipe of its own: in its folder, and from where an earlier stage ended. `others`
+    are the stages that it cannot start from: itself and later ones."""
     folders = _inside(base, stage.values)
     values = {**stage.values, **folders, "name": name}
     if not values.get("start", True) and _own(stage, name, "start"):  # `start: null`: the model's own weights
@@ -34,6 +37,9 @@ def begin(stage: Settings, base: Mapping[str, Any], name: str, *, before: Sequen
         return {key: value for key, value in values.items() if key != "start"}
     if start["from"] in before:
         start["from"] = f"{folders['checkpoint'].get('store') or folders['output']}/{start['from']}"
+    elif start["from"] in others:
+        earlier = f"Earlier stages: {', '.join(before)}." if before else "It is the first one."
+        raise RecipeError(f"start.from = {start['from']!r} does not come before this stage. {earlier}")
     elif before and not any(mark in str(start["from"]) for mark in ("/", "~")):
         near = did_you_mean(str(start["from"]), before)
         raise RecipeError(f"start.from = {start['from']!r} is no earlier stage{near}: {', '.join(before)}.")
@@ -105,9 +111,28 @@ def check_start(recipe: Recipe, name: str, *, before: Mapping[str, Recipe | None
             f"stages.{name}.start.weights = best: {where}.best is null, so {earlier.name} keeps no best checkpoint. "
             "Set it, or use weights: last."
         )
+    _check_adapters(recipe, earlier)
     kinds = earlier.optimizer.kind(), recipe.optimizer.kind()
     if start.optimizer == "carry" and kinds[0] != kinds[1]:
         raise RecipeError(
             f"stages.{name}.start.optimizer = carry: {earlier.name} trains with {kinds[0]}, {name} with {kinds[1]}, "
             "and state of one does not fit the other. Use optimizer: fresh, or the same kind."
+        )
+
+
+def _check_adapters(recipe: Recipe, earlier: Recipe) -> None:
+    """Raises if the earlier stage leaves adapters that this one has no place for."""
+    theirs, own = (plain(each.model).get("lora") for each in (earlier, recipe))
+    where = f"stages.{recipe.name}.model.lora"
+    if theirs and not own:
+        merged = f"fullshard export {place_of(earlier)} merged --as merged"
+        raise RecipeError(
+            f"{where} = null: {earlier.name} trains adapters, and {recipe.name} starts from them. Give it the same "
+            f"model.lora, or another start. To train all weights after LoRA, merge the adapters ({merged}) and train "
+            "the merged model with a recipe of its own (model.path: merged)."
+        )
+    if theirs and own and theirs["r"] != own["r"]:
+        raise RecipeError(
+            f"{where}.r = {own['r']}: {recipe.name} starts from the adapters of {earlier.name}, which have r = "
+            f"{theirs['r']}. Use the same r, or another start."
         )

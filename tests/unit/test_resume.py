@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.integrity import UNREAD
 from fullshard.checkpoint.paths import place
 from fullshard.config.part import flat
-from fullshard.control.resume import choose
+from fullshard.control.resume import choose, resume_point
 from fullshard.errors import CheckpointError
 
 LOCAL = [Path("runs/a/checkpoint-9"), Path("runs/a/checkpoint-6")]
@@ -42,3 +44,22 @@ def test_a_named_checkpoint_must_be_complete_and_without_any_the_run_starts_fres
 
 def test_settings_are_compared_by_their_dotted_keys() -> None:
     assert flat({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def data(encode: str | None, balance: str | None) -> dict[str, Any]:
+    return {"data": {"encode": {"kind": encode} if encode else None, "balance": balance}}
+
+
+@pytest.mark.parametrize("identity", [flat(data("text", "none")), {}], ids=["now", "an older checkpoint"])
+@pytest.mark.parametrize("then", [data(None, None), data("text", "none")], ids=["chosen", "written"])
+@pytest.mark.parametrize("now", [data(None, None), data("text", "none")], ids=["chosen", "written"])
+def test_a_choice_by_the_data_is_the_same_run_as_the_resolved_recipe_that_writes_it(
+    identity: dict[str, Any], then: dict[str, Any], now: dict[str, Any], tmp_path: Path
+) -> None:
+    files.write_json(tmp_path / files.STATE, {"progress": {"step": 4}, "identity": identity, "recipe": then})
+    files.write_json(tmp_path / files.MANIFEST, {"step": 4, "files": {files.STATE: {"size_bytes": 1, "sha256": ""}}})
+    found = resume_point(tmp_path, identity=flat(data("text", "none")), recipe=now)
+    assert (found.progress.step, found.notes) == (4, [])
+    if identity:
+        with pytest.raises(CheckpointError, match=r"data\.encode\.kind: text then, chat now; data\.balance: none then"):
+            resume_point(tmp_path, identity=flat(data("chat", "steps")), recipe=data("chat", "steps"))

@@ -175,3 +175,38 @@ def test_best_and_carry_need_what_the_earlier_stage_gives() -> None:
         stages("checkpoint.best=null", stages=with_second(start={"weights": "best"}))
     with pytest.raises(fullshard.RecipeError, match="state of one does not fit the other"):
         stages(stages=with_second(start={"optimizer": "carry"}, optimizer={"kind": "muon"}))
+
+
+def test_all_weights_after_lora_is_refused_before_anything_is_trained() -> None:
+    stage = {"data": {"train": "x"}}
+    adapted = {**stage, "name": "lora", "model": {"lora": {"r": 4}}}
+    with pytest.raises(
+        fullshard.RecipeError, match=r"stages\.full\.model\.lora = null: lora trains adapters.*--as merg"
+    ):
+        stages(stages=[adapted, {**stage, "name": "full"}])
+    with pytest.raises(fullshard.RecipeError, match=r"stages\.more\.model\.lora\.r = 8: .* r = 4"):
+        stages(stages=[adapted, {**stage, "name": "more", "model": {"lora": {"r": 8}}}])
+    assert stages(stages=[adapted, {**adapted, "name": "again"}])[1].model.lora.r == 4
+    assert stages(stages=[adapted, {**stage, "name": "full", "start": None}])[1].start is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("stages.sft=3", r"stages\.sft must be a mapping"),
+        ("stages.sft.name=other", r"stages\.sft\.name: a stage is named in its recipe"),
+        ("stages.sft.output=x", r"stages\.sft\.output: a stage cannot have it"),
+        ("stages.sft={output: x}", r"stages\.sft\.output: a stage cannot have it"),
+        ("stages.sft.stages=[]", r"stages\.sft\.stages: a stage cannot have stages of its own"),
+        ("stages.pretrain.start.from=sft", r"'sft' does not come before this stage"),
+        ("stages.pretrain.start.from=pretrain", r"'pretrain' does not come before this stage"),
+    ],
+)
+def test_a_setting_of_a_stage_is_never_ignored(setting: str, words: str) -> None:
+    with pytest.raises(fullshard.RecipeError, match=words):
+        stages(setting)
+
+
+def test_several_settings_of_a_stage_may_be_one_mapping() -> None:
+    pretrain, sft = stages("stages.sft={optimizer: {lr: 3e-5}, seed: 7}")
+    assert (sft.optimizer.lr, sft.seed, pretrain.seed) == (3e-5, 7, 0)
