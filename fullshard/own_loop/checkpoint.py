@@ -6,6 +6,7 @@ A folder holds `checkpoint-STEP`, `last` and `best`, as a run folder does. Must 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,8 @@ from fullshard.dist.shard import fsdp_modules
 from fullshard.errors import CheckpointError, FullshardError, SetupError
 from fullshard.formatting.plural import counted
 from fullshard.own_loop import extras
-from fullshard.own_loop.optimizers import facts_of, require_of, restore
+from fullshard.own_loop.arguments import require_saved, whole_number
+from fullshard.own_loop.optimizers import facts_of, require_groups, require_of, restore
 from fullshard.own_loop.sharding import require_sharded
 
 logger = logging.getLogger(__name__)
@@ -49,14 +51,15 @@ def save(
     Without a `step` checkpoints are numbered. `best` points `folder/best` at it, and `keep` deletes all but that many;
     never `best` or `last`. `extra` are values for the next `load` (numbers, strings, lists, dicts), or objects with a
     state_dict, such as a scheduler; rank 0's are saved. The folder may be a URL."""
+    require_saved(folder, model, optimizer, caller="save")
     require_sharded(model, "save")
     if optimizer is not None:
         require_of(model, optimizer)
     kept = {name: extras.encode(_state(value), name) for name, value in extra.items()}
     run = files.place(folder)
-    number = _on_main(lambda: _next(run)) if step is None else int(step)
-    if number < 0:
-        raise SetupError(f"fullshard.save: step = {number}; steps are counted from 0.")
+    keep = None if keep is None else whole_number(keep, "fullshard.save: keep", least=1)
+    given = None if step is None else whole_number(step, "fullshard.save: step", least=0)
+    number = _on_main(lambda: _next(run)) if given is None else given
     tensors = (
         {f"model/{name}": tensor for name, tensor in model_tensors(model).items()}
         if optimizer is None
@@ -83,6 +86,7 @@ def load(
     `folder` is what `save` was given (its last complete checkpoint is loaded), `folder/best` or one checkpoint. The
     number of ranks may differ from that of the save. A model that is not sharded gets its weights as well, in one
     process. With `missing_ok` a folder without a checkpoint loads nothing and returns an empty dict."""
+    require_saved(folder, model, optimizer, caller="load")
     sharded = bool(fsdp_modules(model))
     if optimizer is not None:
         require_sharded(model, "load")
@@ -100,6 +104,7 @@ def load(
     state, stored = files.read_state(path), open_tensors(path)
     own: dict[str, Any] = state.get(KEY) or {}
     _require_fit(path, model, stored)
+    _require_all(path, own, objects, model, optimizer)
     if not sharded:
         _fill(model, stored)
     elif optimizer is None:
@@ -108,12 +113,23 @@ def load(
         _load_both(path, model, optimizer, own, stored)
     kept = {name: extras.decode(value) for name, value in (own.get("extra") or {}).items()}
     for name, value in objects.items():
-        if name not in kept:
-            raise CheckpointError(
-                f"{path} was saved without {name}. Saved were: {', '.join(kept) or 'no extra values'}."
-            )
         value.load_state_dict(kept.pop(name))
     return kept | {"step": files.step_of(path)}
+
+
+def _require_all(
+    path: Path, own: dict[str, Any], objects: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Raises before anything is loaded if the checkpoint has no such optimizer or object."""
+    saved = own.get("extra") or {}
+    if lost := next((name for name in objects if name not in saved), None):
+        raise CheckpointError(f"{path} was saved without {lost}. Saved were: {', '.join(saved) or 'no extra values'}.")
+    if optimizer is not None and own:
+        if own.get("optimizer") is None:
+            raise CheckpointError(
+                f"{path} was saved without an optimizer. Load the model alone, or another checkpoint."
+            )
+        require_groups(path, model, optimizer, own["optimizer"])
 
 
 def _state(value: Any) -> Any:
@@ -164,10 +180,13 @@ def _choose(given: Path, *, missing_ok: bool, together: bool) -> Path | None:
 
 
 def _among(given: Path) -> list[Path]:
-    if not paths.exists(given) and given.name not in ("best", "last"):
+    pointer = given.name in ("best", "last")
+    if not paths.exists(given) and not (pointer and files.published(given.parent)):
         return []
+    if re.fullmatch(r"checkpoint-\d+", given.name) and not paths.exists(given / files.MANIFEST):
+        raise CheckpointError(f"{given} is damaged: {files.MANIFEST} is missing. Load another one.")
     files.recover(given)
-    if paths.exists(given / files.MANIFEST) or given.name in ("best", "last"):
+    if paths.exists(given / files.MANIFEST) or pointer:
         return [files.named(given)]
     return files.candidates(given)
 
@@ -212,13 +231,21 @@ def _fill(model: nn.Module, stored: CheckpointTensors) -> None:
 def _load_both(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, own: dict[str, Any], stored: CheckpointTensors
 ) -> None:
-    if own and own.get("optimizer") is None:
-        raise CheckpointError(f"{path} was saved without an optimizer. Load the model alone, or another checkpoint.")
     with_state = {name.rpartition("/")[0] for name in stored.section("optimizer").names()}
-    with _only(model, optimizer, with_state):
-        loading.load(path, model=model, optimizer=optimizer)
+    try:
+        with _only(model, optimizer, with_state):
+            loading.load(path, model=model, optimizer=optimizer)
+    except CheckpointError as error:
+        kind, saved = type(optimizer).__name__, (own.get("optimizer") or {}).get("class")
+        if not saved or saved == kind:
+            raise
+        found = str(error).partition(" does not fit this run ")[2].partition(")")[0].lstrip("(")
+        raise CheckpointError(
+            f"{path} was saved with {saved}, and its state does not fit this {kind} ({found or error}). Build the "
+            "optimizer that was saved, or load the model alone."
+        ) from None
     if own:
-        restore(path, model, optimizer, own["optimizer"])
+        restore(model, optimizer, own["optimizer"])
 
 
 @contextmanager
@@ -226,11 +253,16 @@ def _only(model: nn.Module, optimizer: torch.optim.Optimizer, names: set[str]) -
     """Inside, the optimizer has only the parameters that have a state in the checkpoint; the others have none."""
     by_parameter = {parameter: name for name, parameter in model.named_parameters()}
     whole = [list(group["params"]) for group in optimizer.param_groups]
+    before = dict(optimizer.state)
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if by_parameter[p] in names]
     try:
         yield
+    except BaseException:
+        optimizer.state.clear()
+        optimizer.state.update(before)  # a load that fails changes nothing
+        raise
     finally:
         for group, parameters in zip(optimizer.param_groups, whole, strict=True):
             group["params"] = parameters

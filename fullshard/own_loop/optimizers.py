@@ -47,10 +47,9 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return {"class": type(optimizer).__name__, "groups": groups, "numbers": numbers}
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
-    """Sets the groups' settings, such as the learning rate, and the numbers of the state."""
-    parameters, saved = dict(model.named_parameters()), facts["groups"]
-    names = {parameter: name for name, parameter in parameters.items()}
+def require_groups(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+    """Raises if the optimizer was saved with other groups of parameters."""
+    names, saved = {parameter: name for name, parameter in model.named_parameters()}, facts["groups"]
     own = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     if [set(group) for group in own] != [set(group["names"]) for group in saved]:
         sizes = [" + ".join(str(len(group)) for group in each) for each in ([g["names"] for g in saved], own)]
@@ -58,7 +57,12 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, fact
             f"{path} was saved with {counted(len(saved), 'parameter group')} of an optimizer ({sizes[0]} parameters), "
             f"this {type(optimizer).__name__} has {len(own)} ({sizes[1]}). Build it with the same groups."
         )
-    for group, before in zip(optimizer.param_groups, saved, strict=True):
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, Any]) -> None:
+    """Sets the groups' settings, such as the learning rate, and the numbers of the state."""
+    parameters = dict(model.named_parameters())
+    for group, before in zip(optimizer.param_groups, facts["groups"], strict=True):
         for key, value in before["settings"].items():
             decoded = extras.decode(value)
             if isinstance(group.get(key), torch.Tensor) and isinstance(decoded, torch.Tensor):

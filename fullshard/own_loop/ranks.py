@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from fullshard.config.part import decode
 from fullshard.contracts.launcher import Topology
 from fullshard.contracts.world import World
 from fullshard.dist import env, reduce
@@ -32,9 +33,16 @@ def init(
 ) -> World:
     """Connects the ranks that torchrun, accelerate or SLURM started; without a launcher there is one rank. Returns
     `rank`, `size`, `device` and `is_main`. `shard` does it as well, so call this only to know them earlier."""
+    asked = {"device": device, "backend": backend, "timeout_s": timeout_s}
+    topology = decode(Topology, asked, where="fullshard.init")
+    device, backend = topology.device, topology.backend  # a synonym, such as gpu, is ours now
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SetupError(
+            'device = "cuda", but torch sees no GPU here. Use device="cpu", or check the driver, CUDA_VISIBLE_DEVICES '
+            "and that this torch is a CUDA build."
+        )
     if torch.distributed.is_initialized():
         return _of_the_program(device, timeout_s)
-    topology = Topology(device=device, backend=backend, timeout_s=timeout_s)
     launch = env.detect(os.environ)
     check_launch(launch, topology)
     env.export(launch)

@@ -24,6 +24,7 @@ from fullshard.dist.shard import ShardPlan, fsdp_modules
 from fullshard.dist.shard import shard as shard_module
 from fullshard.dist.wrap import WrapPlan, find_blocks
 from fullshard.errors import RecipeError, SetupError
+from fullshard.own_loop.arguments import require_norm, require_wrap, whole_number
 from fullshard.own_loop.ranks import init, require_joined
 from fullshard.own_loop.values import OwnModule, values_of
 from fullshard.recipe import Sharding
@@ -69,6 +70,8 @@ def shard(
     )
     if gradients not in ("mean", "sum"):
         raise RecipeError(f"{WHERE}: gradients = {gradients!r}; allowed: mean, sum.")
+    require_wrap(wrap)
+    seed = whole_number(seed, f"{WHERE}: seed", least=0)
     require_shardable(model)
     world = init(device=device)
     values = values_of(model)
@@ -84,6 +87,7 @@ def shard(
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scales the gradients so that their norm over all ranks is at most `max_norm`; returns the norm before."""
+    require_norm(max_norm)
     require_sharded(model, "clip_grad_norm")
     holder: Any = SimpleNamespace(param_groups=[{"params": list(model.parameters())}])
     return reduced.clip_global_norm(cast(torch.optim.Optimizer, holder), ceiling=max_norm, scaled=True)
@@ -129,6 +133,7 @@ def _units(model: nn.Module, wrap: Wrapped | None) -> WrapPlan:
         return find_blocks(model, classes=[each if isinstance(each, str) else each.__name__ for each in named])
     except RecipeError as error:
         text = str(error).replace("sharding.wrap.whole: true", 'wrap="whole"').replace("sharding.wrap.", "")
+        text = text.replace(" Candidates: .", ' Leave it out, or use wrap="whole".')
         raise RecipeError(f"{WHERE}: wrap = {wrap!r}: {text.replace('sharding.wrap', 'wrap')}") from None
 
 

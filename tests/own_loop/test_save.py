@@ -194,6 +194,11 @@ def test_values_that_a_checkpoint_cannot_hold(alone: None, tmp_path: Path) -> No
         ({"big": torch.zeros(2**19)}, "big is a tensor of 524,288 values"),
         ({"teacher": nn.Linear(1, 1)}, "a Linear among the extra values"),
         ({"step": -1}, "step = -1"),
+        ({"step": 1.5}, "step = 1.5; it must be a whole number"),
+        ({"step": "x"}, "step = 'x'; it must be a whole number"),
+        ({"keep": 0}, "keep = 0; it must be at least 1"),
+        ({"keep": "all"}, "keep = 'all'; it must be a whole number"),
+        ({"optimizer": "adam"}, "optimizer = 'adam'; it must be a torch.optim.Optimizer"),
     ):
         with pytest.raises(SetupError, match=said):
             fullshard.save(tmp_path, model=model, **extra)
@@ -225,3 +230,41 @@ def test_commands_for_runs_say_what_reads_it(command: str, alone: None, tmp_path
     done = CliRunner().invoke(app, command.format(tmp_path).split())
     assert done.exit_code == 2
     assert "read it with fullshard.load" in " ".join(done.output.split())
+
+
+def test_a_load_that_fails_changes_nothing(alone: None, tmp_path: Path) -> None:
+    model, optimizer = opened()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    fullshard.save(tmp_path, model=model, optimizer=optimizer, step=1)
+    optimizer.step()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    other = torch.optim.SGD([dict(group) for group in optimizer.param_groups], lr=0.5, momentum=0.9)
+    other.state[trained[0]]["momentum_buffer"] = torch.zeros_like(trained[0])
+    with pytest.raises(CheckpointError, match=r"saved with AdamW, and its state does not fit this SGD \(.*momentum"):
+        fullshard.load(tmp_path, model=model, optimizer=other)
+    one_group = torch.optim.AdamW(trained)
+    with pytest.raises(CheckpointError, match="2 parameter groups"):
+        fullshard.load(tmp_path, model=model, optimizer=one_group)
+    with pytest.raises(CheckpointError, match="saved without schedule"):
+        fullshard.load(tmp_path, model=model, schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    assert list(other.state) == [trained[0]]
+    assert not one_group.state
+    assert all(torch.equal(then, now) for then, now in zip(before, model.parameters(), strict=True))
+
+
+def test_wrong_arguments_of_load(alone: None, tmp_path: Path) -> None:
+    model, _ = opened()
+    for folder, other, said in (
+        (None, model, "fullshard.load: the folder is None"),
+        (tmp_path, None, "model = None; it must be an nn.Module"),
+    ):
+        with pytest.raises(SetupError, match=said):
+            fullshard.load(folder, model=other)  # type: ignore[arg-type]
+    assert fullshard.load(tmp_path / "best", model=model, missing_ok=True) == {}
+    path = fullshard.save(tmp_path, model=model, step=1)
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="checkpoint-1 is damaged: manifest.json is missing"):
+        fullshard.load(path, model=model, missing_ok=True)

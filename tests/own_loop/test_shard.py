@@ -160,11 +160,16 @@ def test_what_cannot_be_sharded(alone: None) -> None:
         ({"wrap": "Blok"}, r"wrap = 'Blok': classes: Blocks has no module of class 'Blok'.*Block"),
         ({"wrap": 10**9}, 'wrap = 1000000000: min_params = 1,000,000,000: no module below Blocks.*wrap="whole"'),
         ({"gradients": "average"}, "gradients = 'average'; allowed: mean, sum"),
+        ({"device": "tpu"}, "device = 'tpu': it must be one of auto, cuda, cpu"),
+        ({"device": torch.device("cpu")}, "fullshard.init.device"),
+        ({"seed": "a"}, "seed = 'a'; it must be a whole number"),
+        *(({"wrap": wrap}, "wrap = .*Allowed: a class or its name") for wrap in (0, -1, True, 3.5, [], [3], int)),
     ],
 )
 def test_wrong_options(options: dict[str, Any], said: str, alone: None) -> None:
-    with pytest.raises(RecipeError, match=said) as caught:
-        fullshard.shard(build("frozen"), device="cpu", **options)
+    fullshard.init(device="cpu")
+    with pytest.raises((RecipeError, SetupError), match=said) as caught:
+        fullshard.shard(build("frozen"), **{"device": "cpu", **options})
     assert "sharding.wrap" not in str(caught.value)
 
 
@@ -174,3 +179,10 @@ def test_half_of_a_launchers_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         fullshard.init()
     with pytest.raises(SetupError, match=r"clip_grad_norm: the model is not sharded\. Call model = fullshard\.shard"):
         fullshard.clip_grad_norm(build("mlp"), 1.0)
+
+
+@pytest.mark.parametrize("norm", [-1.0, 0, float("nan"), "1", None])
+def test_a_norm_that_would_turn_gradients_around(norm: Any, alone: None) -> None:
+    model = fullshard.shard(build("mlp"), device="cpu")
+    with pytest.raises(SetupError, match=r"max_norm = .*; it must be a number above 0"):
+        fullshard.clip_grad_norm(model, norm)
