@@ -63,7 +63,7 @@ def spellings() -> dict[str, Row]:
     found: dict[str, Row] = {}
     for dialect in dialects().values():
         for spelling, row in dialect.spellings.items():
-            if not row.ours.startswith(("--", "RECIPE")):
+            if not row.ours.startswith(("--", "RECIPE")) and not row.read_with:
                 found.setdefault(spelling, row)
     return found
 
@@ -89,6 +89,8 @@ def of_key(path: str, value: Any) -> str | None:
     if value is None or isinstance(value, Mapping):
         return f"Here it is {row.key}." if row.key else None
     outcome = row.read(value, File())
+    if outcome.verdict == "refused":
+        return f"{outcome.why[:1].upper()}{outcome.why[1:].removesuffix('.')}."
     if row.key not in outcome.settings:
         return f"Here it is {row.key}." if row.key and not outcome.why else f"It is not needed: {outcome.why}."
     written = shown(outcome.settings[row.key])

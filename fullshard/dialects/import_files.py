@@ -5,10 +5,12 @@ Must not know the recipe, which the command line checks, nor change a file of th
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -25,7 +27,8 @@ def run(files: Sequence[str], output: Path | None, *, check: Callable[[dict[str,
     """Prints what each key is here, and prints or writes the recipe. An existing file is not overwritten."""
     found = merged_files.read(files)
     for done in found.translations:
-        typer.echo(report.table(done) + "\n", err=output is None)
+        columns = _columns(sys.stderr if output is None else sys.stdout)
+        typer.echo(report.table(done, columns=columns) + "\n", err=output is None)
     text = report.recipe_text(found.translations, merged_files.checked(found, check))
     if output is None:
         typer.echo(text, nl=False)
@@ -38,3 +41,8 @@ def run(files: Sequence[str], output: Path | None, *, check: Callable[[dict[str,
     except OSError as error:
         raise RecipeError(f"{output} cannot be written: {error.strerror}. Name another file.") from None
     typer.echo(merged_files.next_step(found, shlex.quote(str(output))))
+
+
+def _columns(stream: TextIO) -> int:
+    """The width of a terminal; 0 for a file, whose lines may be long."""
+    return os.get_terminal_size(stream.fileno()).columns if stream.isatty() else 0

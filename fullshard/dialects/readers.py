@@ -9,10 +9,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fullshard.dialects.rows import File, Outcome, Reader, Settings, ignored, is_off, refused
 from fullshard.dialects.words import our_word
+from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import shown
 
 EXCLUSIVE = (("duration.epochs", "duration.steps"), ("batch.accumulate", "batch.global"))
@@ -100,14 +102,14 @@ def deepspeed(value: Any, file: File) -> Outcome | Settings:
     """DeepSpeed's settings: in place, or in a file that is read; of a file that is not there, its name may tell."""
     if is_off(value) or value == "":
         return ignored("")
-    inner = value if isinstance(value, Mapping) else _json_beside(str(value), file)
+    inner = value if isinstance(value, Mapping) else json_beside(str(value), file)
     if isinstance(inner, Mapping):
         from fullshard.dialects.tables import deepspeed as table
         from fullshard.dialects.translate import translate
 
         done = translate(table.DIALECT, inner, folder=file.folder)
-        problems = [said.why for said in done.said if said.verdict == "refused"]
-        return refused(problems[0]) if problems else Outcome(done.settings, why="DeepSpeed's settings in our words")
+        problems = [f"{said.key}: {said.why}" for said in done.said if said.verdict == "refused"]
+        return refused("; ".join(problems)) if problems else Outcome(done.settings, why="what the file says")
     stage = re.search(r"(?:zero|stage|_z)_?-?([0123])", str(value).lower())
     if stage is None:
         return refused(f"{value} cannot be read, and its name does not say the ZeRO stage. Write sharding.strategy.")
@@ -122,13 +124,14 @@ def stage_settings(stage: int) -> Settings:
     return {"sharding.strategy": {0: "none", 1: "grad_op", 2: "grad_op", 3: "full"}[stage]}
 
 
-def _json_beside(name: str, file: File) -> Any:
-    for path in (file.folder / name, file.folder.parent / name):
+def json_beside(name: str, file: File) -> Any:
+    """The content of a JSON file that another file names, or None if there is no such file."""
+    for path in (file.folder / name, file.folder.parent / name, Path(name)):
         if path.is_file():
             try:
                 return json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:
-                return None
+            except ValueError as error:
+                raise RecipeError(f"{path} cannot be read as JSON: {error}.") from None
     return None
 
 
@@ -145,8 +148,10 @@ def warmup(value: Any, file: File) -> Outcome | Settings:
     """Steps, or a share of the run."""
     other = file.get("warmup_steps")
     if other and other != value:
-        return ignored("warmup_steps is set, and wins")
-    return {"schedule.warmup": value} if value else ignored("")
+        return ignored("warmup_steps is set, and wins" if value else "")
+    if value and file.get("lr_scheduler_type", file.get("lr_scheduler")) == "constant":
+        return ignored("constant has no warm-up there; constant_with_warmup has")
+    return {"schedule.warmup": value}
 
 
 def beta(place: int, *, others: tuple[float, float] = (0.9, 0.999)) -> Reader:

@@ -23,21 +23,25 @@ _ORDER = (
 """The order of a recipe's sections; others follow."""
 
 
-def table(done: Translation) -> str:
-    """Every key of a file with its verdict, in columns."""
-    rows = [_cells(said) for said in done.said]
-    widths = [min(max((len(row[column]) for row in rows), default=0), _WIDEST) for column in (0, 1)]
+def table(done: Translation, *, columns: int = 0) -> str:
+    """Every key of a file with its verdict, in columns; wrapped for a terminal of so many `columns`."""
+    widest = max(24, min(_WIDEST, columns * 2 // 5)) if columns else _WIDEST
+    rows = [_cells(said, widest) for said in done.said]
+    verdict, theirs = (min(max((len(row[column]) for row in rows), default=0), widest) for column in (0, 1))
     lines = [f"{done.name} ({done.dialect.name})"]
-    for verdict, theirs, meaning in rows:
-        lines.append(f"  {verdict:<{widths[0]}}  {theirs:<{widths[1]}}  {meaning}".rstrip())
-    return "\n".join(lines)
+    for row in rows:
+        start = f"  {row[0]:<{verdict}}  {row[1]:<{theirs}}  "
+        room = max(20, columns - len(start)) if columns else len(row[2]) + 1
+        meaning = textwrap.wrap(row[2], room, **_WHOLE) or [""]
+        lines += [(start if not place else " " * len(start)) + part for place, part in enumerate(meaning)]
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def _cells(said: Said) -> tuple[str, str, str]:
+def _cells(said: Said, widest: int) -> tuple[str, str, str]:
     settings = ", ".join(f"{key}: {shown(value)}" for key, value in said.settings.items())
-    theirs = _cut(f"{said.key}: {_value(said)}")
+    theirs = _cut(f"{said.key}: {_value(said)}", widest)
     if said.verdict == "default":
-        theirs = f"{said.key} (left out: {_value(said)})"
+        theirs = _cut(f"{said.key} (left out: {_value(said)})", widest)
     arrow = f"→ {settings}" if settings else ""
     if said.verdict == "no effect" and not said.why:
         return said.verdict, theirs, "already the case"
@@ -49,8 +53,8 @@ def _value(said: Said) -> str:
     return "(not shown)" if said.key.endswith(("_token", "api_key", "password", "secret")) else shown(said.value)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 3] + "..."
+def _cut(text: str, widest: int) -> str:
+    return text if len(text) <= widest else text[: widest - 3] + "..."
 
 
 def short(done: Translation) -> list[str]:

@@ -62,6 +62,8 @@ class Row:
     """Reads a value that no form describes."""
     default: Any = UNSET
     """What the other trainer uses if its file leaves the key out, where fullshard would use another value."""
+    read_with: str = ""
+    """Another key of theirs whose row reads this one."""
     asks_nothing: tuple[Any, ...] = ()
     """Values that ask for what happens anyway, or for nothing."""
 
@@ -81,16 +83,26 @@ class Row:
     def read(self, value: Any, file: File) -> Outcome:
         """What a value of this key means."""
         if self.reader is not None:
-            found = self.reader(value, file)
-            return found if isinstance(found, Outcome) else Outcome(found)
+            return self._by_reader(value, file)
         if self.verdict in ("no effect", "refused"):
-            quiet = any(value is each or value == each for each in self.asks_nothing)
+            # True is not the 1 of a share or a count.
+            quiet = any(value == each and (value is not True or each is True) for each in self.asks_nothing)
             return Outcome(verdict="no effect" if quiet else self.verdict, why="" if quiet else self.why)
         if self.is_switch:
             if is_off(value):
                 return Outcome(verdict="no effect")
             return Outcome({self.key: parse_value(self.form, where=self.key)})
         return Outcome({self.key: _filled(parse_value(self.form, where=self.key), _in_our_words(self.key, value))})
+
+    def _by_reader(self, value: Any, file: File) -> Outcome:
+        """A reader takes a value to be what it should be: a number, a section. Anything else is refused."""
+        assert self.reader is not None
+        try:
+            found = self.reader(value, file)
+        except (TypeError, ValueError, AttributeError, LookupError):
+            ours = f" Here it is {self.key}." if self.key else ""
+            return refused(f"{shown(value)} cannot be read, alone or with the keys that it depends on.{ours}")
+        return found if isinstance(found, Outcome) else Outcome(found)
 
 
 @dataclass(frozen=True)
@@ -114,6 +126,8 @@ class Dialect:
     """Brings a file into the form that the rows describe."""
     finish: Callable[[Settings, File], Settings] | None = None
     """Settings that follow from several keys together."""
+    has_adapters: Callable[[File], bool] | None = None
+    """Whether a file trains adapters. If not, its keys for them have no effect."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings of ours for what this trainer always does, unless a key of its file says otherwise."""
     stages: Callable[[File], dict[str, File]] | None = None
@@ -153,6 +167,12 @@ def unused(theirs: str, why: str, *, quiet: tuple[Any, ...] = (False, "none", "n
 def refuse(theirs: str, why: str, *, unless: tuple[Any, ...] = (False, 0, "none", "no", "")) -> Row:
     """A key that cannot be honoured, and what to do; values in `unless` ask for nothing."""
     return Row(tuple(theirs.split()), why=why, verdict="refused", asks_nothing=unless)
+
+
+def part_of(theirs: str, other: str) -> Row:
+    """Keys that the row of another key reads."""
+    why = f"read with {other}"
+    return Row(tuple(theirs.split()), why=why, read_with=other, reader=lambda value, file: Outcome(why=why))
 
 
 def inherited(own: tuple[Row, ...], base: tuple[Row, ...]) -> tuple[Row, ...]:

@@ -5,7 +5,6 @@ Must not know the recipe.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from fullshard.dialects import readers
@@ -14,7 +13,9 @@ from fullshard.dialects.rows import (
     Outcome,
     Settings,
     ignored,
+    is_off,
     is_on,
+    part_of,
     reads,
     refuse,
     refused,
@@ -90,10 +91,8 @@ FSDP_ROWS = (
 def load_fsdp_config(file: File) -> File:
     """`fsdp_config: settings.json` names a file."""
     named = file.get("fsdp_config")
-    path = file.folder / str(named)
-    if not isinstance(named, str) or not path.is_file():
-        return file
-    return File({**file.values, "fsdp_config": json.loads(path.read_text(encoding="utf-8"))}, file.folder)
+    inner = readers.json_beside(named, file) if isinstance(named, str) else None
+    return file if inner is None else File({**file.values, "fsdp_config": inner}, file.folder)
 
 
 def fsdp(value: Any, file: File) -> Outcome | Settings:
@@ -116,9 +115,12 @@ def steps(value: Any, file: File) -> Outcome | Settings:
     return {"duration.steps": int(value)} if int(value) > 0 else ignored("")
 
 
+_WITH_FLOOR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
+
+
 def schedule(value: Any, file: File) -> Outcome | Settings:
     """The kind; the two cosine kinds with a smallest rate have it in lr_scheduler_kwargs."""
-    if value in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
+    if value in _WITH_FLOOR:
         kwargs, rate = file.get("lr_scheduler_kwargs", {}), file.get("learning_rate", 5e-5)
         floor = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0.0) / rate if rate else 0.0)
         return {"schedule.kind": "cosine", "schedule.floor": floor}
@@ -133,9 +135,15 @@ def schedule(value: Any, file: File) -> Outcome | Settings:
 
 
 def schedule_kwargs(value: Any, file: File) -> Outcome | Settings:
-    if set(value) <= {"min_lr", "min_lr_rate", "num_cycles"}:
-        return ignored("")
-    return refused(f"{', '.join(value)} are not settings of a schedule here")
+    kind = str(file.get("lr_scheduler_type", file.get("lr_scheduler", "linear")))
+    read = (
+        ["min_lr", "min_lr_rate"] if kind in _WITH_FLOOR else ["num_cycles"] if kind == "cosine_with_restarts" else []
+    )
+    same = {"num_cycles": 0.5} if kind.startswith("cosine") else {}  # what a plain cosine is
+    left = [key for key, inner in value.items() if key not in read and inner not in (None, same.get(key))]
+    if left:
+        return refused(f"{', '.join(left)} is not a setting of the schedule {kind} here")
+    return Outcome(why="read with the schedule")
 
 
 def optimizer(value: Any, file: File) -> Outcome | Settings:
@@ -146,8 +154,10 @@ def optimizer(value: Any, file: File) -> Outcome | Settings:
 
 
 def warmup_steps(value: Any, file: File) -> Outcome | Settings:
-    """Transformers also reads a share of the run here."""
-    return {"schedule.warmup": value} if value else ignored("")
+    """Transformers also reads a share of the run here. Its plain constant rate has no warm-up."""
+    if value and file.get("lr_scheduler_type", file.get("lr_scheduler")) == "constant":
+        return ignored("constant has no warm-up there; constant_with_warmup has")
+    return ignored("") if not value and file.get("warmup_ratio") else {"schedule.warmup": value}
 
 
 def clip(value: Any, file: File) -> Settings:
@@ -195,9 +205,26 @@ def holdout(value: Any, file: File) -> Settings:
 
 def precision_off(settings: Settings, file: File) -> Settings:
     """Both kinds of half precision switched off is fp32."""
-    if "precision" not in settings and file.get("bf16") is False and file.get("fp16") is False:
+    switches = [file.get(key) for key in ("bf16", "fp16")]
+    if "precision" not in settings and all(value is not None and is_off(value) for value in switches):
         return {**settings, "precision": "fp32"}
     return settings
+
+
+def accelerator(value: Any, file: File) -> Outcome | Settings:
+    """Settings of accelerate's loader; one of them changes how many rows a step has."""
+    if is_on(value.get("split_batches")):
+        return refused(
+            "split_batches: batch.per_device is the rows of one rank; write the batch of all ranks as batch.global"
+        )
+    return ignored("the loader and the step are fullshard's own" if value else "")
+
+
+def answers_only(value: Any, file: File) -> Outcome | Settings:
+    """Plain text is learned whole; of a conversation the answers are, unless the file says otherwise."""
+    if is_on(value) or file.get("dataset_text_field") is not None:
+        return ignored("")
+    return {"data.encode": {"kind": "chat", "train_on": "all"}}
 
 
 def packing(value: Any, file: File) -> Settings:
@@ -219,7 +246,7 @@ def lora_targets(value: Any, file: File) -> Settings:
 
 
 def dtype(value: Any, file: File) -> Outcome | Settings:
-    if file.get("bf16") or file.get("fp16") or value == "auto":
+    if is_on(file.get("bf16")) or is_on(file.get("fp16")) or value == "auto":
         return ignored("frozen weights keep the dtype of their file, trained ones are kept in fp32")
     return {"precision": value}
 
@@ -265,7 +292,7 @@ COMMON = (
     ),
     reads("checkpoint.keep", save_total_limit, "save_total_limit"),
     reads("checkpoint.best.metric", metric, "metric_for_best_model"),
-    unused("greater_is_better", "said with metric_for_best_model: checkpoint.best.mode", quiet=(True, False)),
+    part_of("greater_is_better", "metric_for_best_model"),
     to("checkpoint.export=best", "load_best_model_at_end"),
     reads("evaluate.every_steps", readers.every_steps("evaluate", "eval_strategy", default="steps"), "eval_steps"),
     reads(

@@ -58,6 +58,8 @@ def translate(
     if dialect.stages and (stages := dialect.stages(file)):
         return _staged(dialect, file, stages, name)
     said = list(_each(dialect, file.values, file, ""))
+    if dialect.has_adapters and not dialect.has_adapters(file):
+        said = [_without_adapters(entry) for entry in said]
     settings: Settings = {}
     source: dict[str, Said] = {}
     for entry in said:
@@ -68,7 +70,7 @@ def translate(
                     f"set {key}. Keep one of them."
                 )
             settings[key], source[key] = value, entry
-    for entry in _defaults(dialect, settings):
+    for entry in _defaults(dialect, file, said, settings):
         said.append(entry)
         settings |= entry.settings
     if dialect.finish:
@@ -92,26 +94,37 @@ def _each(dialect: Dialect, values: Mapping[str, Any], file: File, where: str) -
 
 def _said(path: str, value: Any, outcome: Outcome) -> Said:
     verdict: Verdict = outcome.verdict
-    if outcome.settings:
+    if outcome.settings and verdict != "refused":
         verdict = "kept" if list(outcome.settings) == [path] and outcome.settings[path] == value else "renamed"
-    elif verdict == "renamed":
+    elif verdict == "renamed" and not outcome.why:
         verdict = "no effect"
     return Said(path, value, verdict, outcome.settings, outcome.why)
 
 
+def _without_adapters(entry: Said) -> Said:
+    """A rank or targets beside a switch that is off: a recipe with them would train adapters."""
+    if not any(key.startswith("model.lora.") for key in entry.settings):
+        return entry
+    return replace(entry, verdict="no effect", settings={}, why="the file trains no adapters")
+
+
 def _unknown(dialect: Dialect, path: str) -> str:
+    if path in dialect.sections or any(spelling.startswith(f"{path}.") for spelling in dialect.spellings):
+        return "a section of keys is needed here"
     near = get_close_matches(path, dialect.spellings, n=1, cutoff=0.75)
     meant = f" Did you mean {near[0]}?" if near else ""
     return f"no key of {dialect.name} that fullshard knows.{meant}"
 
 
-def _defaults(dialect: Dialect, settings: Settings) -> Iterator[Said]:
+def _defaults(dialect: Dialect, file: File, said: list[Said], settings: Settings) -> Iterator[Said]:
     """What the trainer uses for keys that its file leaves out, unless another key of the file decides the same."""
+    given = [dialect.row(entry.key) for entry in said]
     for row in dialect.rows:
-        if row.default is UNSET or _decided(row, settings):
+        if row.default is UNSET or row in given or _decided(row, settings):
             continue
-        found = row.read(row.default, File()).settings
-        yield Said(row.theirs[0], row.default, "default", found)
+        found = row.read(row.default, file).settings
+        if found:
+            yield Said(row.theirs[0], row.default, "default", found)
     for key, value in dialect.always.items():
         if key not in settings:
             yield Said(key, value, "default", {key: value})

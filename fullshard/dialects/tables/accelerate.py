@@ -14,6 +14,7 @@ from fullshard.dialects.rows import (
     Settings,
     ignored,
     is_off,
+    part_of,
     reads,
     refuse,
     refused,
@@ -43,8 +44,8 @@ def _distributed_type(value: Any, file: File) -> Outcome | Settings:
         return ignored("") if named else {"sharding.strategy": "full"}
     if kind == "DEEPSPEED":
         return ignored("")
-    if kind in ("MULTI_GPU", "MULTI_CPU", "NO"):
-        several = kind != "NO"
+    if kind in ("MULTI_GPU", "MULTI_CPU", "NO", "FALSE"):  # YAML reads a bare NO as false
+        several = kind.startswith("MULTI")
         return {"sharding.strategy": "none"} if several else ignored("one process")
     return refused(f"{value} is not available: fullshard shards with FSDP2 on CUDA and CPU")
 
@@ -234,7 +235,7 @@ DIALECT = Dialect(
         ),
         reads("", _by_option("--node-rank"), "machine_rank", note="--node-rank, unless you give it"),
         reads("", _by_option("--master HOST:PORT"), "main_process_ip", note="--master, with the port"),
-        unused("main_process_port", "said with main_process_ip", quiet=()),
+        part_of("main_process_port", "main_process_ip"),
         unused(
             "rdzv_backend same_network compute_environment main_training_function enable_cpu_affinity debug "
             "downcast_bf16 tpu_env tpu_name tpu_zone tpu_vm tpu_use_cluster tpu_use_sudo command_file commands "

@@ -14,6 +14,7 @@ from fullshard.dialects.rows import (
     inherited,
     is_off,
     is_on,
+    part_of,
     reads,
     refuse,
     refused,
@@ -64,7 +65,9 @@ def _adapter(value: Any, file: File) -> Outcome | Settings:
         return {"model.lora": True}
     if is_off(value) or value == "":
         return ignored("")
-    return refused(f"{value} is not available: adapter: lora trains adapters on weights as they are stored")
+    why = f"{value} is not available: adapter: lora trains adapters on weights as they are stored"
+    # Without it an import would train the whole model.
+    return Outcome({"model.lora": True}, "refused", why) if value == "qlora" else refused(why)
 
 
 def _linear(value: Any, file: File) -> Outcome | Settings:
@@ -122,11 +125,9 @@ def _recompute(value: Any, file: File) -> Outcome | Settings:
 
 
 def _finish(settings: Settings, file: File) -> Settings:
-    """A section of FSDP without a strategy is full; adapters cut short by `adapter: lora` keep their settings."""
+    """A section of FSDP without a strategy is full."""
     if file.get("fsdp_config") and "sharding.strategy" not in settings:
         settings = {**settings, "sharding.strategy": "full"}
-    if "model.lora" not in settings:  # rank and targets without an adapter
-        settings = {key: value for key, value in settings.items() if not key.startswith("model.lora")}
     return trainer_arguments.precision_off(settings, file)
 
 
@@ -150,12 +151,13 @@ OWN = (
         "data is encoded once and cached by content; every epoch has a new order",
         quiet=(True, False),
     ),
-    unused("train_on_inputs", "said with datasets", quiet=(True, False)),
+    part_of("train_on_inputs", "datasets"),
     unused("chat_template chat_template_jinja default_system_message", _CHAT, quiet=("tokenizer_default",)),
-    unused(
-        "roles_to_train train_on_eos train_on_eot",
-        "the answers are learned, with the token that ends them",
-        quiet=(["assistant"], "turn", "all"),
+    unused("train_on_eos train_on_eot", "the answers are learned, with the token that ends them", quiet=("turn",)),
+    refuse(
+        "roles_to_train",
+        "the assistant's turns are learned, or all tokens: data.encode: {kind: chat, train_on: all}",
+        unless=(["assistant"],),
     ),
     to("data.sequence_length", "sequence_len", default=512),
     to("data.pack", "sample_packing", default=False),
@@ -172,7 +174,7 @@ OWN = (
     reads("model.lora.targets", trainer_arguments.lora_targets, "lora_target_modules"),
     reads("model.lora.targets", _linear, "lora_target_linear", note="all-linear"),
     unused(
-        "lora_fan_in_fan_out lora_mlp_kernel lora_qkv_kernel lora_o_kernel peft_use_dora lora_on_cpu",
+        "lora_fan_in_fan_out lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_on_cpu",
         "adapters are computed as in peft",
         quiet=(False, True),
     ),
@@ -181,6 +183,7 @@ OWN = (
         "modules are either frozen or adapted: freeze the rest of the model with model.freeze instead",
         unless=([], None),
     ),
+    refuse("peft_use_dora peft_use_rslora", "not available: adapters are plain LoRA, scaled by alpha / r"),
     refuse("lora_model_dir", "to train an adapter further write model.path: its folder", unless=("",)),
     to("batch.per_device", "micro_batch_size", default=1),
     refuse(
@@ -193,6 +196,7 @@ OWN = (
     reads("optimizer.kind", trainer_arguments.optimizer, "optimizer"),
     reads("schedule.kind", trainer_arguments.schedule, "lr_scheduler", default="cosine"),
     to("schedule.floor", "cosine_min_lr_ratio"),
+    reads("schedule.warmup", readers.warmup, "warmup_ratio", default=0.03, note="there at most 100 steps if left out"),
     refuse(
         "cosine_constant_lr_ratio lr_quadratic_warmup lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio",
         "not available: optimizer.groups sets rates by parameter name",
@@ -217,7 +221,7 @@ OWN = (
     reads("log.sinks", _wandb, "wandb_project"),
     unused(
         "wandb_entity wandb_name wandb_run_id wandb_watch wandb_log_model wandb_mode",
-        "said with wandb_project; wandb's own variables apply",
+        "read with wandb_project; wandb's own variables apply",
         quiet=("",),
     ),
     to("log.sinks=[tensorboard]", "use_tensorboard"),
@@ -261,7 +265,7 @@ DIALECT = Dialect(
         "axolotl hands most keys to the Hugging Face Trainer, so that table applies as well. What a file leaves "
         "out is\n"
         "as axolotl does it: micro-batches of one row, one epoch, cosine decay, no weight decay, no packing, nothing\n"
-        "held out, rows of 512 tokens."
+        "held out, rows of 512 tokens, a warm-up of 3% of the run."
     ),
     marks=(
         "base_model",
@@ -279,6 +283,7 @@ DIALECT = Dialect(
         "dataset_prepared_path",
     ),
     prepare=trainer_arguments.load_fsdp_config,
+    has_adapters=lambda file: file.get("adapter") in ("lora", "qlora"),
     finish=_finish,
     rows=(*OWN, *inherited(OWN, trainer_arguments.COMMON)),
 )

@@ -19,8 +19,24 @@ from fullshard.dialects.rows import (
     unused,
 )
 from fullshard.dialects.words import our_word
+from fullshard.formatting.yaml_text import shown
 
+_MICRO = "train_micro_batch_size_per_gpu"
 _AUTO = ignored("auto: the training file decides")
+_SAME_OPTIMIZER: dict[str, tuple[Any, ...]] = {
+    "adam_w_mode": (True,),
+    "bias_correction": (True,),
+    "amsgrad": (False,),
+    "torch_adam": (True, False),
+    "fused": (True, False),
+}
+"""Other parameters of DeepSpeed's Adam, with the values that change nothing here."""
+_SCHEDULE = {
+    "warmup_num_steps": "schedule.warmup",
+    "warmup_max_lr": "optimizer.lr",
+    "total_num_steps": "duration.steps",
+    "cos_min_ratio": "schedule.floor",
+}
 _TUNING = "FSDP2 sizes its buckets and prefetches by itself"
 
 
@@ -49,6 +65,23 @@ def _offload(value: Any, file: File) -> Outcome | Settings:
     return Outcome({"sharding.cpu_offload": True}, why=why)
 
 
+def _accumulate(value: Any, file: File) -> Outcome | Settings:
+    """Of the three sizes of a batch two say the third."""
+    if value != "auto" and not _is_number(file, _MICRO) and _is_number(file, "train_batch_size"):
+        return ignored("train_batch_size says the rows of a step; how they are split does not change what is learned")
+    return _AUTO if value == "auto" else {"batch.accumulate": int(value)}
+
+
+def _global(value: Any, file: File) -> Outcome | Settings:
+    if value != "auto" and _is_number(file, _MICRO) and _is_number(file, "gradient_accumulation_steps"):
+        return ignored(f"{_MICRO} and gradient_accumulation_steps say it")
+    return _AUTO if value == "auto" else {"batch.global": int(value)}
+
+
+def _is_number(file: File, key: str) -> bool:
+    return str(file.get(key)).isdigit()
+
+
 def _half(word: str) -> Reader:
     def read(value: Any, file: File) -> Outcome | Settings:
         enabled = value.get("enabled", True) if isinstance(value, dict) else value
@@ -65,9 +98,11 @@ def _optimizer(value: Any, file: File) -> Outcome | Settings:
         kind = "adamw"  # DeepSpeed's Adam decouples the decay unless adam_w_mode says otherwise
     if kind is None:
         return refused(f"the optimizer {value.get('type')} is not here. Known: adamw, adamw_8bit, muon.")
-    names = {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-    given = {key: inner for key, inner in (value.get("params") or {}).items() if inner != "auto"}
-    found = {f"optimizer.{names[key]}": inner for key, inner in given.items() if key in names}
+    given = _params(value)
+    found = {f"optimizer.{key}": given.pop(key) for key in ("lr", "betas", "eps", "weight_decay") if key in given}
+    left = [key for key, inner in given.items() if inner not in _SAME_OPTIMIZER.get(key, ())]
+    if left:
+        return refused(f"params.{left[0]}: {shown(given[left[0]])} is not available")
     return {"optimizer.kind": kind, **found}
 
 
@@ -75,15 +110,20 @@ def _scheduler(value: Any, file: File) -> Outcome | Settings:
     kind = our_word("schedule.kind", value.get("type"))
     if kind is None:
         return refused(f"the scheduler {value.get('type')} is not here. Known: constant, linear, cosine, step.")
-    given = {key: inner for key, inner in (value.get("params") or {}).items() if inner != "auto"}
+    given = _params(value)
     found: Settings = {"schedule.kind": kind}
-    if "warmup_num_steps" in given:
-        found["schedule.warmup"] = given["warmup_num_steps"]
-    if "warmup_max_lr" in given:
-        found["optimizer.lr"] = given["warmup_max_lr"]
-    if "total_num_steps" in given:
-        found["duration.steps"] = given["total_num_steps"]
-    return found
+    found |= {ours: given.pop(theirs) for theirs, ours in _SCHEDULE.items() if theirs in given}
+    nearly = [
+        key for key in ("warmup_min_lr", "warmup_min_ratio", "warmup_type", "last_batch_iteration") if key in given
+    ]
+    left = [key for key in given if key not in nearly]
+    if left:
+        return refused(f"params.{left[0]}: {shown(given[left[0]])} is not available")
+    return Outcome(found, why="the warm-up is linear, from 0" if nearly else "")
+
+
+def _params(value: Any) -> dict[str, Any]:
+    return {key: inner for key, inner in (value.get("params") or {}).items() if inner not in ("auto", None)}
 
 
 DIALECT = Dialect(
@@ -112,18 +152,12 @@ DIALECT = Dialect(
         reads("batch.per_device", _unless_auto("batch.per_device"), "train_micro_batch_size_per_gpu"),
         reads(
             "batch.accumulate",
-            _unless_auto("batch.accumulate"),
+            _accumulate,
             "gradient_accumulation_steps",
         ),
         reads(
             "batch.global",
-            lambda value, file: (
-                _AUTO
-                if value == "auto"
-                else ignored("gradient_accumulation_steps says the same")
-                if isinstance(file.get("gradient_accumulation_steps"), int)
-                else {"batch.global": value}
-            ),
+            _global,
             "train_batch_size",
             note="rows of a step over all ranks",
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fullshard.dialects import trainer_arguments as arguments
-from fullshard.dialects.rows import Dialect, reads, refuse, to, unused
+from fullshard.dialects.rows import Dialect, is_on, part_of, reads, refuse, to, unused
 
 DIALECT = Dialect(
     name="the HF Trainer",
@@ -32,6 +32,7 @@ DIALECT = Dialect(
         "max_grad_norm",
     ),
     prepare=arguments.load_fsdp_config,
+    has_adapters=lambda file: is_on(file.get("use_peft", file.get("use_lora", True))),
     finish=arguments.precision_off,
     rows=(
         to("batch.per_device", "per_device_train_batch_size per_gpu_train_batch_size", default=8),
@@ -54,13 +55,12 @@ DIALECT = Dialect(
         to("model.lora.alpha", "lora_alpha"),
         to("model.lora.dropout", "lora_dropout"),
         reads("model.lora.targets", arguments.lora_targets, "lora_target_modules"),
-        unused(
-            "lora_task_type lora_modules_to_save",
-            "adapters are trained on the layers of model.lora.targets",
-            quiet=("CAUSAL_LM", []),
+        unused("lora_task_type", "adapters are trained on the layers of model.lora.targets", quiet=("CAUSAL_LM",)),
+        refuse(
+            "lora_modules_to_save", "modules are either frozen or adapted, never trained beside adapters", unless=([],)
         ),
         reads("data.train", arguments.hub_data, "dataset_name", note="a path, or a name on the hub"),
-        unused("dataset_config_name dataset_config dataset_train_split", "said with dataset_name", quiet=("train",)),
+        part_of("dataset_config_name dataset_config dataset_train_split", "dataset_name"),
         unused("dataset_test_split", "give data.validation a source", quiet=("test",)),
         to("data.train", "train_file dataset_path train_data_path data_path train_data"),
         to("data.validation", "validation_file eval_file val_data_path eval_data_path"),
@@ -73,10 +73,11 @@ DIALECT = Dialect(
             "fullshard train trains, and validates if there is data for it",
             quiet=(True, False),
         ),
-        unused(
+        reads(
+            "data.encode",
+            arguments.answers_only,
             "assistant_only_loss completion_only_loss",
-            "only answers are learned, unless data.encode says train_on: all",
-            quiet=(True,),
+            note="true: only answers are learned, as always; false: train_on: all",
         ),
         unused(
             "preprocessing_num_workers dataset_num_proc overwrite_cache",
@@ -109,7 +110,7 @@ DIALECT = Dialect(
             quiet=(True, False),
         ),
         unused("full_determinism data_seed", "the data order follows from `seed`", quiet=(False,)),
-        unused("accelerator_config", "the loader and the step are fullshard's own", quiet=({},)),
+        reads("", arguments.accelerator, "accelerator_config", note="no effect; split_batches is refused"),
         refuse("parallelism_config", "there is no tensor or context parallelism", unless=({},)),
         unused(
             "torch_empty_cache_steps use_cache",

@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import trainer_arguments
-from fullshard.dialects.rows import Dialect, File, Outcome, Settings, ignored, is_on, reads, refuse, refused, to, unused
+from fullshard.dialects.rows import (
+    Dialect,
+    File,
+    Outcome,
+    Settings,
+    ignored,
+    is_on,
+    part_of,
+    reads,
+    refuse,
+    refused,
+    to,
+    unused,
+)
 from fullshard.dialects.words import our_word
 
 
@@ -19,6 +32,8 @@ def _strategy(value: Any, file: File) -> Outcome | Settings:
     if kind is None:
         return refused(f"{name} is not available: fsdp, ddp, deepspeed_stage_2 and deepspeed_stage_3 are")
     sharding = arguments.get("sharding_strategy")
+    if sharding and our_word("sharding.strategy", sharding) is None:
+        return refused(f"{sharding} is not a strategy. Known: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD")
     settings: Settings = {"sharding.strategy": our_word("sharding.strategy", sharding) if sharding else kind}
     if is_on(arguments.get("cpu_offload")):
         settings["sharding.cpu_offload"] = True
@@ -27,6 +42,10 @@ def _strategy(value: Any, file: File) -> Outcome | Settings:
     if arguments.get("state_dict_type"):
         settings["checkpoint.format"] = arguments["state_dict_type"]
     return settings
+
+
+def _schedule(value: Any, file: File) -> Outcome | Settings:
+    return trainer_arguments.schedule(str(value).rpartition(".")[2], file)
 
 
 def _devices(value: Any, file: File) -> Outcome | Settings:
@@ -103,7 +122,7 @@ DIALECT = Dialect(
         to("precision", "precision", note="bf16-mixed, 16-mixed, 32-true and others"),
         to("batch.accumulate", "accumulate_grad_batches"),
         reads("optimizer.clip", _clip, "gradient_clip_val", default=0, note="left out: no clipping"),
-        unused("gradient_clip_algorithm", "said with gradient_clip_val", quiet=("norm",)),
+        part_of("gradient_clip_algorithm", "gradient_clip_val"),
         reads("evaluate.every_steps", _interval, "val_check_interval"),
         to("evaluate.every_epochs", "check_val_every_n_epoch"),
         to("log.every_steps", "log_every_n_steps"),
@@ -129,11 +148,18 @@ DIALECT = Dialect(
         unused(
             "enable_checkpointing enable_progress_bar enable_model_summary deterministic benchmark "
             "inference_mode use_distributed_sampler detect_anomaly barebones reload_dataloaders_every_n_epochs "
-            "num_sanity_val_steps profiler fast_dev_run overfit_batches limit_train_batches limit_val_batches "
-            "limit_test_batches limit_predict_batches min_epochs min_steps max_time ckpt_path",
+            "num_sanity_val_steps profiler limit_test_batches limit_predict_batches ckpt_path",
             "fullshard check and --dry-run try a run; checkpoints and bars are always there",
             quiet=(True, False, 2, 0, 1.0),
         ),
-        unused("optimizer.class_path lr_scheduler.class_path", "write optimizer.kind and schedule.kind", quiet=()),
+        refuse(
+            "fast_dev_run overfit_batches limit_train_batches",
+            "write duration.steps; fullshard check and --dry-run try a run",
+            unless=(False, 0, 1.0),
+        ),
+        unused("limit_val_batches", "validation reads all of its data", quiet=(1.0,)),
+        refuse("min_epochs min_steps max_time", "write duration.epochs or duration.steps", unless=(0,)),
+        reads("optimizer.kind", trainer_arguments.optimizer, "optimizer.class_path"),
+        reads("schedule.kind", _schedule, "lr_scheduler.class_path"),
     ),
 )

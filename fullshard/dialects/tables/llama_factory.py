@@ -15,6 +15,7 @@ from fullshard.dialects.rows import (
     choice,
     ignored,
     inherited,
+    part_of,
     reads,
     refuse,
     refused,
@@ -71,7 +72,7 @@ def _source(entry: dict[str, Any], file: File) -> Any:
 def _samples(value: Any, file: File) -> Outcome | Settings:
     known = [_known(file).get(name.strip(), {}) for name in str(file.get("dataset", "")).split(",")]
     if all("hf_hub_url" in entry for entry in known):
-        return ignored("said with dataset: a slice of its split")
+        return ignored("read with dataset: a slice of its split")
     return refused("a limit on the records of a file is not available: give a smaller file")
 
 
@@ -97,12 +98,12 @@ def _holdout(value: Any, file: File) -> Outcome | Settings:
 
 OWN = (
     reads("", _stage, "stage", note="sft and pt; others are refused"),
-    reads("model.lora", _finetuning, "finetuning_type", note="lora or full"),
-    unused("lora_rank lora_alpha", "said with finetuning_type", quiet=tuple(range(4096))),
+    reads("model.lora", _finetuning, "finetuning_type", default="lora", note="lora or full"),
+    part_of("lora_rank lora_alpha", "finetuning_type"),
     to("model.lora.dropout", "lora_dropout"),
     reads("model.lora.targets", trainer_arguments.lora_targets, "lora_target", note="all is all-linear"),
     reads("data.train", _dataset, "dataset", note="names in dataset_info.json"),
-    unused("dataset_dir", "said with dataset", quiet=("data",)),
+    part_of("dataset_dir", "dataset"),
     reads("data.train", _samples, "max_samples"),
     unused("template default_system enable_thinking", "the tokenizer's own chat template is used", quiet=()),
     to("data.sequence_length", "cutoff_len", default=2048),
@@ -116,12 +117,15 @@ OWN = (
         "quantised weights are not trained: finetuning_type: lora keeps frozen weights as stored",
     ),
     refuse("use_dora use_galore use_badam use_apollo use_rslora pissa_init loraplus_lr_ratio", "not available"),
+    refuse("additional_target", "modules are either frozen or adapted, never trained beside adapters", unless=("", [])),
+    refuse("resize_vocab", "resize the embedding with model.resize_embedding"),
+    unused("image_max_pixels video_max_pixels", "the model's own processor decides the size of images", quiet=()),
+    unused("freeze_vision_tower freeze_multi_modal_projector", "model.freeze freezes parameters by name", quiet=()),
     refuse("adapter_name_or_path", "to train an adapter further write model.path: its folder", unless=("",)),
     unused(
         "plot_loss overwrite_cache preprocessing_num_workers preprocessing_batch_size save_only_model "
         "upcast_layernorm use_unsloth enable_liger_kernel disable_gradient_checkpointing ray_run_name cache_dir "
-        "additional_target use_fast_tokenizer resize_vocab include_num_input_tokens_seen use_swanlab "
-        "image_max_pixels video_max_pixels freeze_vision_tower tokenized_path",
+        "use_fast_tokenizer include_num_input_tokens_seen use_swanlab tokenized_path",
         "it does not change what is learned",
         quiet=(True, False),
     ),
@@ -147,6 +151,7 @@ DIALECT = Dialect(
         "lora_rank",
     ),
     prepare=trainer_arguments.load_fsdp_config,
+    has_adapters=lambda file: file.get("finetuning_type", "lora") == "lora",
     finish=trainer_arguments.precision_off,
     rows=(*OWN, *inherited(OWN, hf_trainer.DIALECT.rows)),
 )

@@ -21,6 +21,8 @@ from fullshard.dialects.rows import (
     unused,
 )
 from fullshard.dialects.words import our_word
+from fullshard.errors import RecipeError
+from fullshard.formatting.yaml_text import shown
 
 _FSDP_OFF = "fsdp.enabled is off"
 
@@ -125,14 +127,24 @@ def _checkpoint_folder(value: Any, file: File) -> Settings:
     return trainer_arguments.run_folder(value, file)
 
 
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _section(name: str, stage: Any) -> dict[str, Any]:
+    if stage is not None and not isinstance(stage, dict):
+        raise RecipeError(f"training_stages.{name}: {shown(stage)} is not a stage. Write a section with its settings.")
+    return stage or {}
+
+
 def _stages(file: File) -> dict[str, File]:
     """Each stage as a file of its own, with what the file says for all of them."""
     shared = {
         key: value for key, value in file.values.items() if key in ("logging", "wandb", "training", "distributed")
     }
     return {
-        str(name): File({**shared, **(stage or {})}, file.folder)
-        for name, stage in (file.get("training_stages") or {}).items()
+        str(name): File({**shared, **_section(str(name), stage)}, file.folder)
+        for name, stage in _mapping(file.get("training_stages")).items()
     }
 
 
@@ -164,7 +176,7 @@ DIALECT = Dialect(
         reads("topology.nodes", _nodes, "distributed.num_nodes"),
         reads("topology.devices", _devices, "distributed.devices", note="of one node"),
         to("sharding.sync_batchnorm", "distributed.sync_batchnorm"),
-        unused("distributed.fsdp.enabled fsdp.enabled", "said with the strategy", quiet=(True, False)),
+        unused("distributed.fsdp.enabled fsdp.enabled", "read with the strategy", quiet=(True, False)),
         reads(
             "sharding.strategy",
             _if_enabled("sharding.strategy"),

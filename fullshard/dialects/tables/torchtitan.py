@@ -11,6 +11,7 @@ from fullshard.dialects.rows import (
     Settings,
     ignored,
     is_on,
+    part_of,
     reads,
     refuse,
     refused,
@@ -67,11 +68,28 @@ def _replicate(value: Any, file: File) -> Outcome | Settings:
 
 def _shard(value: Any, file: File) -> Outcome | Settings:
     replicate = int(file.get("parallelism.data_parallel_replicate_degree", 1))
+    if int(value) != 1 and file.get("parallelism.fsdp_reshard_after_forward") == "never":
+        return Outcome(why="read with fsdp_reshard_after_forward")
     return {"sharding.strategy": "full"} if int(value) != 1 and replicate <= 1 else ignored("")
 
 
 def _reshard(value: Any, file: File) -> Outcome | Settings:
+    replicate = int(file.get("parallelism.data_parallel_replicate_degree", 1))
+    if value == "never" and replicate > 1:
+        return ignored("within a node parameters are gathered again for the backward pass")
     return {"sharding.strategy": "grad_op"} if value == "never" else ignored("")
+
+
+def _precision(value: Any, file: File) -> Outcome | Settings:
+    if file.get("training.dtype") == "bfloat16":
+        return ignored("training.dtype is bfloat16: weights are in it too")
+    return {"precision": value}
+
+
+def _dtype(value: Any, file: File) -> Outcome | Settings:
+    if value == "bfloat16":
+        return {"precision": "bf16-pure"}
+    return ignored("") if value == "float32" else refused(f"{value} is not here. Known: float32, bfloat16")
 
 
 def _saves(value: Any, file: File) -> Outcome | Settings:
@@ -142,12 +160,13 @@ DIALECT = Dialect(
         reads("model.size", _size, "model.flavor"),
         to("model.tokenizer", "model.tokenizer_path model.hf_assets_path"),
         unused(
-            "model.converters model.norm_type model.print_after_conversion",
+            "model.norm_type model.print_after_conversion",
             "the architecture decides",
             quiet=([], "", False),
         ),
+        refuse("model.converters", "there is no float8 or other conversion: precision: bf16", unless=([], "")),
         reads("data.train", _data, "training.dataset", note="c4, or the path in dataset_path"),
-        unused("training.dataset_path", "said with dataset", quiet=()),
+        part_of("training.dataset_path", "dataset"),
         to("data.sequence_length", "training.seq_len", default=2048),
         to("batch.per_device", "training.local_batch_size training.batch_size", default=8),
         reads(
@@ -158,15 +177,14 @@ DIALECT = Dialect(
         to("duration.steps", "training.steps", default=10000),
         to("optimizer.clip", "training.max_norm"),
         to("seed", "training.seed debug.seed"),
-        reads(
-            "precision", lambda value, file: {"precision": value}, "training.mixed_precision_param", default="bfloat16"
-        ),
+        reads("precision", _precision, "training.mixed_precision_param", default="bfloat16"),
+        reads("precision", _dtype, "training.dtype", note="bfloat16: bf16-pure"),
         unused("training.mixed_precision_reduce", "gradients are always reduced in fp32", quiet=("float32",)),
         to("sharding.cpu_offload", "training.enable_cpu_offload"),
         to("sharding.compile", "compile.enable training.compile"),
         unused(
             "compile.components compile.backend training.gc_freq training.gc_debug training.deterministic "
-            "debug.deterministic training.dtype training.debug_moe_force_load_balance",
+            "debug.deterministic training.debug_moe_force_load_balance",
             "each block is compiled; the rest is fixed",
             quiet=(False, 50, ["model", "loss"], "float32", "inductor"),
         ),

@@ -12,6 +12,7 @@ from fullshard.dialects.rows import (
     Settings,
     ignored,
     is_on,
+    part_of,
     reads,
     refuse,
     refused,
@@ -52,7 +53,9 @@ def _dataset(value: Any, file: File) -> Outcome | Settings:
         return {"data.train": file.get("dataset.data_files")} | _column(name, file)
     elif file.get("dataset.source") is not None:
         split = file.get("dataset.split")
-        source = readers.dataset(str(file.get("dataset.source")), split=None if split == "train" else split)
+        source = readers.dataset(
+            str(file.get("dataset.source")), split=None if split == "train" else split, config=file.get("dataset.name")
+        )
     else:
         return refused(f"the data of {name} is not known: write data.train, a path or {{kind: hub, name: ...}}")
     return {"data.train": source} | _column(name, file)
@@ -61,7 +64,9 @@ def _dataset(value: Any, file: File) -> Outcome | Settings:
 def _column(name: str, file: File) -> Settings:
     if name == "text_completion_dataset":
         return {"data.encode": {"kind": "text", "column": file.get("dataset.column", "text")}}
-    if is_on(file.get("dataset.train_on_input")) and name != "wikitext_dataset":
+    # The alpaca sets of torchtune learn the prompt as well, unless told otherwise.
+    learns_input = file.get("dataset.train_on_input", name.startswith("alpaca"))
+    if is_on(learns_input) and name != "wikitext_dataset":
         return {"data.encode": {"kind": "chat", "train_on": "all"}}
     return {}
 
@@ -134,12 +139,11 @@ DIALECT = Dialect(
             quiet=(),
         ),
         reads("model.lora", _model, "model._component_", note="lora_...: adapters; qlora_... is refused"),
-        unused(
-            "model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output model.lora_rank "
-            "model.lora_alpha",
-            "said with model._component_",
-            quiet=tuple(range(4096)),
+        part_of(
+            "model.lora_attn_modules model.apply_lora_to_mlp model.lora_rank model.lora_alpha", "model._component_"
         ),
+        refuse("model.apply_lora_to_output", "there is no adapter on the head"),
+        refuse("model.use_dora", "not available: adapters are plain LoRA"),
         to("model.lora.dropout", "model.lora_dropout"),
         unused(
             "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.special_tokens_path "
@@ -149,13 +153,16 @@ DIALECT = Dialect(
         ),
         to("data.sequence_length", "tokenizer.max_seq_len"),
         reads("data.train", _dataset, "dataset._component_", note="its source, data_files, or the set it stands for"),
+        part_of(
+            "dataset.source dataset.data_files dataset.split dataset.column dataset.train_on_input dataset.name",
+            "dataset._component_",
+        ),
         unused(
-            "dataset.source dataset.data_files dataset.split dataset.column dataset.train_on_input "
-            "dataset.conversation_column dataset.conversation_style dataset.column_map "
-            "dataset.new_system_prompt dataset.name",
-            "said with dataset._component_",
+            "dataset.conversation_column dataset.conversation_style dataset.column_map",
+            "data.encode finds messages, prompts and answers by the names of their columns",
             quiet=(),
         ),
+        refuse("dataset.new_system_prompt", "write the system prompt into the data"),
         to("data.pack", "dataset.packed packed", default=False),
         unused("dataset_val", "write data.validation", quiet=()),
         to("data.shuffle", "shuffle"),
@@ -188,7 +195,7 @@ DIALECT = Dialect(
         reads("output", trainer_arguments.run_folder, "output_dir", note="the run's folder: output and name together"),
         reads("log.sinks", _logger, "metric_logger._component_"),
         unused(
-            "metric_logger.log_dir metric_logger.project", "said with the logger; files are in the run folder", quiet=()
+            "metric_logger.log_dir metric_logger.project", "read with the logger; files are in the run folder", quiet=()
         ),
         to("log.every_steps", "log_every_n_steps"),
         to("checkpoint.every_steps", "save_every_n_steps"),

@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
-from fullshard.dialects.rows import Dialect, File, Outcome, Settings, ignored, is_off, is_on, reads, refuse, to, unused
+from fullshard.dialects.rows import (
+    Dialect,
+    File,
+    Outcome,
+    Settings,
+    ignored,
+    is_off,
+    is_on,
+    part_of,
+    reads,
+    refuse,
+    to,
+    unused,
+)
 
 _LORA = {"r": 16, "alpha": 32, "dropout": 0.05}
 _LOSSES = {
@@ -76,7 +89,11 @@ def _finish(settings: Settings, file: File) -> Settings:
             if file.get(theirs) is not None:
                 settings[f"model.lora.{ours}"] = file.get(theirs)
         if (targets := file.get("lora_target_modules")) is not None:
-            settings |= trainer_arguments.lora_targets(targets, file)
+            settings |= (
+                {"model.lora.targets": targets}
+                if isinstance(targets, list)
+                else trainer_arguments.lora_targets(str(targets), file)
+            )
     return settings
 
 
@@ -129,7 +146,7 @@ DIALECT = Dialect(
         reads("objective.matryoshka", _mrl, "use_mrl"),
         reads("objective.matryoshka", _dims, "mrl_dims", note="the vector is cut: there are no projection layers"),
         reads("objective.cache", _cache, "use_gradient_cache", note="saves memory, also under FSDP"),
-        unused("gradient_cache_chunk_size", "said with use_gradient_cache", quiet=(8,)),
+        part_of("gradient_cache_chunk_size", "use_gradient_cache"),
         reads("objective.loss.kind", _loss, "loss_type"),
         to("objective.loss.temperature", "temperature"),
         to("data.sequence_length", "max_length max_seq_length"),
