@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForMultimodalLM
 
 import fullshard
 from fullshard.errors import RecipeError
