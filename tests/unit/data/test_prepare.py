@@ -98,13 +98,14 @@ def build_in_a_process(folder: str, barrier: Any) -> None:
 
 def test_two_processes_at_once_build_once(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [{"text": f"row {i}"} for i in range(300)])
-    context = multiprocessing.get_context("fork")
+    # Not by fork: this process may have threads, whose locks a fork would copy.
+    context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)
     workers = [context.Process(target=build_in_a_process, args=(str(tmp_path), barrier)) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(300)
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert Counting(diary=str(tmp_path / "diary")).done() == 300
     assert not list((tmp_path / "cache").glob("*.tmp-*"))
