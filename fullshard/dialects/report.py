@@ -24,7 +24,7 @@ _ORDER = (
 
 
 def table(done: Translation, *, columns: int = 0) -> str:
-    """Every key of a file with its verdict, in columns; wrapped for a terminal of so many `columns`."""
+    """Every key of a file with its verdict, in columns; wrapped for a terminal with this many `columns`."""
     widest = max(24, min(_WIDEST, columns * 2 // 5)) if columns else _WIDEST
     rows = [_cells(said, widest) for said in done.said]
     verdict, theirs = (min(max((len(row[column]) for row in rows), default=0), widest) for column in (0, 1))

@@ -209,7 +209,7 @@ def _require_fit(path: Path, model: nn.Module, stored: CheckpointTensors) -> Non
     other = [name for name in own if name in shapes and shapes[name] != own[name]]
     found = {
         "missing from the checkpoint": sorted(own.keys() - shapes.keys()),
-        "unexpected, the model has none of that name": sorted(shapes.keys() - own.keys()),
+        "not in the model": sorted(shapes.keys() - own.keys()),
         "of another shape": [f"{name} (saved {list(shapes[name])}, the model has {list(own[name])})" for name in other],
     }
     wrong = [f"{counted(len(n), 'tensor')} {what}: {', '.join(n[:3])}" for what, n in found.items() if n]

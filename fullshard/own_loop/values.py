@@ -22,7 +22,7 @@ class OwnModule(Family):
     """A module that the user has built, as a family of its own."""
 
     def build(self, *, processor: Any) -> nn.Module:
-        raise NotImplementedError("the user has built it")
+        raise AssertionError("the module exists already")
 
     def storage_dtype(self, name: str, parameter: nn.Parameter) -> torch.dtype:
         return parameter.dtype  # a frozen parameter stays as it is

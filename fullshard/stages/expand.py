@@ -1,7 +1,7 @@
 """From `stages:` to one complete recipe per stage: recipe, then the stage's own settings, then the command line.
 
 Layers are laid again for every stage, as they were written, so that a stage that chooses another kind does not inherit
-the defaults of the first one. Every problem is told by the key that caused it. Must not know what any setting does.
+the defaults of the first one. Every problem names the key that caused it. Must not know what any setting does.
 """
 
 from __future__ import annotations

@@ -75,7 +75,9 @@ def plain_loop(folder: Path) -> list[tuple[float, float]]:
 def test_two_stages_are_a_plain_loop_that_unfreezes_in_its_second_phase(folder: Path, straight: dict[str, Any]) -> None:
     ours, theirs = torch.tensor(losses(straight, "first", "second")), torch.tensor(plain_loop(folder))
     torch.testing.assert_close(ours[:, 0], theirs[:, 0], rtol=1e-6, atol=0)
-    torch.testing.assert_close(ours[:, 1], theirs[:, 1], rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        ours[:, 1], theirs[:, 1], rtol=1e-5, atol=0
+    )  # a norm adds up the rounding of all gradients
 
 
 def stored(folder: Path, name: str, stage: str, step: int) -> dict[str, torch.Tensor]:

@@ -162,7 +162,7 @@ def test_what_does_not_fit(alone: None, tmp_path: Path) -> None:
     other.head = nn.Linear(12, 5)
     said = (
         "does not fit the model. 2 tensors missing from the checkpoint: extra.bias, extra.weight; 3 tensors "
-        "unexpected, the model has none of that name: blocks.2.gain, blocks.2.mix.bias, blocks.2.mix.weight; 2 tensors "
+        "not in the model: blocks.2.gain, blocks.2.mix.bias, blocks.2.mix.weight; 2 tensors "
         "of another shape: head.weight (saved [3, 12], the model has [5, 12]), head.bias"
     )
     for candidate in (other, fullshard.shard(other, device="cpu")):

@@ -97,6 +97,7 @@ def test_the_same_file_gives_the_same_training(folder: Path, expected: list[Any]
     found = torch.tensor(curve(records, "loss", "grad_norm", "lr"), dtype=torch.float64)
     wanted = torch.tensor(expected, dtype=torch.float64)
     assert found.shape == (STEPS, 3)
+    # Not 1e-6: over the steps AdamW enlarges the rounding of two programs that add up losses in another order.
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
     resolved = yaml.safe_load((folder / name / "recipe.resolved.yaml").read_text())
     assert (resolved["sharding"]["strategy"], resolved["sharding"]["activation_checkpointing"]) == ("grad_op", "full")

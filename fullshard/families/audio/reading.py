@@ -130,7 +130,7 @@ def _floats(samples: Any, where: str) -> np.ndarray:
 
 
 def _not_a_number(array: np.ndarray) -> str:
-    """The first value that is none, and its place."""
+    """The first value that is not a number, and its place."""
     values = array.reshape(-1).tolist()
     at = next(at for at, value in enumerate(values) if isinstance(value, bool) or not isinstance(value, (int, float)))
     return f"{sort_of(values[at])} (sample {at + 1:,})"

@@ -31,7 +31,7 @@ NUMBERED = re.compile(r"<\|audio_\d+\|>")
 
 
 def audio_columns(record: Record) -> list[str]:
-    """The columns with clips; tables have an empty text or NaN where there is none."""
+    """The columns with clips; in a table, an empty text or NaN means no clip."""
     return [key for key in COLUMNS if record.get(key) is not None and not _is_blank(record[key])]
 
 
@@ -74,7 +74,7 @@ def _listed(value: Any, column: str) -> Any:
     if isinstance(found, list):
         return found
     raise DataError(
-        f"{column!r} must be a list of numbers, found {sort_of(value)} that is none: {value[:40]!r}. For files use the "
+        f"{column!r} must be a list of numbers, found {sort_of(value)}: {value[:40]!r}. For files use the "
         "column audio_path."
     )
 

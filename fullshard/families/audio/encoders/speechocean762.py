@@ -90,7 +90,7 @@ def _phones(words: Any) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """A value that a csv file holds as text; the text itself if it is none."""
+    """A value that a csv file holds as text; the text itself if it is not a Python literal."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
