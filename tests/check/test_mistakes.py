@@ -712,9 +712,9 @@ def flash_attention_on_a_cpu(workspace: Workspace) -> None:
     workspace.set("model", attention="varlen")
 
 
-@mistake("precision", "recipe: recipe", "model.attention = 'flash'", "allowed", remedy="flash_attention_2")
+@mistake("precision", "recipe: recipe", "model.attention = 'flush'", "allowed", remedy="flash_attention_2")
 def an_unknown_attention(workspace: Workspace) -> None:
-    workspace.set("model", attention="flash")
+    workspace.set("model", attention="flush")
 
 
 @mistake("precision", "recipe: recipe", "precision=fp16 and precision=bf16", "both set", remedy="Give one of them")
