@@ -36,6 +36,10 @@ SERVING = (
     # Several runs in a row, and the library for those who keep their own loop: both call the engine.
     "stages",
     "own_loop",
+    # Jobs for the engine that a user has; what watches a run for faults, and the command that explains a hang.
+    "submit",
+    "faults",
+    "autopsy",
 )
 """What is not the engine. Everything else in the package is."""
 
