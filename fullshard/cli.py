@@ -26,6 +26,7 @@ from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
 from fullshard.generate.command import generate
 from fullshard.prove.command import prove
+from fullshard.submit.command import submit
 
 app = typer.Typer(
     cls=Commands,
@@ -146,7 +147,7 @@ def _import(files: import_files.Files, output: import_files.To = None) -> None:
     import_files.run(files, output, check=read)
 
 
-for _function in (check, prove, verify, export, generate, explain, evaluate):
+for _function in (check, prove, submit, verify, export, generate, explain, evaluate):
     _takes_settings = _function not in (verify, export, generate)
     app.command(context_settings={"ignore_unknown_options": True} if _takes_settings else None)(_function)
 app.add_typer(recipes.recipes, name="recipes")

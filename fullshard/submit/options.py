@@ -1,0 +1,94 @@
+"""The options of an engine on the command line, beside the settings of the recipe.
+
+Must not know any engine: the fields of its class are its options.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from fullshard.config.part import decode, kinds, part_class
+from fullshard.config.problems import did_you_mean
+from fullshard.config.section import keys_of, options
+from fullshard.errors import RecipeError, SetupError
+from fullshard.submit.engine import Engine
+
+_PASSED = "passed"
+"""The field of an engine that collects the options of its own tool."""
+
+
+def engine_class(name: str) -> type[Engine]:
+    """The engine behind `--on NAME`."""
+    known = kinds(Engine)
+    if "." not in name and name not in known:
+        raise SetupError(
+            f"--on {name} is not known. Known: {', '.join(known)}{did_you_mean(name, known)}. For your own class, "
+            "write its full name: my_package.my_module.MyEngine."
+        )
+    return part_class(Engine, name, where="--on")
+
+
+def option_names(engine: type[Engine]) -> list[str]:
+    """The options of an engine, for messages."""
+    return [f"--{key.replace('_', '-')}" for key in keys_of(engine) if key != _PASSED]
+
+
+def take(engine: type[Engine], words: Sequence[str]) -> tuple[Engine, list[str]]:
+    """The engine with its options, and the words that are not its own: settings of the recipe."""
+    values: dict[str, Any] = {}
+    rest, left = [], deque(words)
+    while left:
+        word = left.popleft()
+        name, equals, value = word.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        switch = _switch(engine, key) if word.startswith("--") else None
+        if switch is not None:
+            if equals:
+                raise SetupError(f"{word}: --{name} takes no value.")
+            _set(values, *switch, engine=engine, word=word)
+        elif word.startswith("--") and _takes_value(engine, key):
+            if not equals and (not left or left[0].startswith("--")):
+                raise SetupError(f"--{name} needs a value.")
+            _set(values, key, value if equals else left.popleft(), engine=engine, word=f"--{name}")
+        else:
+            rest.append(word)
+    return _decoded(engine, values), rest
+
+
+def _switch(engine: type[Engine], key: str) -> tuple[str, Any] | None:
+    """The field and value of an option without a value: `--requeue`, `--no-requeue`, `--exclusive`."""
+    fields = keys_of(engine)
+    for field, value in ((key, True), (key.removeprefix("no_"), False)):
+        if field in fields and fields[field].annotation is bool and (value or field != key):
+            return field, value
+    return (key, None) if engine.own_options.get(key.replace("_", "-")) is False else None
+
+
+def _takes_value(engine: type[Engine], key: str) -> bool:
+    fields = keys_of(engine)
+    ours = key in fields and key != _PASSED and fields[key].annotation is not bool
+    return ours or engine.own_options.get(key.replace("_", "-")) is True
+
+
+def _set(values: dict[str, Any], key: str, value: Any, *, engine: type[Engine], word: str) -> None:
+    """Adds to a list; anything else may be given once."""
+    fields = keys_of(engine)
+    if key not in fields:
+        name = f"--{key.replace('_', '-')}"
+        values.setdefault(_PASSED, []).append(name if value is None else f"{name}={value}")
+    elif any(option.form == "list" for option in options(fields[key].annotation)):
+        values.setdefault(key, []).append(value)
+    elif values.setdefault(key, value) != value:
+        raise SetupError(f"{word} is given twice. Give it once.")
+
+
+def _decoded(engine: type[Engine], values: dict[str, Any]) -> Engine:
+    """The engine's settings; a problem names the option as it was typed."""
+    try:
+        return decode(engine, {"kind": engine.kind(), **values}, where="engine")
+    except RecipeError as error:
+        named = re.sub(r"engine\.(\w+)(\[\d+\])?( =)?", lambda m: f"--{m[1].replace('_', '-')}", str(error))
+        raise SetupError(named) from None
