@@ -13,24 +13,24 @@ import os
 import platform
 import re
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER, FullshardError, NumericalError
-from fullshard.explain import ended
+from fullshard.errors import FullshardError, NumericalError
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, LastWords, hand_over
 from fullshard.explain.match import Match, explain, explain_exception
 from fullshard.explain.render import answer
 
-_START = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+_START = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 """These identify one start of a run, and are equal on all its ranks."""
 _ONE_CRASH_S = 3600.0
 _METRICS_LINES, _LOG_LINES = 50, 200
@@ -213,10 +213,11 @@ def last_words(error: BaseException, crash: Path | None) -> str:
     """The last lines on the console: the explanation of an error, or that it is unknown, and the crash folder."""
     matches = explain_exception(error)
     # Our own guards explain themselves.
-    return f"\n{_place(crash)}" if isinstance(error, FullshardError) and not matches else _closing(matches, crash)
+    return f"\n{_place(crash)}" if isinstance(error, FullshardError) and not matches else closing(matches, crash)
 
 
-def _closing(matches: Sequence[Match], crash: Path | None) -> str:
+def closing(matches: Sequence[Match], crash: Path | None) -> str:
+    """The explanation that ends a run, and its crash folder."""
     if matches:
         text = answer(matches)
     else:
@@ -236,78 +237,6 @@ def left_behind(crash: Path) -> dict[int, LastWords]:
     files = sorted(crash.glob("rank-*.txt"), key=lambda path: path.stat().st_mtime)
     ranks = {int(path.stem.removeprefix("rank-")): path for path in files if path.stem[5:].isdigit()}
     return {rank: LastWords(path.read_text(encoding="utf-8", errors="replace"), crash) for rank, path in ranks.items()}
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank that failed, as its launcher saw it."""
-
-    code: int
-    """Its exit code; negative: the signal that ended it."""
-    process: int
-    time: float
-    words: LastWords = LastWords()
-
-
-class End:
-    """How a run ended in which ranks failed: which rank was the first, what it said, and the run's exit code."""
-
-    def __init__(self, failures: Mapping[int, Failure]) -> None:
-        """`failures` by rank, in the order in which the launcher saw them."""
-        self._failures = failures
-        self._said = {rank: failure.words for rank, failure in failures.items()}
-        self._victims = {rank for rank, words in self._said.items() if is_victim(words.text)}
-        self.rank = self._first()
-        self._code = failures[self.rank].code
-        self._has_meaning = self._code in (EXIT_PREEMPTED, EXIT_USER, EXIT_NUMERICAL)
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code of the run: the first rank's, if it has a meaning."""
-        return self._code if self._has_meaning else 1
-
-    def follows(self, number: int, *, at_once: bool) -> bool:
-        """Whether the signal that the launcher passed on ended the ranks, before they could react."""
-        ended_by_it = at_once or self.rank in self._victims or -self._code in (number, signal.SIGTERM)
-        return ended_by_it and not self._has_meaning
-
-    def report(self, *, killed: str) -> Iterator[str]:
-        """The launcher's last lines, unless the rank printed them itself. `killed` is the reason, if it was SIGKILL."""
-        message = self._said[self.rank].message
-        if self._code == EXIT_PREEMPTED:
-            if message:
-                yield message
-        elif self._has_meaning:
-            if self.rank != 0 and message and message != self._said.get(0, LastWords()).message:
-                yield f"Error: rank {self.rank}: {message}"
-        else:
-            # A killed rank leaves no message, and is the cause.
-            rank = culprit(self._said, otherwise=self.rank) if self._code > 0 else self.rank
-            failure, traced = self._failures[rank], bool(self._said[rank].text)
-            how = ended.how(failure.code, traced=traced, victim=rank in self._victims, killed=killed)
-            line = f"Rank {rank} (process {failure.process}) {how}."
-            yield f"{line} The other ranks were stopped." if len(self._failures) > 1 else line
-            if explanation := closing(self._said, rank=rank, line=line):
-                yield explanation
-
-    def _first(self) -> int:
-        """The rank that failed first.
-
-        The launcher looks ten times a second, so a rank that lost a peer may be seen before that peer. Among those that
-        ended within two seconds, a rank that was killed, or that said why it stopped, goes first, and the victims
-        last. The launcher ended the later ones."""
-        start = min(failure.time for failure in self._failures.values())
-
-        def order(rank: int) -> int:
-            code = self._failures[rank].code
-            if code < 0 and code != -signal.SIGTERM:
-                return 0
-            if code in (EXIT_USER, EXIT_NUMERICAL):
-                return 1
-            return 3 if rank in self._victims else 2
-
-        near = [rank for rank, failure in self._failures.items() if failure.time <= start + 2]
-        return min(near, key=order)  # of equals the one seen first
 
 
 def culprit(said: Mapping[int, LastWords], *, otherwise: int) -> int:
@@ -341,19 +270,3 @@ def is_victim(text: str) -> bool:
     """Whether a rank's words only say that it lost another one."""
     matches = explain(text)
     return bool(matches) and matches[0].entry.role == "consequence"
-
-
-def closing(said: Mapping[int, LastWords], *, rank: int, line: str) -> str:
-    """The launcher's last lines: the explanation of `rank`'s end, and the crash folder. `line` is what the launcher
-    knows; it goes into the crash folder for a rank that could write nothing, such as one that was killed."""
-    crash = next((words.folder for words in said.values() if words.folder), None)
-    words = said.get(rank, LastWords())
-    if crash is not None and not words.text:
-        with contextlib.suppress(OSError), (crash / f"rank-{rank}.txt").open("x", encoding="utf-8") as file:
-            file.write(line + "\n")
-    if words.text:
-        return _closing(explain(words.text), crash)
-    # No rank survived to write one.
-    place = f"\nCrash folder: {crash}" if crash else ""
-    matches = explain(line)
-    return f"\n{answer(matches)}{place and chr(10)}{place}" if matches else place

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
 from fullshard.errors import EXIT_PREEMPTED, SetupError, first_line
-from fullshard.explain import crash
 from fullshard.explain.ended import why_killed
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
 from fullshard.explain.host_memory import MemoryWatch, watched
+from fullshard.faults.end import End, Failure
 from fullshard.launch import signals
 from fullshard.launch.addresses import is_local, split_address
 from fullshard.launch.rendezvous import Facts, Meeting, facts
@@ -156,7 +156,7 @@ def _config(ranks: Ranks, folder: str) -> Any:
 
 def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
     """Reports how a run with failed ranks ended; returns its exit code."""
-    end = crash.End({rank: _seen(failure) for rank, failure in failures.items()})
+    end = End({rank: _seen(failure) for rank, failure in failures.items()})
     if received.first is not None and end.follows(received.first, at_once=received.at_once):
         return _stopped(received.first, at_once=received.at_once)
     for line in end.report(killed=why_killed(memory.before_the_end())):
@@ -164,9 +164,9 @@ def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: 
     return end.exit_code
 
 
-def _seen(failure: ProcessFailure) -> crash.Failure:
+def _seen(failure: ProcessFailure) -> Failure:
     words = handed_over(failure.error_file_data)
-    return crash.Failure(failure.exitcode, failure.pid, failure.timestamp, words)
+    return Failure(failure.exitcode, failure.pid, failure.timestamp, words)
 
 
 def _stopped(number: int, *, at_once: bool) -> int:

@@ -18,6 +18,7 @@ from fullshard.errors import NumericalError, RecipeError, SetupError
 from fullshard.explain import crash
 from fullshard.explain.ended import how
 from fullshard.explain.error_file import handed_over
+from fullshard.faults.end import End, Failure, explained
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.REPORTED_BY_LAUNCHER)
 
@@ -218,7 +219,7 @@ def test_the_launcher_finds_the_rank_that_is_the_cause(run: Path, tmp_path: Path
     errors = {0: RuntimeError(lost), 1: OSError(28, "No space left on device"), 2: RuntimeError(lost)}
     said = launched(run, tmp_path, monkeypatch, errors)
     assert crash.culprit(said, otherwise=0) == 1
-    words = crash.closing(said, rank=1, line="Rank 1 ended")
+    words = explained(said, rank=1, line="Rank 1 ended")
     assert "The disk is full (disk-full)" in words
     assert words.endswith(f"Crash folder: {run / 'crash-1'}")
     assert {path.name for path in (run / "crash-1").glob("rank-*")} == {"rank-0.txt", "rank-1.txt", "rank-2.txt"}
@@ -235,14 +236,14 @@ def test_of_two_causes_the_first_is_reported() -> None:
 def test_the_launcher_reports_a_killed_rank(run: Path, tmp_path: Path, monkeypatch: Any) -> None:
     said = launched(run, tmp_path, monkeypatch, {0: RuntimeError("Connection closed by peer")})
     line = f"Rank 1 (process 7) {how(-signal.SIGKILL)}. The other ranks were stopped."
-    words = crash.closing({**said, 1: handed_over(None)}, rank=1, line=line)
+    words = explained({**said, 1: handed_over(None)}, rank=1, line=line)
     assert "A rank was killed by the system (rank-killed)" in words
     assert (run / "crash-1" / "rank-1.txt").read_text() == line + "\n"
     # Nobody left anything: the line alone is explained.
-    alone = crash.closing({1: crash.LastWords()}, rank=1, line=line)
+    alone = explained({1: crash.LastWords()}, rank=1, line=line)
     assert "(rank-killed)" in alone
     assert "rash folder" not in alone, "nobody was left who could have written one"
-    assert crash.closing({1: crash.LastWords()}, rank=1, line="Rank 1 ended.") == ""
+    assert explained({1: crash.LastWords()}, rank=1, line="Rank 1 ended.") == ""
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_the_launcher_reports_a_killed_rank(run: Path, tmp_path: Path, monkeypat
     ],
 )
 def test_which_rank_was_first(codes: dict[int, tuple[int, int]], first: int) -> None:
-    assert crash.End({rank: crash.Failure(code, 1, when) for rank, (code, when) in codes.items()}).rank == first
+    assert End({rank: Failure(code, 1, when) for rank, (code, when) in codes.items()}).rank == first
 
 
 def test_an_error_file_of_another_tool_is_ignored() -> None:
