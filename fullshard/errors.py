@@ -4,6 +4,7 @@
     ├── RecipeError           a key, a value, or two keys that contradict each other
     ├── DataError             a file, a line, a record
     ├── SetupError            ranks, devices, addresses, packages
+    │   └── AbsentError       exit code 1: nodes or ranks that did not come; trying again may help
     ├── CheckpointError       a folder that cannot be saved to, read or resumed from
     └── NumericalError        exit code 3: a guard stopped the run
 
@@ -35,6 +36,12 @@ class DataError(FullshardError):
 
 class SetupError(FullshardError):
     """Ranks, devices, addresses or packages that do not fit the run."""
+
+
+class AbsentError(SetupError):
+    """Nodes or ranks that did not come in time: nobody's mistake, so an engine may try again."""
+
+    exit_code = 1
 
 
 class CheckpointError(FullshardError):

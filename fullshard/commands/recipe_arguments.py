@@ -136,17 +136,19 @@ class RecipeArguments:
 
     def launch(self) -> Launch:
         """Who started this process. Node options and a launcher exclude each other."""
+        from fullshard.dialects.engine_nodes import nodes_of
         from fullshard.dist.env import Launch, detect
 
         launch = detect(os.environ)
-        if launch.launcher == "none" or (self.node_rank is None and self.master is None):
+        engine = nodes_of(os.environ) if launch.launcher == "torchrun" else None
+        if launch.launcher == "none" or (self.node_rank is None and self.master is None and engine is None):
             return launch
         if launch.launcher == "slurm" or "LOCAL_RANK" in os.environ:
             raise SetupError(
                 f"--node-rank and --master are for runs that fullshard starts itself; this process was started by "
                 f"{launch.launcher} as rank {launch.rank} of {launch.world}. Leave these options out."
             )
-        # A cluster's RANK and WORLD_SIZE that count nodes: the options say what is meant.
+        # A cluster's RANK and WORLD_SIZE that count nodes: the options, or its other variables, say what is meant.
         for name in ("RANK", "WORLD_SIZE"):
             os.environ.pop(name, None)
         return Launch("none")
@@ -159,7 +161,8 @@ class RecipeArguments:
 
         if launch.launcher != "none":
             return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
-        number, place = meeting(self.config_file)
+        chosen = self.nodes is not None or any("topology.nodes" in word for word in self.settings or [])
+        number, place = meeting(self.config_file, nodes=topology.nodes, chosen=chosen, timeout_s=topology.timeout_s)
         mine = number if self.node_rank is None else self.node_rank
         return ranks_of(topology, node_rank=mine, master=self.master or place)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fullshard.dialects import launch_variables, report
+from fullshard.dialects import engine_nodes, launch_variables, report
 from fullshard.dialects.rows import Dialect, File, nested
 from fullshard.dialects.tables import dialects
 from fullshard.dialects.translate import Translation, translate
@@ -112,9 +112,11 @@ def as_recipe(document: Document, *, name: str, path: Path) -> Document:
 
 
 def launchers(path: str | None, environ: Mapping[str, str]) -> list[Translation]:
-    """What starts the ranks, in our words: `accelerate launch`, and the file given beside the recipe."""
-    found = [launch_variables.settings(environ), translated(path) if path else None]
-    if path and found[1] is None:
+    """What starts the ranks, in our words: the engine that started this node, `accelerate launch`, and the file given
+    beside the recipe."""
+    given = translated(path) if path else None
+    found = [engine_nodes.settings(environ), launch_variables.settings(environ), given]
+    if path and given is None:
         raise RecipeError(f"--config-file {path} is not a file of accelerate or DeepSpeed. Give a recipe by itself.")
     for done in filter(None, found):
         if not done.dialect.launches:
@@ -127,9 +129,12 @@ def launchers(path: str | None, environ: Mapping[str, str]) -> list[Translation]
     return [done for done in found if done is not None]
 
 
-def meeting(path: str | None) -> tuple[int | None, str | None]:
-    """The number of this machine and HOST:PORT of the first, as accelerate's file says them for several machines."""
-    values = load(path).values if path else {}
+def meeting(path: str | None, *, nodes: int, chosen: bool, timeout_s: float) -> tuple[int | None, str | None]:
+    """The number of this machine and HOST:PORT of the first, as accelerate's file says them for several machines, or
+    else the engine that started this node; `chosen`: the command line says how many `nodes`."""
+    if not path:
+        return engine_nodes.meeting(os.environ, nodes=nodes, chosen=chosen, timeout_s=timeout_s)
+    values = load(path).values
     if int(values.get("num_machines") or 1) < 2 or "distributed_type" not in values:
         return None, None
     host, port = values.get("main_process_ip"), values.get("main_process_port")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from fullshard.errors import SetupError
+from fullshard.errors import AbsentError, SetupError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -111,7 +111,7 @@ class Meeting:
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         who = f"{self.noun}{'s' if len(missing) > 1 else ''} {names} of {self.size}"
         if self.waited_s > self.timeout_s:
-            raise SetupError(
+            raise AbsentError(
                 f"{self.noun.capitalize()} {self.me} waited topology.timeout_s = {self.timeout_s:g} s at {self.where} "
                 f"for {who}{reason}. {self.advice}"
             )

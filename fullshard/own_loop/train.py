@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config.part import plain
+from fullshard.dialects import engine_nodes
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, FullshardError, RecipeError
 from fullshard.launch import signals
@@ -55,7 +56,9 @@ def train_recipe(
 
 def _train(reading: Reading, *, resume: str, anyway: bool) -> Result:
     """Trains a recipe, or one stage, on the ranks that it asks for."""
-    ranks = on_ranks.ranks_of(reading.recipe.topology)
+    topology = reading.recipe.topology
+    number, place = engine_nodes.meeting(os.environ, nodes=topology.nodes, chosen=True, timeout_s=topology.timeout_s)
+    ranks = on_ranks.ranks_of(topology, node_rank=number, master=place)
     with signals.in_library(), shown_in_notebook():
         if env.detect(os.environ).world > 1 or ranks.per_node * ranks.nodes == 1:
             return _in_this_process(reading, resume=resume, anyway=anyway)
