@@ -112,7 +112,7 @@ def _kubeflow(environ: Mapping[str, str]) -> EngineNodes | None:
     """PET_*: torchrun's own options as variables, which Kubeflow Trainer sets on every node."""
     if not any(environ.get(name) for name in ("PET_NNODES", "PET_NPROC_PER_NODE")):
         return None
-    names = _Names("Kubeflow Trainer", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+    names = _Names("Kubernetes", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
     return names.read(environ, _processes(environ.get("PET_NPROC_PER_NODE", "").strip()))
 
 
@@ -186,7 +186,8 @@ def _whole(environ: Mapping[str, str], name: str) -> int | None:
         return None
     if ":" in text:
         raise SetupError(
-            f"{name}={text} is a range: fullshard trains on a fixed number of nodes, and resumes on another. Ask for one number."
+            f"{name}={text} is a range: fullshard trains on a fixed number of nodes, and resumes on any other. Ask for "
+            "one number."
         )
     if not text.isdigit():
         raise SetupError(f"{name}={text} is not a whole number. Correct or unset it.")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fullshard.log.metrics import FILE, last_step
+from fullshard.log.metrics import FILE, last_step, read
 from tests.dist.namespaces import ADDRESSES, Nodes, NotPermitted, two_nodes
 from tests.small import model_folder, recipe, token_file
 
@@ -83,3 +83,34 @@ def test_two_nodes_meet_train_and_notice_a_cut(nodes: Nodes, tmp_path: Path) -> 
         assert "network between the nodes" in " ".join(err.split())
         assert "traceback is above" not in err
         assert "Crash folder: " in err
+
+
+@pytest.mark.slow
+def test_variables_of_an_engine_are_enough(nodes: Nodes, tmp_path: Path) -> None:
+    """As in pods of Kubeflow Trainer: the same command on every node, without a flag. Losses are those of one node."""
+    model_folder(tmp_path / "model", num_hidden_layers=1)
+    token_file(tmp_path / "train.jsonl", records=64)
+    sections = {"duration": {"steps": 3}, "topology": {"device": "cpu", "timeout_s": 2 * TIMEOUT_S}}
+    for name in ("engine", "alone"):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(recipe(tmp_path, name=name, **sections)))
+    command = [sys.executable, "-m", "fullshard", "train"]
+    job = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 2, "PET_MASTER_ADDR": "zero", "PET_MASTER_PORT": 29400}
+    running = []
+    for node in (1, 0):  # in a cluster any pod may be the first
+        variables = [f"{name}={value}" for name, value in {**job, "PET_NODE_RANK": node}.items()]
+        words = ["env", *variables, *command, str(tmp_path / "engine.yaml")]
+        running.append(nodes.start(node, words, cwd=ROOT, start_new_session=True))
+    alone = subprocess.run([*command, str(tmp_path / "alone.yaml")], cwd=ROOT, capture_output=True, text=True)
+    ends = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], ends
+    assert alone.returncode == 0, alone.stderr
+    said = ends[1][0]
+    assert "topology.nodes: 2 (Kubernetes) over 1 (default)" in said
+    assert "4 ranks" in said
+    losses = [_losses(tmp_path / "runs" / name / FILE) for name in ("engine", "alone")]
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def _losses(path: Path) -> list[float]:
+    return [record["loss"] for record in read(path) if record["kind"] == "train"]

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("environ", "name", "settings", "master"),
     [
-        (KUBEFLOW, "Kubeflow Trainer", {"topology.devices": 2, "topology.nodes": 2}, "localhost:29400"),
+        (KUBEFLOW, "Kubernetes", {"topology.devices": 2, "topology.nodes": 2}, "localhost:29400"),
         (
             SKYPILOT,
             "SkyPilot",
@@ -149,22 +149,22 @@ def dry_run(folder: Path, environ: dict[str, str], *words: str, **topology: int)
 def test_the_dry_run_says_where_the_nodes_come_from(folder: Path) -> None:
     code, text = dry_run(folder, KUBEFLOW)
     assert code == 0, text
-    assert "topology.nodes: 2 (Kubeflow Trainer) over 1 (default)" in text
-    assert "topology.devices: 2 (Kubeflow Trainer) over auto (default)" in text
+    assert "topology.nodes: 2 (Kubernetes) over 1 (default)" in text
+    assert "topology.devices: 2 (Kubernetes) over auto (default)" in text
     assert "x 4 ranks" in text
 
 
 def test_a_flag_wins_over_the_engine(folder: Path) -> None:
     code, text = dry_run(folder, KUBEFLOW, "--nodes", "1", "--devices", "1")
     assert code == 0, text
-    assert "topology.nodes: 1 (command line) over 2 (Kubeflow Trainer)" in text
+    assert "topology.nodes: 1 (command line) over 2 (Kubernetes)" in text
     assert "x 1 rank" in text
 
 
 def test_a_recipe_that_contradicts_the_engine_is_refused(folder: Path) -> None:
     code, text = dry_run(folder, KUBEFLOW, nodes=4)
     assert code == 2
-    assert "topology.nodes = 4 in the recipe, but Kubeflow Trainer started 2 nodes (PET_NNODES=2)" in text
+    assert "topology.nodes = 4 in the recipe, but Kubernetes started 2 nodes (PET_NNODES=2)" in text
     code, text = dry_run(folder, KUBEFLOW, "topology.nodes=2", nodes=4)
     assert code == 0, text
 
