@@ -16,9 +16,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from fullshard.dialects import foreign_keys
+from fullshard.dialects.kinds import SWITCH, BadValue, is_off
 from fullshard.dialects.readers import EXCLUSIVE
-from fullshard.dialects.rows import File, Outcome, Row, is_off
+from fullshard.dialects.rows import File, Outcome, Row
 from fullshard.dialects.tables import dialects
+from fullshard.dialects.translate import of_their_kind
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse_value, shown
 
@@ -91,7 +93,7 @@ def read_words(words: Sequence[str], *, sections: Sequence[str], options: Sequen
             )
         else:
             given.own.append(word)
-    together = File({flag.key: flag.value for flag in flags})
+    together = File(of_their_kind(dialects()["flags"], {flag.key: flag.value for flag in flags}))
     for flag in flags:
         _take(given, flag, together)
     return given
@@ -133,7 +135,7 @@ def _flag(given: Given, name: str, value: str | None, sections: Sequence[str], o
     if top.startswith("no_") and top not in sections and key not in flags and value is None:
         key, top, value = key.removeprefix("no_"), top.removeprefix("no_"), "false"
     if key in ("fp16", "bf16"):
-        given.own.append(f"precision={'fp32' if is_off(value or 'true') else key}")
+        given.own.append(f"precision={key if _is_on(typed, value) else 'fp32'}")
         return None
     if top in sections:
         given.own.append(f"{key}={'true' if value is None else value}")
@@ -142,6 +144,13 @@ def _flag(given: Given, name: str, value: str | None, sections: Sequence[str], o
     if row is None or row.verdict == "refused" or row.ours.startswith("--"):
         raise _unknown(name, key, value, sections, options)
     return Typed(typed, key, True if value is None else parse_value(value, where=f"--{name}"), row)
+
+
+def _is_on(typed: str, value: str | None) -> bool:
+    try:
+        return bool(SWITCH.read(True if value is None else value))
+    except BadValue as error:
+        raise RecipeError(f"{typed}: {error}.") from None
 
 
 def _take(given: Given, flag: Typed, together: File) -> None:

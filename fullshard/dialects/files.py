@@ -134,11 +134,11 @@ def meeting(path: str | None, *, nodes: int, chosen: bool, timeout_s: float) -> 
     else the engine that started this node; `chosen`: the command line says how many `nodes`."""
     if not path:
         return engine_nodes.meeting(os.environ, nodes=nodes, chosen=chosen, timeout_s=timeout_s)
-    values = load(path).values
-    if int(values.get("num_machines") or 1) < 2 or "distributed_type" not in values:
+    done = translated(path)
+    if done is None or done.file.get("num_machines", 1) < 2:
         return None, None
-    host, port = values.get("main_process_ip"), values.get("main_process_port")
-    return values.get("machine_rank"), f"{host}:{port or 29500}" if host else None
+    host, port = done.file.get("main_process_ip"), done.file.get("main_process_port") or 29500
+    return done.file.get("machine_rank"), f"{host}:{port}" if host else None
 
 
 def notes_of(launchers: Sequence[Translation], replaced: Sequence[str]) -> list[str]:

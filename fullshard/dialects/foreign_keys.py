@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fullshard.dialects.rows import File, Row, is_off
+from fullshard.dialects.kinds import is_off
+from fullshard.dialects.rows import File, Row
 from fullshard.dialects.words import nearest_word
 from fullshard.formatting.yaml_text import shown
 
@@ -90,7 +91,8 @@ def of_key(path: str, value: Any) -> str | None:
         return f"Here it is {row.key}." if row.key else None
     outcome = row.read(value, File())
     if outcome.verdict == "refused":
-        return f"{outcome.why[:1].upper()}{outcome.why[1:].removesuffix('.')}."
+        why = f"{outcome.why[:1].upper()}{outcome.why[1:].removesuffix('.')}."
+        return f"{why} Here it is {row.key}." if row.key else why
     if row.key not in outcome.settings:
         return f"Here it is {row.key}." if row.key and not outcome.why else f"It is not needed: {outcome.why}."
     written = shown(outcome.settings[row.key])

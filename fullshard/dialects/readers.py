@@ -12,23 +12,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fullshard.dialects.rows import File, Outcome, Reader, Settings, ignored, is_off, refused
+from fullshard.dialects.kinds import LIST, SECTION, SWITCH, TEXT, Kind, is_off, one_of
+from fullshard.dialects.rows import File, Outcome, Reader, Settings, ignored, refused
 from fullshard.dialects.words import our_word
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import shown
 
 EXCLUSIVE = (("duration.epochs", "duration.steps"), ("batch.accumulate", "batch.global"))
 """Keys of ours that exclude each other."""
+FSDP = SWITCH | TEXT | LIST
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+POLICY = one_of(*_POLICIES) | Kind((), (lambda value: dict(zip("012", _POLICIES, strict=True)).get(shown(value)),))
+"""By name, or by accelerate's number."""
+OFF = Kind(("none",), (lambda value: False if is_off(value) else None,))
+INTERVAL = one_of("no", "epoch", "steps", "best") | Kind((), (lambda value: "no" if is_off(value) else None,))
+"""When to save or to evaluate; YAML reads a bare `no` as false."""
+DEEPSPEED = OFF | Kind(("the path of a DeepSpeed file",), TEXT.readers) | SECTION
 DATA_SUFFIXES = (".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet")
 
 
 def fsdp_words(value: Any, file: File) -> Outcome | Settings:
     """`full_shard auto_wrap offload`, as one text or a list; true is full."""
-    if is_off(value) or value in ("", []):
+    if value is False or value == []:
         return ignored("")
-    if value is True or str(value).lower() == "true":
+    if value is True:
         return {"sharding.strategy": "full"}
-    words = [word.lower() for word in (value if isinstance(value, list) else str(value).split())]
+    words = [shown(word).lower() for word in (value if isinstance(value, list) else value.split())]
     settings: Settings = {"sharding.cpu_offload": True} if "offload" in words else {}
     for word in words:
         ours = our_word("sharding.strategy", word)
@@ -41,38 +50,34 @@ def fsdp_words(value: Any, file: File) -> Outcome | Settings:
 
 def wrap_classes(value: Any, file: File) -> Outcome | Settings:
     """Class names to wrap; without effect under a policy that wraps otherwise."""
-    policy = str(_fsdp(file, "auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper()
+    policy = _fsdp(file, "auto_wrap_policy") or "TRANSFORMER_BASED_WRAP"
     if policy != "TRANSFORMER_BASED_WRAP":
         return ignored(f"auto_wrap_policy is {policy}, which does not look at classes")
-    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
-    return {"sharding.wrap.classes": [name for name in names if name]}
+    return {"sharding.wrap.classes": value}
 
 
 def wrap_policy(value: Any, file: File) -> Outcome | Settings:
-    """TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, or accelerate's numbers for them."""
-    word = {"0": "TRANSFORMER_BASED_WRAP", "1": "SIZE_BASED_WRAP", "2": "NO_WRAP"}.get(shown(value), str(value).upper())
-    if word == "SIZE_BASED_WRAP":
-        return {"sharding.wrap.min_params": int(_fsdp(file, "min_num_params") or 100_000_000)}
-    if word == "NO_WRAP":
+    """What the policy wraps; the next two keys say which classes or which size."""
+    if value == "SIZE_BASED_WRAP":
+        return {"sharding.wrap.min_params": _fsdp(file, "min_num_params") or 100_000_000}
+    if value == "NO_WRAP":
         return {"sharding.wrap.whole": True}
-    if word != "TRANSFORMER_BASED_WRAP":
-        return refused(f"{value} is not a wrap policy. Known: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP.")
     named = _fsdp(file, "transformer_layer_cls_to_wrap")
     return ignored("" if named else "the model's own blocks are found by structure, and wrapped")
 
 
 def min_params(value: Any, file: File) -> Outcome | Settings:
     """Only size-based wrapping has a smallest size."""
-    policy = str(_fsdp(file, "auto_wrap_policy") or "").upper()
-    if policy in ("SIZE_BASED_WRAP", "1") or (not policy and value):
-        return {"sharding.wrap.min_params": int(value)} if value else ignored("")
+    policy = _fsdp(file, "auto_wrap_policy") or ""
+    if policy == "SIZE_BASED_WRAP" or (not policy and value):
+        return {"sharding.wrap.min_params": value} if value else ignored("")
     return ignored(f"only SIZE_BASED_WRAP has a smallest size, and auto_wrap_policy is {policy or 'not set'}")
 
 
 def reshard_after_forward(value: Any, file: File) -> Outcome | Settings:
     """FSDP2's switch, or the name of a strategy in files for FSDP1."""
-    if isinstance(value, bool) or str(value).lower() in ("true", "false"):
-        return {"sharding.strategy": "grad_op" if is_off(value) else "full"}
+    if isinstance(value, bool):
+        return {"sharding.strategy": "full" if value else "grad_op"}
     return sharding_strategy(value, file)
 
 
@@ -81,11 +86,11 @@ def sharding_strategy(value: Any, file: File) -> Outcome | Settings:
     if str(_fsdp(file, "version")) == "2" and _fsdp(file, "reshard_after_forward") is not None:
         return ignored("fsdp_version is 2, where fsdp_reshard_after_forward decides")
     numbers = {"1": "full", "2": "grad_op", "3": "none", "4": "hybrid", "5": "hybrid"}
-    ours = numbers.get(shown(value)) or our_word("sharding.strategy", value)
+    ours = numbers.get(value) or our_word("sharding.strategy", value)
     if ours is None:
         return refused(f"{value} is not a strategy. Known: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD.")
     why = {"none": "FSDP2 has no NO_SHARD: the model is replicated, as with DDP"}.get(ours, "")
-    if str(value).upper().endswith("ZERO2") or shown(value) == "5":
+    if value.upper().endswith("ZERO2") or value == "5":
         why = "within a node parameters are gathered again for the backward pass, as with HYBRID_SHARD"
     return Outcome({"sharding.strategy": ours}, why=why)
 
@@ -100,9 +105,9 @@ def _fsdp(file: File, key: str) -> Any:
 
 def deepspeed(value: Any, file: File) -> Outcome | Settings:
     """DeepSpeed's settings: in place, or in a file that is read; of a file that is not there, its name may tell."""
-    if is_off(value) or value == "":
+    if value is False:
         return ignored("")
-    inner = value if isinstance(value, Mapping) else json_beside(str(value), file)
+    inner = value if isinstance(value, Mapping) else json_beside(value, file)
     if isinstance(inner, Mapping):
         from fullshard.dialects.tables import deepspeed as table
         from fullshard.dialects.translate import translate
@@ -171,7 +176,7 @@ def interval(section: str, steps_key: str, *, default: int) -> Reader:
     def read(value: Any, file: File) -> Settings:
         every = file.get(steps_key, default)
         found = {"epoch": {"every_epochs": 1}, "steps": {"every_steps": every, "every_epochs": None}, "best": {}}
-        chosen = found.get(str(value).lower(), {"every_epochs": None})
+        chosen = found.get(value, {"every_epochs": None})
         return {f"{section}.{key}": setting for key, setting in chosen.items()}
 
     return read
@@ -181,20 +186,19 @@ def every_steps(section: str, strategy_key: str, *, default: str) -> Reader:
     """An interval in steps, in force only if the strategy counts steps."""
 
     def read(value: Any, file: File) -> Outcome | Settings:
-        strategy = str(file.get(strategy_key, default)).lower()
+        strategy = file.get(strategy_key) or default
         if strategy != "steps":
             return ignored(f"{strategy_key} is {strategy}")
-        if isinstance(value, float) and 0 < value < 1:
+        if 0 < value < 1:
             return refused(f"{shown(value)} of the run is not an interval here: write {section}.every_steps in steps")
-        return {f"{section}.every_steps": int(value), f"{section}.every_epochs": None}
+        return {f"{section}.every_steps": value, f"{section}.every_epochs": None}
 
     return read
 
 
 def trackers(value: Any, file: File) -> Outcome | Settings:
     """Names of trackers: tensorboard and wandb are here."""
-    names = value if isinstance(value, list) else [name.strip() for name in str(value).split(",")]
-    names = ["tensorboard", "wandb"] if "all" in names else [name for name in names if name not in ("none", "")]
+    names = ["tensorboard", "wandb"] if "all" in value else [name for name in value if name != "none"]
     unknown = [name for name in names if name not in ("tensorboard", "wandb")]
     if unknown:
         return ignored(f"{unknown[0]} is not available: metrics.jsonl in the run folder has every number")

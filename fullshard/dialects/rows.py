@@ -7,11 +7,13 @@ every key of ours that a row names exists.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fullshard.dialects.kinds import ANYTHING, OF_KEYS, SWITCH, TEXT, TEXTS, BadValue, Kind
 from fullshard.dialects.words import our_word
 from fullshard.formatting.yaml_text import parse_value, shown
 
@@ -23,7 +25,8 @@ UNSET: Any = object()
 
 @dataclass(frozen=True)
 class File:
-    """Another trainer's file, for a row whose meaning depends on other keys."""
+    """Another trainer's file, for a row whose meaning depends on other keys. Readers and the functions of a dialect see
+    values of the kind that their row takes: true for `yes`, a number for `"2e-5"`, and no value that is refused."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     folder: Path = Path()
@@ -60,6 +63,8 @@ class Row:
     verdict: Verdict = "renamed"
     reader: Reader | None = None
     """Reads a value that no form describes."""
+    takes: Kind = ANYTHING
+    """What a value may be; any other is refused."""
     default: Any = UNSET
     """What the other trainer uses if its file leaves the key out, where fullshard would use another value."""
     read_with: str = ""
@@ -82,27 +87,24 @@ class Row:
 
     def read(self, value: Any, file: File) -> Outcome:
         """What a value of this key means."""
-        if self.reader is not None:
-            return self._by_reader(value, file)
         if self.verdict in ("no effect", "refused"):
             # True is not the 1 of a share or a count.
             quiet = any(value == each and (value is not True or each is True) for each in self.asks_nothing)
             return Outcome(verdict="no effect" if quiet else self.verdict, why="" if quiet else self.why)
-        if self.is_switch:
-            if is_off(value):
-                return Outcome(verdict="no effect")
-            return Outcome({self.key: parse_value(self.form, where=self.key)})
-        return Outcome({self.key: _filled(parse_value(self.form, where=self.key), _in_our_words(self.key, value))})
-
-    def _by_reader(self, value: Any, file: File) -> Outcome:
-        """A reader takes a value to be what it should be: a number, a section. Anything else is refused."""
-        assert self.reader is not None
         try:
+            return self._meaning(self.takes.read(value), file)
+        except BadValue as error:
+            return refused(str(error))
+
+    def _meaning(self, value: Any, file: File) -> Outcome:
+        if self.reader is not None:
             found = self.reader(value, file)
-        except (TypeError, ValueError, AttributeError, LookupError):
-            ours = f" Here it is {self.key}." if self.key else ""
-            return refused(f"{shown(value)} cannot be read, alone or with the keys that it depends on.{ours}")
-        return found if isinstance(found, Outcome) else Outcome(found)
+            found = found if isinstance(found, Outcome) else Outcome(found)
+            return replace(found, settings={key: _checked(key, each) for key, each in found.settings.items()})
+        form = parse_value(self.form, where=self.key)
+        if self.is_switch:
+            return Outcome({self.key: form}) if value else Outcome(verdict="no effect")
+        return Outcome({self.key: _filled(form, value)})
 
 
 @dataclass(frozen=True)
@@ -151,12 +153,26 @@ class Dialect:
 
 def to(ours: str, theirs: str, *, default: Any = UNSET, note: str = "") -> Row:
     """Our key takes their value, in our words; with `key=word`, if their switch is on."""
-    return Row(tuple(theirs.split()), ours, why=note, default=default)
+    key, _, form = ours.partition("=")
+    takes = kind_of(key) if not form else SWITCH if "$" not in form else TEXTS if form == "[$]" else TEXT
+    return Row(tuple(theirs.split()), ours, why=note, default=default, takes=takes)
 
 
-def reads(ours: str, reader: Reader, theirs: str, *, default: Any = UNSET, note: str = "") -> Row:
-    """A function reads their value."""
-    return Row(tuple(theirs.split()), ours, why=note, reader=reader, default=default)
+def reads(
+    ours: str, reader: Reader, theirs: str, *, takes: Kind | None = None, default: Any = UNSET, note: str = ""
+) -> Row:
+    """A function reads their value, which is what our key takes, unless `takes` says otherwise."""
+    takes = takes or OF_KEYS.get(ours, ANYTHING)
+    return Row(tuple(theirs.split()), ours, why=note, reader=reader, default=default, takes=takes)
+
+
+@functools.cache
+def kind_of(key: str) -> Kind:
+    """What a key of ours takes, in others' words too."""
+    if key not in OF_KEYS:
+        return ANYTHING
+    kind = OF_KEYS[key]
+    return Kind(kind.needed, (lambda value: our_word(key, value), *kind.readers))
 
 
 def unused(theirs: str, why: str, *, quiet: tuple[Any, ...] = (False, "none", "no")) -> Row:
@@ -169,10 +185,12 @@ def refuse(theirs: str, why: str, *, unless: tuple[Any, ...] = (False, 0, "none"
     return Row(tuple(theirs.split()), why=why, verdict="refused", asks_nothing=unless)
 
 
-def part_of(theirs: str, other: str) -> Row:
+def part_of(theirs: str, other: str, *, takes: Kind) -> Row:
     """Keys that the row of another key reads."""
     why = f"read with {other}"
-    return Row(tuple(theirs.split()), why=why, read_with=other, reader=lambda value, file: Outcome(why=why))
+    return Row(
+        tuple(theirs.split()), why=why, read_with=other, takes=takes, reader=lambda value, file: Outcome(why=why)
+    )
 
 
 def inherited(own: tuple[Row, ...], base: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -189,16 +207,6 @@ def ignored(why: str) -> Outcome:
 def refused(why: str) -> Outcome:
     """For a reader: this value cannot be honoured."""
     return Outcome(verdict="refused", why=why)
-
-
-def is_off(value: Any) -> bool:
-    """Whether a switch is off: false, `no`, `none`, or nothing."""
-    return value is None or value is False or str(value).lower() in ("false", "no", "off", "none", "0", "n", "f")
-
-
-def is_on(value: Any) -> bool:
-    """Whether a switch is on."""
-    return not is_off(value)
 
 
 def choice(key: str, words: Mapping[str, Any]) -> Reader:
@@ -231,17 +239,20 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _in_our_words(key: str, value: Any) -> Any:
-    return our_word(key, value) or value
+def _checked(key: str, value: Any) -> Any:
+    """A setting of ours with a value that its key takes; null leaves it open."""
+    try:
+        return OF_KEYS[key].read(value) if key in OF_KEYS and value is not None else value
+    except BadValue as error:
+        raise error.about(key) from None
 
 
 def _filled(form: Any, value: Any) -> Any:
-    """A form with the value in place of each $; a list in place of [$] keeps its length, a,b becomes two entries."""
+    """A form with the value in place of each $; a list in place of [$] keeps its length."""
     if form == "$":
         return value
     if form == ["$"]:
-        items = value if isinstance(value, list) else [part.strip() for part in shown(value).split(",")]
-        return [item for item in items if item not in ("", "none")]
+        return [item for item in value if item != "none"]
     if isinstance(form, Mapping):
         return {key: _filled(inner, value) for key, inner in form.items()}
     return [_filled(inner, value) for inner in form] if isinstance(form, list) else form

@@ -8,13 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import readers
+from fullshard.dialects.kinds import (
+    NOT_NEGATIVE,
+    NUMBER,
+    POSITIVE,
+    SECTION,
+    SHARE,
+    SWITCH,
+    TEXT,
+    TEXTS,
+    WHOLE,
+)
 from fullshard.dialects.rows import (
     File,
     Outcome,
     Settings,
     ignored,
-    is_off,
-    is_on,
     part_of,
     reads,
     refuse,
@@ -30,12 +39,14 @@ FSDP_ROWS = (
         "sharding.strategy",
         readers.reshard_after_forward,
         "fsdp_config.reshard_after_forward fsdp_config.fsdp_reshard_after_forward",
+        takes=SWITCH | TEXT,
         note="true: full; false: grad_op",
     ),
     reads(
         "sharding.strategy",
         readers.sharding_strategy,
         "fsdp_config.sharding_strategy fsdp_config.fsdp_sharding_strategy",
+        takes=TEXT,
     ),
     to(
         "sharding.cpu_offload",
@@ -47,14 +58,22 @@ FSDP_ROWS = (
         "fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing",
     ),
     reads(
-        "sharding.wrap.classes", readers.wrap_policy, "fsdp_config.auto_wrap_policy fsdp_config.fsdp_auto_wrap_policy"
+        "sharding.wrap.classes",
+        readers.wrap_policy,
+        "fsdp_config.auto_wrap_policy fsdp_config.fsdp_auto_wrap_policy",
+        takes=readers.POLICY,
     ),
     reads(
         "sharding.wrap.classes",
         readers.wrap_classes,
         "fsdp_config.transformer_layer_cls_to_wrap fsdp_config.fsdp_transformer_layer_cls_to_wrap",
     ),
-    reads("sharding.wrap.min_params", readers.min_params, "fsdp_config.min_num_params fsdp_config.fsdp_min_num_params"),
+    reads(
+        "sharding.wrap.min_params",
+        readers.min_params,
+        "fsdp_config.min_num_params fsdp_config.fsdp_min_num_params",
+        takes=WHOLE,
+    ),
     to("sharding.forward_prefetch", "fsdp_config.forward_prefetch fsdp_config.fsdp_forward_prefetch"),
     to("checkpoint.format", "fsdp_config.state_dict_type fsdp_config.fsdp_state_dict_type"),
     unused("fsdp_config.version fsdp_config.fsdp_version fsdp_version", "fullshard always uses FSDP2", quiet=(2, "2")),
@@ -106,13 +125,13 @@ def fsdp(value: Any, file: File) -> Outcome | Settings:
 
 
 def epochs(value: Any, file: File) -> Outcome | Settings:
-    if int(file.get("max_steps", -1)) > 0:
+    if file.get("max_steps", -1) > 0:
         return ignored("max_steps is set, and wins")
     return {"duration.epochs": value}
 
 
 def steps(value: Any, file: File) -> Outcome | Settings:
-    return {"duration.steps": int(value)} if int(value) > 0 else ignored("")
+    return {"duration.steps": value} if value > 0 else ignored("")
 
 
 _WITH_FLOOR = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")
@@ -122,7 +141,7 @@ def schedule(value: Any, file: File) -> Outcome | Settings:
     """The kind; the two cosine kinds with a smallest rate have it in lr_scheduler_kwargs."""
     if value in _WITH_FLOOR:
         kwargs, rate = file.get("lr_scheduler_kwargs", {}), file.get("learning_rate", 5e-5)
-        floor = kwargs.get("min_lr_rate", kwargs.get("min_lr", 0.0) / rate if rate else 0.0)
+        floor = kwargs.get("min_lr_rate", NUMBER.read(kwargs.get("min_lr", 0.0)) / rate)
         return {"schedule.kind": "cosine", "schedule.floor": floor}
     if value == "cosine_with_restarts" and file.get("lr_scheduler_kwargs.num_cycles", 1) == 1:
         return Outcome({"schedule.kind": "cosine"}, why="one cycle is a plain cosine")
@@ -165,26 +184,20 @@ def clip(value: Any, file: File) -> Settings:
 
 
 def metric(value: Any, file: File) -> Settings:
-    name = str(value).removeprefix("eval_")
+    name = value.removeprefix("eval_")
     mode = file.get("greater_is_better")
     return {"checkpoint.best.metric": name} | (
         {} if mode is None else {"checkpoint.best.mode": "max" if mode else "min"}
     )
 
 
-def save_total_limit(value: Any, file: File) -> Settings:
-    return {"checkpoint.keep": int(value)}
-
-
 def run_folder(value: Any, file: File) -> Settings:
     """Their folder is that of the run; ours is `output/name`."""
-    parent, _, last = str(value).rstrip("/").rpartition("/")
+    parent, _, last = value.rstrip("/").rpartition("/")
     plain = (
         last.replace("-", "a").replace("_", "a").replace(".", "a").isalnum() and last[0].isalnum() if last else False
     )
-    return (
-        {"output": parent or ("/" if str(value).startswith("/") else "."), "name": last} if plain else {"output": value}
-    )
+    return {"output": parent or ("/" if value.startswith("/") else "."), "name": last} if plain else {"output": value}
 
 
 def run_name(value: Any, file: File) -> Outcome | Settings:
@@ -196,7 +209,7 @@ def run_name(value: Any, file: File) -> Outcome | Settings:
 def hub_data(value: Any, file: File) -> Settings:
     config = file.get("dataset_config_name", file.get("dataset_config"))
     split = file.get("dataset_train_split")
-    return {"data.train": readers.dataset(str(value), config=config, split=None if split == "train" else split)}
+    return {"data.train": readers.dataset(value, config=config, split=None if split == "train" else split)}
 
 
 def holdout(value: Any, file: File) -> Settings:
@@ -206,14 +219,14 @@ def holdout(value: Any, file: File) -> Settings:
 def precision_off(settings: Settings, file: File) -> Settings:
     """Both kinds of half precision switched off is fp32."""
     switches = [file.get(key) for key in ("bf16", "fp16")]
-    if "precision" not in settings and all(value is not None and is_off(value) for value in switches):
+    if "precision" not in settings and all(value is False for value in switches):
         return {**settings, "precision": "fp32"}
     return settings
 
 
 def accelerator(value: Any, file: File) -> Outcome | Settings:
     """Settings of accelerate's loader; one of them changes how many rows a step has."""
-    if is_on(value.get("split_batches")):
+    if SWITCH.read(value.get("split_batches", False)):
         return refused(
             "split_batches: batch.per_device is the rows of one rank; write the batch of all ranks as batch.global"
         )
@@ -222,57 +235,54 @@ def accelerator(value: Any, file: File) -> Outcome | Settings:
 
 def answers_only(value: Any, file: File) -> Outcome | Settings:
     """Plain text is learned whole; of a conversation the answers are, unless the file says otherwise."""
-    if is_on(value) or file.get("dataset_text_field") is not None:
+    if value or file.get("dataset_text_field") is not None:
         return ignored("")
     return {"data.encode": {"kind": "chat", "train_on": "all"}}
-
-
-def packing(value: Any, file: File) -> Settings:
-    return {"data.pack": is_on(value)}
 
 
 def workers(value: Any, file: File) -> Outcome | Settings:
     return {"data.workers": value} if value else ignored("")
 
 
-def attention(value: Any, file: File) -> Settings:
-    return {"model.attention": our_word("model.attention", value) or value}
-
-
 def lora_targets(value: Any, file: File) -> Settings:
-    if value in ("all", "all-linear", ["all-linear"], "all_linear"):
-        return {"model.lora.targets": "all-linear"}
-    return {"model.lora.targets": value if isinstance(value, list) else [name.strip() for name in value.split(",")]}
+    return {"model.lora.targets": "all-linear" if value in (["all"], ["all-linear"], ["all_linear"]) else value}
 
 
 def dtype(value: Any, file: File) -> Outcome | Settings:
-    if is_on(file.get("bf16")) or is_on(file.get("fp16")) or value == "auto":
+    if file.get("bf16") or file.get("fp16") or value == "auto":
         return ignored("frozen weights keep the dtype of their file, trained ones are kept in fp32")
     return {"precision": value}
 
 
 COMMON = (
     # Keys of TrainingArguments that LLaMA-Factory and axolotl hand on to it.
-    reads("batch.accumulate", lambda value, file: {"batch.accumulate": int(value)}, "gradient_accumulation_steps"),
+    to("batch.accumulate", "gradient_accumulation_steps"),
     to("optimizer.lr", "learning_rate", default=5e-5),
     to("optimizer.weight_decay", "weight_decay", default=0.0),
-    reads("optimizer.betas", readers.beta(0), "adam_beta1", default=0.9, note="the first of the two"),
-    reads("optimizer.betas", readers.beta(1), "adam_beta2", note="the second of the two"),
+    reads("optimizer.betas", readers.beta(0), "adam_beta1", takes=SHARE, default=0.9, note="the first of the two"),
+    reads("optimizer.betas", readers.beta(1), "adam_beta2", takes=SHARE, note="the second of the two"),
     to("optimizer.eps", "adam_epsilon"),
-    reads("optimizer.clip", clip, "max_grad_norm", note="0: null"),
+    reads("optimizer.clip", clip, "max_grad_norm", takes=NOT_NEGATIVE, note="0: null"),
     reads("schedule.warmup", warmup_steps, "warmup_steps"),
     reads("schedule.warmup", readers.warmup, "warmup_ratio", note="a share of the run; warmup_steps wins"),
-    reads("schedule.kind", schedule_kwargs, "lr_scheduler_kwargs", note="min_lr becomes schedule.floor"),
+    reads("schedule.kind", schedule_kwargs, "lr_scheduler_kwargs", takes=SECTION, note="min_lr becomes schedule.floor"),
     to("precision=bf16", "bf16"),
     to("precision=fp16", "fp16"),
     reads(
         "sharding.strategy",
         fsdp,
         "fsdp",
+        takes=readers.FSDP,
         note="full_shard, shard_grad_op, hybrid_shard, no_shard; offload; true is full",
     ),
     *FSDP_ROWS,
-    reads("sharding.strategy", readers.deepspeed, "deepspeed", note="a file or a section: its ZeRO stage"),
+    reads(
+        "sharding.strategy",
+        readers.deepspeed,
+        "deepspeed",
+        takes=readers.DEEPSPEED,
+        note="a file or a section: its ZeRO stage",
+    ),
     to("sharding.activation_checkpointing", "gradient_checkpointing"),
     unused("gradient_checkpointing_kwargs", "recomputation is always non-reentrant", quiet=({"use_reentrant": False},)),
     to("sharding.compile", "torch_compile"),
@@ -282,23 +292,35 @@ COMMON = (
         quiet=("inductor", "default"),
     ),
     to("log.every_steps", "logging_steps"),
-    reads("log.sinks", readers.trackers, "report_to"),
-    reads("checkpoint.every_steps", readers.every_steps("checkpoint", "save_strategy", default="steps"), "save_steps"),
+    reads("log.sinks", readers.trackers, "report_to", takes=TEXTS),
+    reads(
+        "checkpoint.every_steps",
+        readers.every_steps("checkpoint", "save_strategy", default="steps"),
+        "save_steps",
+        takes=POSITIVE,
+    ),
     reads(
         "checkpoint.every_steps",
         readers.interval("checkpoint", "save_steps", default=500),
         "save_strategy",
+        takes=readers.INTERVAL,
         note="no, epoch or steps",
     ),
-    reads("checkpoint.keep", save_total_limit, "save_total_limit"),
+    to("checkpoint.keep", "save_total_limit"),
     reads("checkpoint.best.metric", metric, "metric_for_best_model"),
-    part_of("greater_is_better", "metric_for_best_model"),
+    part_of("greater_is_better", "metric_for_best_model", takes=SWITCH),
     to("checkpoint.export=best", "load_best_model_at_end"),
-    reads("evaluate.every_steps", readers.every_steps("evaluate", "eval_strategy", default="steps"), "eval_steps"),
+    reads(
+        "evaluate.every_steps",
+        readers.every_steps("evaluate", "eval_strategy", default="steps"),
+        "eval_steps",
+        takes=POSITIVE,
+    ),
     reads(
         "evaluate.every_steps",
         readers.interval("evaluate", "eval_steps", default=500),
         "eval_strategy evaluation_strategy",
+        takes=readers.INTERVAL,
         note="no, epoch or steps",
     ),
     to("evaluate.patience", "early_stopping_patience"),

@@ -5,12 +5,14 @@ Nothing is dropped silently: a key that no row knows is refused. Must not know t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fullshard.dialects.kinds import BadValue
 from fullshard.dialects.readers import EXCLUSIVE
 from fullshard.dialects.rows import UNSET, Dialect, File, Outcome, Row, Settings, Verdict, nested
 from fullshard.errors import RecipeError
@@ -38,6 +40,8 @@ class Translation:
     name: str
     said: tuple[Said, ...]
     settings: Settings
+    file: File = field(default_factory=File)
+    """Its values as they were understood."""
 
     def layers(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """A launcher's settings: those that fill in what the recipe leaves open, and its ranks, which are in force."""
@@ -57,7 +61,8 @@ def translate(
     file = dialect.prepare(file) if dialect.prepare else file
     if dialect.stages and (stages := dialect.stages(file)):
         return _staged(dialect, file, stages, name)
-    said = list(_each(dialect, file.values, file, ""))
+    given, file = file.values, File(of_their_kind(dialect, file.values), folder)
+    said = list(_each(dialect, given, file, ""))
     if dialect.has_adapters and not dialect.has_adapters(file):
         said = [_without_adapters(entry) for entry in said]
     settings: Settings = {}
@@ -75,7 +80,21 @@ def translate(
         settings |= entry.settings
     if dialect.finish:
         settings = dialect.finish(settings, file)
-    return Translation(dialect, name, tuple(said), settings)
+    return Translation(dialect, name, tuple(said), settings, file)
+
+
+def of_their_kind(dialect: Dialect, values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The values of a file in the kind that their row takes, without those that it does not take."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        path = f"{where}.{key}" if where else str(key)
+        row = dialect.row(path)
+        if row is None and isinstance(value, Mapping):
+            found[key] = of_their_kind(dialect, value, path)
+        elif value is not None:
+            with contextlib.suppress(BadValue):
+                found[key] = value if row is None else row.takes.read(value)
+    return found
 
 
 def _each(dialect: Dialect, values: Mapping[str, Any], file: File, where: str) -> Iterator[Said]:

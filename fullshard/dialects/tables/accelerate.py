@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import readers
+from fullshard.dialects.kinds import ANY_WHOLE, AUTO, COUNT, NOT_NEGATIVE, SWITCH, TEXT, WHOLE, Kind, one_of
 from fullshard.dialects.readers import stage_settings
 from fullshard.dialects.rows import (
     Dialect,
@@ -13,7 +14,6 @@ from fullshard.dialects.rows import (
     Reader,
     Settings,
     ignored,
-    is_off,
     part_of,
     reads,
     refuse,
@@ -24,6 +24,7 @@ from fullshard.dialects.rows import (
 from fullshard.dialects.words import our_word
 from fullshard.formatting.yaml_text import shown
 
+_IDS = one_of("all") | Kind(("ids such as 0,1",), (lambda value: _ids(value),))
 _FSDP_SECTION = "its section says the rest"
 
 
@@ -31,13 +32,15 @@ def _by_option(option: str) -> Reader:
     """Where the machines meet is no setting of a recipe: each machine is started with its own."""
 
     def read(value: Any, file: File) -> Outcome | Settings:
-        return ignored(f"on several machines it is {option}" if int(file.get("num_machines", 1)) > 1 else "")
+        if file.get("num_machines", 1) > 1:
+            return ignored(f"on several machines it is {option}")
+        return ignored("the file says one machine" if value else "")
 
     return read
 
 
 def _distributed_type(value: Any, file: File) -> Outcome | Settings:
-    kind = str(value).upper()
+    kind = shown(value).upper()
     if kind == "FSDP":
         keys = ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward")
         named = any(file.get(key) is not None for key in keys)
@@ -52,53 +55,55 @@ def _distributed_type(value: Any, file: File) -> Outcome | Settings:
 
 def _processes(value: Any, file: File) -> Outcome | Settings:
     """accelerate counts processes over all machines, fullshard on one."""
-    machines = int(file.get("num_machines", 1))
-    if int(value) < 1:
+    machines = file.get("num_machines", 1)
+    if value < 1:
         return ignored("")
-    if int(value) % machines:
+    if value % machines:
         return refused(f"{value} processes do not divide into {machines} machines")
     if file.get("gpu_ids") not in (None, "all"):
         return ignored("gpu_ids says the same")
-    return {"topology.devices": int(value) // machines}
+    return {"topology.devices": value // machines}
 
 
 def _gpu_ids(value: Any, file: File) -> Outcome | Settings:
-    if value == "all":
-        return ignored("")
-    ids = value if isinstance(value, list) else [int(part) for part in str(value).split(",")]
-    return {"topology.devices": ids}
+    return ignored("") if value == "all" else {"topology.devices": value}
+
+
+def _ids(value: Any) -> list[int] | None:
+    """`0,1` or [0, 1]."""
+    parts = value if isinstance(value, list) else shown(value).split(",")
+    ids = [shown(part).strip() for part in parts]
+    return [int(each) for each in ids] if ids and all(each.isdecimal() for each in ids) else None
 
 
 def _precision(value: Any, file: File) -> Outcome | Settings:
-    if value is False or str(value).lower() == "no":
-        return {"precision": "fp32"}
-    if str(value) == "fp8":
+    if value == "fp8":
         return refused("fp8 is not available: write precision: bf16")
-    return {"precision": str(value)}
+    return {"precision": "fp32" if value in (False, "no") else value}
 
 
 def _machines(value: Any, file: File) -> Outcome | Settings:
-    return {"topology.nodes": int(value)} if int(value) > 1 else ignored("")
+    return {"topology.nodes": value} if value > 1 else ignored("")
 
 
 def _format(value: Any, file: File) -> Outcome | Settings:
     numbers = {"0": "full", "1": "sharded", "2": "sharded"}
-    ours = numbers.get(shown(value)) or our_word("checkpoint.format", value)
+    ours = numbers.get(value) or our_word("checkpoint.format", value)
     return {"checkpoint.format": ours} if ours else refused(f"{value} is not a state dict type")
 
 
 def _backward_prefetch(value: Any, file: File) -> Outcome | Settings:
-    if str(value).upper() in ("BACKWARD_PRE", "NO_PREFETCH", "NONE", "0", "2"):
+    if shown(value).upper() in ("BACKWARD_PRE", "NO_PREFETCH", "NONE", "0", "2"):
         return ignored("")
     return ignored("FSDP2 always gathers the next block's parameters early, as BACKWARD_PRE did")
 
 
 def _stage(value: Any, file: File) -> Outcome | Settings:
-    return stage_settings(int(value)) if shown(value) in ("0", "1", "2", "3") else refused(f"{value} is no ZeRO stage")
+    return stage_settings(int(value))
 
 
 def _offload(value: Any, file: File) -> Outcome | Settings:
-    if is_off(value):
+    if value == "none":
         return ignored("")
     if value == "nvme":
         return refused("there is no offload to NVMe: host memory is sharding.cpu_offload: true")
@@ -106,20 +111,20 @@ def _offload(value: Any, file: File) -> Outcome | Settings:
 
 
 def _backend(value: Any, file: File) -> Outcome | Settings:
-    if str(value).upper() == "INDUCTOR":
-        return {"sharding.compile": True}
-    return ignored("") if str(value).upper() in ("NO", "FALSE") else ignored("blocks are compiled with inductor")
+    if value is False:
+        return ignored("")
+    return {"sharding.compile": True} if value.upper() == "INDUCTOR" else ignored("blocks are compiled with inductor")
 
 
 def _size(limit: str) -> Any:
     def read(value: Any, file: File) -> Outcome | Settings:
-        return ignored("") if int(value) <= 1 else refused(limit)
+        return ignored("") if value <= 1 else refused(limit)
 
     return read
 
 
 def _replicate(value: Any, file: File) -> Outcome | Settings:
-    return ignored("") if int(value) <= 1 else {"sharding.strategy": "hybrid"}
+    return ignored("") if value <= 1 else {"sharding.strategy": "hybrid"}
 
 
 DIALECT = Dialect(
@@ -144,31 +149,75 @@ DIALECT = Dialect(
     ),
     sections=("fsdp_config", "deepspeed_config", "parallelism_config", "dynamo_config"),
     rows=(
-        reads("sharding.strategy", _distributed_type, "distributed_type", note="FSDP: full; MULTI_GPU: none"),
-        reads("topology.devices", _processes, "num_processes", note="accelerate counts all machines, fullshard each"),
+        reads(
+            "sharding.strategy",
+            _distributed_type,
+            "distributed_type",
+            takes=readers.OFF | TEXT,
+            note="FSDP: full; MULTI_GPU: none",
+        ),
+        reads(
+            "topology.devices",
+            _processes,
+            "num_processes",
+            takes=ANY_WHOLE,
+            note="accelerate counts all machines, fullshard each",
+        ),
         reads("topology.nodes", _machines, "num_machines"),
-        reads("topology.devices", _gpu_ids, "gpu_ids", note="ids as a list"),
-        reads("precision", _precision, "mixed_precision", note="no is fp32"),
+        reads("topology.devices", _gpu_ids, "gpu_ids", takes=_IDS, note="ids as a list"),
+        reads(
+            "precision",
+            _precision,
+            "mixed_precision",
+            takes=one_of("no", "fp16", "bf16", "fp8") | readers.OFF,
+            note="no is fp32",
+        ),
         to("topology.device=cpu", "use_cpu"),
         to("topology.device", "compute_device", note="no key of accelerate, but seen in its files; gpu is cuda"),
-        reads("sharding.strategy", readers.sharding_strategy, "fsdp_sharding_strategy", note="by name or number"),
+        reads(
+            "sharding.strategy",
+            readers.sharding_strategy,
+            "fsdp_sharding_strategy",
+            takes=TEXT,
+            note="by name or number",
+        ),
         reads(
             "sharding.strategy",
             readers.reshard_after_forward,
             "fsdp_reshard_after_forward",
+            takes=SWITCH | TEXT,
             note="true: full; false: grad_op; in files for FSDP1 the strategy's name",
         ),
         to("sharding.cpu_offload", "fsdp_offload_params"),
-        reads("sharding.wrap.classes", readers.wrap_policy, "fsdp_auto_wrap_policy", note="the next two say what"),
+        reads(
+            "sharding.wrap.classes",
+            readers.wrap_policy,
+            "fsdp_auto_wrap_policy",
+            takes=readers.POLICY,
+            note="the next two say what",
+        ),
         reads("sharding.wrap.classes", readers.wrap_classes, "fsdp_transformer_layer_cls_to_wrap"),
-        reads("sharding.wrap.min_params", readers.min_params, "fsdp_min_num_params", note="for SIZE_BASED_WRAP only"),
+        reads(
+            "sharding.wrap.min_params",
+            readers.min_params,
+            "fsdp_min_num_params",
+            takes=WHOLE,
+            note="for SIZE_BASED_WRAP only",
+        ),
         to("sharding.activation_checkpointing", "fsdp_activation_checkpointing"),
         to("sharding.forward_prefetch", "fsdp_forward_prefetch"),
-        reads("checkpoint.format", _format, "fsdp_state_dict_type", note="FULL_STATE_DICT, SHARDED_STATE_DICT"),
+        reads(
+            "checkpoint.format",
+            _format,
+            "fsdp_state_dict_type",
+            takes=TEXT,
+            note="FULL_STATE_DICT, SHARDED_STATE_DICT",
+        ),
         reads(
             "",
             _backward_prefetch,
             "fsdp_backward_prefetch fsdp_backward_prefetch_policy",
+            takes=TEXT,
             note="no effect: always early",
         ),
         unused("fsdp_version", "fullshard always uses FSDP2", quiet=(2, "2")),
@@ -190,40 +239,60 @@ DIALECT = Dialect(
             "sharding.strategy",
             _stage,
             "zero_stage deepspeed_config.zero_stage",
+            takes=one_of("0", "1", "2", "3"),
             note="DeepSpeed: 1, 2: grad_op; 3: full",
         ),
-        reads("sharding.cpu_offload", _offload, "offload_optimizer_device offload_param_device"),
+        reads(
+            "sharding.cpu_offload",
+            _offload,
+            "offload_optimizer_device offload_param_device",
+            takes=one_of("none", "cpu", "nvme"),
+        ),
         to("batch.accumulate", "gradient_accumulation_steps"),
         reads(
             "optimizer.clip",
-            lambda value, file: {} if value == "auto" else {"optimizer.clip": float(value)},
+            lambda value, file: {} if value == "auto" else {"optimizer.clip": value or None},
             "gradient_clipping",
+            takes=NOT_NEGATIVE | AUTO,
         ),
         unused(
             "zero3_init_flag zero3_save_16bit_model",
             "each rank reads its own slices; the whole model is exported",
             quiet=(),
         ),
-        reads("sharding.strategy", readers.deepspeed, "deepspeed_config_file", note="the file is read"),
+        reads(
+            "sharding.strategy",
+            readers.deepspeed,
+            "deepspeed_config_file",
+            takes=readers.DEEPSPEED,
+            note="the file is read",
+        ),
         unused(
             "deepspeed_hostfile deepspeed_multinode_launcher deepspeed_exclusion_filter deepspeed_inclusion_filter",
             "start each node with --nodes, --node-rank and --master",
             quiet=("standard",),
         ),
         unused("deepspeed_moe_layer_cls_names", "experts are found by structure", quiet=()),
-        reads("sharding.compile", _backend, "dynamo_backend dynamo_config.dynamo_backend"),
+        reads("sharding.compile", _backend, "dynamo_backend dynamo_config.dynamo_backend", takes=readers.OFF | TEXT),
         unused(
             "dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation",
             "each block is compiled for itself",
             quiet=("default", False),
         ),
-        reads("sharding.strategy", _replicate, "parallelism_config_dp_replicate_size", note="more than 1: hybrid"),
+        reads(
+            "sharding.strategy",
+            _replicate,
+            "parallelism_config_dp_replicate_size",
+            takes=COUNT,
+            note="more than 1: hybrid",
+        ),
         unused("parallelism_config_dp_shard_size", "all other ranks shard", quiet=()),
-        reads("", _size("there is no tensor parallelism"), "parallelism_config_tp_size", note="1 only"),
+        reads("", _size("there is no tensor parallelism"), "parallelism_config_tp_size", takes=COUNT, note="1 only"),
         reads(
             "",
             _size("there is no context or sequence parallelism"),
             "parallelism_config_cp_size parallelism_config_sp_size",
+            takes=COUNT,
             note="1 only",
         ),
         unused(
@@ -233,9 +302,9 @@ DIALECT = Dialect(
             "ranks are arranged by sharding.strategy",
             quiet=("torch", "allgather", False),
         ),
-        reads("", _by_option("--node-rank"), "machine_rank", note="--node-rank, unless you give it"),
-        reads("", _by_option("--master HOST:PORT"), "main_process_ip", note="--master, with the port"),
-        part_of("main_process_port", "main_process_ip"),
+        reads("", _by_option("--node-rank"), "machine_rank", takes=WHOLE, note="--node-rank, unless you give it"),
+        reads("", _by_option("--master HOST:PORT"), "main_process_ip", takes=TEXT, note="--master, with the port"),
+        part_of("main_process_port", "main_process_ip", takes=WHOLE),
         unused(
             "rdzv_backend same_network compute_environment main_training_function enable_cpu_affinity debug "
             "downcast_bf16 tpu_env tpu_name tpu_zone tpu_vm tpu_use_cluster tpu_use_sudo command_file commands "

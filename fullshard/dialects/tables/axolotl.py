@@ -5,6 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
+from fullshard.dialects.kinds import (
+    ANY_WHOLE,
+    NOT_NEGATIVE,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    BadValue,
+    one_of,
+)
 from fullshard.dialects.rows import (
     Dialect,
     File,
@@ -12,8 +21,6 @@ from fullshard.dialects.rows import (
     Settings,
     ignored,
     inherited,
-    is_off,
-    is_on,
     part_of,
     reads,
     refuse,
@@ -22,23 +29,30 @@ from fullshard.dialects.rows import (
     unused,
 )
 
+_HALF = SWITCH | one_of("auto", "full")
 _CHAT = "the tokenizer's own chat template is used"
 
 
 def _datasets(value: Any, file: File) -> Outcome | Settings:
     """A list of data sets: one, or several files."""
-    entries = value if isinstance(value, list) else [value]
-    found = [_one(entry if isinstance(entry, dict) else {"path": entry}) for entry in entries]
+    entries = [entry if isinstance(entry, dict) else {"path": entry} for entry in _listed(value)]
+    found = [_one(entry) for entry in entries]
     settings: Settings = {"data.train": found[0] if len(found) == 1 else found}
     if len(found) > 1 and not all(isinstance(source, str) for source in found):
         return refused("several data sets of the hub are mixed by percentage: write data.train: {kind: mixture, ...}")
-    kinds = [entry.get("type") for entry in entries if isinstance(entry, dict)]
+    kinds = [entry.get("type") for entry in entries]
     if kinds and all(str(kind).split(":")[0] in ("completion", "pretrain") for kind in kinds):
         column = entries[0].get("field", "text")
         settings["data.encode"] = {"kind": "text", "column": column}
-    elif is_on(file.get("train_on_inputs")):
+    elif file.get("train_on_inputs"):
         settings["data.encode"] = {"kind": "chat", "train_on": "all"}
     return settings
+
+
+def _listed(value: Any) -> list[Any]:
+    if value == []:
+        raise BadValue(value, "a list of at least one data set")
+    return value if isinstance(value, list) else [value]
 
 
 def _one(entry: dict[str, Any]) -> Any:
@@ -46,7 +60,11 @@ def _one(entry: dict[str, Any]) -> Any:
     if files and entry.get("path") in ("json", "csv", "parquet", "text"):
         return files if isinstance(files, str) else list(files)
     split = entry.get("split")
-    return readers.dataset(str(entry["path"]), split=None if split == "train" else split, config=entry.get("name"))
+    if "path" not in entry:
+        raise BadValue(entry, "a path, or a section with a path")
+    return readers.dataset(
+        TEXT.read(entry["path"]), split=None if split == "train" else split, config=entry.get("name")
+    )
 
 
 def _validation(value: Any, file: File) -> Outcome | Settings:
@@ -63,7 +81,7 @@ def _holdout(value: Any, file: File) -> Outcome | Settings:
 def _adapter(value: Any, file: File) -> Outcome | Settings:
     if value == "lora":
         return {"model.lora": True}
-    if is_off(value) or value == "":
+    if value is False:
         return ignored("")
     why = f"{value} is not available: adapter: lora trains adapters on weights as they are stored"
     # Without it an import would train the whole model.
@@ -71,18 +89,13 @@ def _adapter(value: Any, file: File) -> Outcome | Settings:
 
 
 def _linear(value: Any, file: File) -> Outcome | Settings:
-    if is_off(value) or file.get("lora_target_modules"):
-        return ignored("")
-    return {"model.lora.targets": "all-linear"}
+    return {"model.lora.targets": "all-linear"} if value and not file.get("lora_target_modules") else ignored("")
 
 
 def _half(word: str) -> Any:
     def read(value: Any, file: File) -> Outcome | Settings:
-        if str(value) == "auto":
-            return {"precision": "auto"}
-        if str(value) == "full":
-            return {"precision": "bf16-pure"}
-        return {"precision": word} if is_on(value) else ignored("")
+        words = {"auto": "auto", "full": "bf16-pure", True: word}
+        return {"precision": words[value]} if value else ignored("")
 
     return read
 
@@ -99,9 +112,9 @@ def _per_epoch(section: str) -> Any:
 
 def _every(section: str) -> Any:
     def read(value: Any, file: File) -> Outcome | Settings:
-        if isinstance(value, float) and 0 < value < 1:
+        if 0 < value < 1:
             return refused(f"{value} of the run is not an interval here: write {section}.every_steps in steps")
-        return {f"{section}.every_steps": int(value), f"{section}.every_epochs": None} if value else ignored("")
+        return {f"{section}.every_steps": value, f"{section}.every_epochs": None} if value else ignored("")
 
     return read
 
@@ -114,14 +127,10 @@ def _wandb(value: Any, file: File) -> Outcome | Settings:
     return {"log.sinks": [sink]} if value else ignored("")
 
 
-def _flash(value: Any, file: File) -> Outcome | Settings:
-    return {"model.attention": "flash_attention_2"} if is_on(value) else ignored("")
-
-
 def _recompute(value: Any, file: File) -> Outcome | Settings:
     if value in ("offload", "offload_disk"):
         return Outcome({"sharding.activation_checkpointing": "full"}, why="activations are recomputed, never moved")
-    return {"sharding.activation_checkpointing": "full" if is_on(value) else "none"}
+    return {"sharding.activation_checkpointing": "full" if value else "none"}
 
 
 def _finish(settings: Settings, file: File) -> Settings:
@@ -144,14 +153,14 @@ OWN = (
     reads("data.train", _datasets, "datasets", note="a path or a hub name, with type, split and name"),
     reads("data.train", _datasets, "pretraining_dataset"),
     reads("data.validation", _validation, "test_datasets"),
-    reads("data.holdout", _holdout, "val_set_size", default=0.0),
+    reads("data.holdout", _holdout, "val_set_size", takes=NOT_NEGATIVE, default=0.0),
     unused(
         "dataset_prepared_path dataset_processes dataset_keep_in_memory shuffle_merged_datasets "
         "dataset_exact_deduplication skip_prepare_dataset",
         "data is encoded once and cached by content; every epoch has a new order",
         quiet=(True, False),
     ),
-    part_of("train_on_inputs", "datasets"),
+    part_of("train_on_inputs", "datasets", takes=SWITCH),
     unused("chat_template chat_template_jinja default_system_message", _CHAT, quiet=("tokenizer_default",)),
     unused("train_on_eos train_on_eot", "the answers are learned, with the token that ends them", quiet=("turn",)),
     refuse(
@@ -167,12 +176,12 @@ OWN = (
         "rows are packed by data.pack, in training and validation alike",
         quiet=(True, False),
     ),
-    reads("model.lora", _adapter, "adapter", note="lora; qlora is refused"),
+    reads("model.lora", _adapter, "adapter", takes=readers.OFF | TEXT, note="lora; qlora is refused"),
     to("model.lora.r", "lora_r"),
     to("model.lora.alpha", "lora_alpha"),
     to("model.lora.dropout", "lora_dropout"),
     reads("model.lora.targets", trainer_arguments.lora_targets, "lora_target_modules"),
-    reads("model.lora.targets", _linear, "lora_target_linear", note="all-linear"),
+    reads("model.lora.targets", _linear, "lora_target_linear", takes=SWITCH, note="all-linear"),
     unused(
         "lora_fan_in_fan_out lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_on_cpu",
         "adapters are computed as in peft",
@@ -192,7 +201,7 @@ OWN = (
     ),
     to("evaluate.per_device", "eval_batch_size"),
     to("duration.epochs", "num_epochs", default=1),
-    reads("duration.steps", trainer_arguments.steps, "max_steps"),
+    reads("duration.steps", trainer_arguments.steps, "max_steps", takes=ANY_WHOLE),
     reads("optimizer.kind", trainer_arguments.optimizer, "optimizer"),
     reads("schedule.kind", trainer_arguments.schedule, "lr_scheduler", default="cosine"),
     to("schedule.floor", "cosine_min_lr_ratio"),
@@ -201,10 +210,15 @@ OWN = (
         "cosine_constant_lr_ratio lr_quadratic_warmup lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio",
         "not available: optimizer.groups sets rates by parameter name",
     ),
-    reads("precision", _half("bf16"), "bf16 bfloat16", note="auto is auto, full is bf16-pure"),
-    reads("precision", _half("fp16"), "fp16 float16"),
-    reads("sharding.activation_checkpointing", _recompute, "gradient_checkpointing activation_offloading"),
-    reads("model.attention", _flash, "flash_attention flash_attn"),
+    reads("precision", _half("bf16"), "bf16 bfloat16", takes=_HALF, note="auto is auto, full is bf16-pure"),
+    reads("precision", _half("fp16"), "fp16 float16", takes=SWITCH),
+    reads(
+        "sharding.activation_checkpointing",
+        _recompute,
+        "gradient_checkpointing activation_offloading",
+        takes=SWITCH | one_of("offload", "offload_disk"),
+    ),
+    to("model.attention=flash_attention_2", "flash_attention flash_attn"),
     to("model.attention=sdpa", "sdp_attention"),
     to("model.attention=eager", "eager_attention"),
     to("model.attention=flex_attention", "flex_attention"),
@@ -214,11 +228,11 @@ OWN = (
         "model.attention chooses the kernel",
         quiet=(False,),
     ),
-    reads("evaluate.every_epochs", _per_epoch("evaluate"), "evals_per_epoch"),
-    reads("checkpoint.every_epochs", _per_epoch("checkpoint"), "saves_per_epoch"),
-    reads("evaluate.every_steps", _every("evaluate"), "eval_steps"),
-    reads("checkpoint.every_steps", _every("checkpoint"), "save_steps"),
-    reads("log.sinks", _wandb, "wandb_project"),
+    reads("evaluate.every_epochs", _per_epoch("evaluate"), "evals_per_epoch", takes=WHOLE),
+    reads("checkpoint.every_epochs", _per_epoch("checkpoint"), "saves_per_epoch", takes=WHOLE),
+    reads("evaluate.every_steps", _every("evaluate"), "eval_steps", takes=NOT_NEGATIVE),
+    reads("checkpoint.every_steps", _every("checkpoint"), "save_steps", takes=NOT_NEGATIVE),
+    reads("log.sinks", _wandb, "wandb_project", takes=readers.OFF | TEXT),
     unused(
         "wandb_entity wandb_name wandb_run_id wandb_watch wandb_log_model wandb_mode",
         "read with wandb_project; wandb's own variables apply",
@@ -243,8 +257,9 @@ OWN = (
     ),
     reads(
         "sharding.strategy",
-        lambda value, file: {"sharding.strategy": "hybrid"} if int(value) > 1 else ignored(""),
+        lambda value, file: {"sharding.strategy": "hybrid"} if value > 1 else ignored(""),
         "dp_replicate_size",
+        takes=ANY_WHOLE,
     ),
     unused("dp_shard_size", "all other ranks shard", quiet=()),
     unused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fullshard.dialects.kinds import AUTO, COUNT, NOT_NEGATIVE, SECTION, SWITCH, one_of
 from fullshard.dialects.readers import stage_settings
 from fullshard.dialects.rows import (
     Dialect,
@@ -12,10 +13,10 @@ from fullshard.dialects.rows import (
     Reader,
     Settings,
     ignored,
-    is_off,
     reads,
     refuse,
     refused,
+    to,
     unused,
 )
 from fullshard.dialects.words import our_word
@@ -37,57 +38,56 @@ _SCHEDULE = {
     "total_num_steps": "duration.steps",
     "cos_min_ratio": "schedule.floor",
 }
+_STAGE = one_of("0", "1", "2", "3")
+_DEVICE = one_of("none", "cpu", "nvme")
+_ENABLED = SWITCH | AUTO
 _TUNING = "FSDP2 sizes its buckets and prefetches by itself"
 
 
 def _unless_auto(ours: str) -> Reader:
     def read(value: Any, file: File) -> Outcome | Settings:
-        return _AUTO if value == "auto" else {ours: value}
+        return _AUTO if value == "auto" else {ours: value or None}
 
     return read
 
 
 def _stage(value: Any, file: File) -> Outcome | Settings:
-    stage = int(value)
-    if stage not in (0, 1, 2, 3):
-        return refused(f"{value} is not a ZeRO stage. Known: 0, 1, 2, 3.")
-    why = {1: "grad_op also shards gradients: less memory, the same numbers"}.get(stage, "")
-    return Outcome(stage_settings(stage), why=why)
+    why = "grad_op also shards gradients: less memory, the same numbers" if value == "1" else ""
+    return Outcome(stage_settings(int(value)), why=why)
 
 
 def _offload(value: Any, file: File) -> Outcome | Settings:
-    device = value.get("device", "cpu") if isinstance(value, dict) else value
-    if is_off(device):
+    device = _DEVICE.read(value.get("device", "cpu")) if isinstance(value, dict) else value
+    if device in ("none", False):
         return ignored("")
-    why = "parameters, gradients and optimizer state move together"
     if device == "nvme":
         return refused("there is no offload to NVMe: host memory is sharding.cpu_offload: true")
-    return Outcome({"sharding.cpu_offload": True}, why=why)
+    return Outcome({"sharding.cpu_offload": True}, why="parameters, gradients and optimizer state move together")
 
 
 def _accumulate(value: Any, file: File) -> Outcome | Settings:
     """Of the three sizes of a batch two say the third."""
     if value != "auto" and not _is_number(file, _MICRO) and _is_number(file, "train_batch_size"):
         return ignored("train_batch_size says the rows of a step; how they are split does not change what is learned")
-    return _AUTO if value == "auto" else {"batch.accumulate": int(value)}
+    return _AUTO if value == "auto" else {"batch.accumulate": value}
 
 
 def _global(value: Any, file: File) -> Outcome | Settings:
     if value != "auto" and _is_number(file, _MICRO) and _is_number(file, "gradient_accumulation_steps"):
         return ignored(f"{_MICRO} and gradient_accumulation_steps say it")
-    return _AUTO if value == "auto" else {"batch.global": int(value)}
+    return _AUTO if value == "auto" else {"batch.global": value}
 
 
 def _is_number(file: File, key: str) -> bool:
-    return str(file.get(key)).isdigit()
+    return isinstance(file.get(key), int)
 
 
 def _half(word: str) -> Reader:
     def read(value: Any, file: File) -> Outcome | Settings:
-        enabled = value.get("enabled", True) if isinstance(value, dict) else value
+        enabled = _ENABLED.read(value.get("enabled", True)) if isinstance(value, dict) else value
         if enabled == "auto":
             return _AUTO
-        return ignored("") if is_off(enabled) else {"precision": word}
+        return {"precision": word} if enabled else ignored("")
 
     return read
 
@@ -123,7 +123,8 @@ def _scheduler(value: Any, file: File) -> Outcome | Settings:
 
 
 def _params(value: Any) -> dict[str, Any]:
-    return {key: inner for key, inner in (value.get("params") or {}).items() if inner not in ("auto", None)}
+    params = SECTION.read(value.get("params") or {})
+    return {key: inner for key, inner in params.items() if inner not in ("auto", None)}
 
 
 DIALECT = Dialect(
@@ -141,32 +142,43 @@ DIALECT = Dialect(
         "wall_clock_breakdown",
     ),
     rows=(
-        reads("sharding.strategy", _stage, "zero_optimization.stage", note="0: none; 1 and 2: grad_op; 3: full"),
+        reads(
+            "sharding.strategy",
+            _stage,
+            "zero_optimization.stage",
+            takes=_STAGE,
+            note="0: none; 1 and 2: grad_op; 3: full",
+        ),
         reads(
             "sharding.cpu_offload",
             _offload,
             "zero_optimization.offload_optimizer zero_optimization.offload_param zero_optimization.cpu_offload "
             "zero_optimization.offload_optimizer.device zero_optimization.offload_param.device",
+            takes=_DEVICE | SWITCH | SECTION,
             note="cpu; NVMe is refused",
         ),
-        reads("batch.per_device", _unless_auto("batch.per_device"), "train_micro_batch_size_per_gpu"),
+        reads(
+            "batch.per_device", _unless_auto("batch.per_device"), "train_micro_batch_size_per_gpu", takes=COUNT | AUTO
+        ),
         reads(
             "batch.accumulate",
             _accumulate,
             "gradient_accumulation_steps",
+            takes=COUNT | AUTO,
         ),
         reads(
             "batch.global",
             _global,
             "train_batch_size",
+            takes=COUNT | AUTO,
             note="rows of a step over all ranks",
         ),
-        reads("optimizer.clip", _unless_auto("optimizer.clip"), "gradient_clipping"),
-        reads("precision", _half("bf16"), "bf16 bfloat16"),
-        reads("precision", _half("fp16"), "fp16", note="the loss scale is found by itself"),
-        reads("optimizer.kind", _optimizer, "optimizer"),
-        reads("schedule.kind", _scheduler, "scheduler", note="WarmupLR, WarmupDecayLR, WarmupCosineLR"),
-        reads("log.every_steps", lambda value, file: {"log.every_steps": int(value)}, "steps_per_print"),
+        reads("optimizer.clip", _unless_auto("optimizer.clip"), "gradient_clipping", takes=NOT_NEGATIVE | AUTO),
+        reads("precision", _half("bf16"), "bf16 bfloat16", takes=_ENABLED | SECTION),
+        reads("precision", _half("fp16"), "fp16", takes=_ENABLED | SECTION, note="the loss scale is found by itself"),
+        reads("optimizer.kind", _optimizer, "optimizer", takes=SECTION),
+        reads("schedule.kind", _scheduler, "scheduler", takes=SECTION, note="WarmupLR, WarmupDecayLR, WarmupCosineLR"),
+        to("log.every_steps", "steps_per_print"),
         unused(
             "zero_optimization.overlap_comm zero_optimization.contiguous_gradients zero_optimization.sub_group_size "
             "zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size "

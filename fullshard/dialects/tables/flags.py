@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fullshard.dialects.readers import beta, deepspeed, fsdp_words, interval
+from fullshard.dialects.kinds import SHARE, SWITCH, TEXT, one_of
+from fullshard.dialects.readers import DEEPSPEED, FSDP, INTERVAL, OFF, beta, deepspeed, fsdp_words, interval
 from fullshard.dialects.rows import (
     Dialect,
     File,
@@ -14,7 +15,6 @@ from fullshard.dialects.rows import (
     Settings,
     choice,
     ignored,
-    is_off,
     reads,
     refuse,
     refused,
@@ -40,14 +40,14 @@ def _data_folder(value: Any, file: File) -> Settings:
 
 
 def _scheduler(value: Any, file: File) -> Outcome | Settings:
-    if is_off(value):
+    if not value:
         return {"schedule.kind": "constant"}
     return ignored("the recipe's schedule is always in force; schedule.kind chooses it")
 
 
 def _best(value: Any, file: File) -> Settings:
     """An empty mapping switches `best` on and leaves the recipe's metric as it is."""
-    return {"checkpoint.best": None if is_off(value) else {}}
+    return {"checkpoint.best": {} if value else None}
 
 
 def _size(value: Any, file: File) -> Settings:
@@ -55,14 +55,23 @@ def _size(value: Any, file: File) -> Settings:
     return {"model.size": re.sub(r"^model_config_", "", str(value))}
 
 
+def _adapter(value: Any, file: File) -> Outcome | Settings:
+    if value not in (False, "full", "lora"):
+        return refused(f"{value} is not available: lora and full are")
+    return {"model.lora": value == "lora"}
+
+
+def _flash(value: Any, file: File) -> Outcome | Settings:
+    if value == "fa3":
+        return refused("fa3 is not available: fa2, sdpa, disabled and auto are")
+    words = {True: "flash_attention_2", "fa2": "flash_attention_2", False: "eager", "disabled": "eager"}
+    return {"model.attention": words.get(value, value)}
+
+
 def _device(value: Any, file: File) -> Outcome | Settings:
-    if isinstance(value, int):
+    if value.isdecimal():
         return refused(f"a number of ranks is --devices {value}; device is auto, cuda or cpu")
     return {"topology.device": our_word("topology.device", value) or value}
-
-
-def _debug_log(value: Any, file: File) -> Settings:
-    return {"log.debug": not is_off(value)}
 
 
 _PRODUCTION = ignored("every run is checked, logged and saved as in production; --dry-run and `fullshard check` try it")
@@ -96,14 +105,28 @@ DIALECT = Dialect(
         to("optimizer.lr", "learning_rate lr max_lr peak_lr"),
         to("optimizer.weight_decay", "weight_decay"),
         to("optimizer.betas", "betas"),
-        reads("optimizer.betas", beta(0, others=(0.9, 0.95)), "adam_beta1 beta1", note="the first of the two"),
-        reads("optimizer.betas", beta(1, others=(0.9, 0.95)), "adam_beta2 beta2", note="the second of the two"),
+        reads(
+            "optimizer.betas", beta(0, others=(0.9, 0.95)), "adam_beta1 beta1", takes=SHARE, note="the first of the two"
+        ),
+        reads(
+            "optimizer.betas",
+            beta(1, others=(0.9, 0.95)),
+            "adam_beta2 beta2",
+            takes=SHARE,
+            note="the second of the two",
+        ),
         to("optimizer.eps", "adam_epsilon epsilon"),
         to(
             "optimizer.clip", "max_grad_norm max_norm gradient_clip_val gradient_clipping clip_grad_norm grad_clip clip"
         ),
         to("optimizer.kind", "optim optimizer_type optimizer.name optimizer.type optimizer._component_"),
-        reads("schedule.kind", _scheduler, "use_scheduler", note="False: constant; True leaves the recipe's schedule"),
+        reads(
+            "schedule.kind",
+            _scheduler,
+            "use_scheduler",
+            takes=SWITCH,
+            note="False: constant; True leaves the recipe's schedule",
+        ),
         to(
             "schedule.kind",
             "scheduler_type lr_scheduler_type lr_scheduler lr_scheduler.type lr_scheduler._component_ scheduler "
@@ -119,7 +142,13 @@ DIALECT = Dialect(
             "dataset_path data_path train_data train_file train_path train_dataset dataset_train data_files dataset "
             "datasets",
         ),
-        reads("data.train", _data_folder, "data_dir_path data_dir", note="train.* and val.* in it, if it has them"),
+        reads(
+            "data.train",
+            _data_folder,
+            "data_dir_path data_dir",
+            takes=TEXT,
+            note="train.* and val.* in it, if it has them",
+        ),
         to("data.train={kind: hub, name: $}", "dataset_name"),
         to(
             "data.validation",
@@ -144,8 +173,10 @@ DIALECT = Dialect(
         to("model.tokenizer", "tokenizer_name tokenizer_path tokenizer"),
         to("model.trust_remote_code", "trust_remote_code"),
         to("model.attention", "attn_implementation attention"),
-        to("model.attention=flash_attention_2", "flash_attention flash_attn use_flash_attention"),
-        to("model.lora=true", "use_lora use_peft adapter finetuning_type"),
+        to("model.attention=flash_attention_2", "flash_attention use_flash_attention"),
+        reads("model.attention", _flash, "flash_attn", takes=SWITCH | one_of("auto", "disabled", "sdpa", "fa2", "fa3")),
+        to("model.lora=true", "use_lora use_peft"),
+        reads("model.lora", _adapter, "adapter finetuning_type", takes=OFF | TEXT, note="lora or full"),
         to("model.lora", "lora peft peft_config"),
         to("model.lora.r", "lora_r lora_rank rank"),
         to("model.lora.alpha", "lora_alpha"),
@@ -163,8 +194,20 @@ DIALECT = Dialect(
             "fsdp_sharding_strategy sharding_strategy dist_mode strategy distributed_type parallelism",
             note="FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD, fsdp, ddp, zero2, zero3",
         ),
-        reads("sharding.strategy", fsdp_words, "fsdp use_fsdp", note="full_shard, shard_grad_op, auto_wrap, offload"),
-        reads("sharding.strategy", deepspeed, "deepspeed deepspeed_config", note="the ZeRO stage of the file"),
+        reads(
+            "sharding.strategy",
+            fsdp_words,
+            "fsdp use_fsdp",
+            takes=FSDP,
+            note="full_shard, shard_grad_op, auto_wrap, offload",
+        ),
+        reads(
+            "sharding.strategy",
+            deepspeed,
+            "deepspeed deepspeed_config",
+            takes=DEEPSPEED,
+            note="the ZeRO stage of the file",
+        ),
         to("sharding.strategy=none", "ddp"),
         to("sharding.strategy=grad_op", "zero1 zero2"),
         to("sharding.strategy=full", "zero3 full_shard"),
@@ -181,7 +224,7 @@ DIALECT = Dialect(
         to("checkpoint.format", "fsdp_state_dict_type state_dict_type", note="full or sharded"),
         to("topology.devices", "devices num_processes num_gpus nproc_per_node n_gpus"),
         to("topology.nodes", "num_nodes num_machines nnodes"),
-        reads("topology.device", _device, "accelerator compute_device device", note="gpu is cuda"),
+        reads("topology.device", _device, "accelerator compute_device device", takes=TEXT, note="gpu is cuda"),
         to("topology.timeout_s", "ddp_timeout init_timeout_seconds"),
         to("output", "dir_path_save output_dir save_dir default_root_dir dump_folder out_dir"),
         to("name", "run_name experiment_name"),
@@ -189,16 +232,27 @@ DIALECT = Dialect(
         to("checkpoint.every_epochs", "epoch_save_freq save_every_epochs"),
         to("checkpoint.every_steps", "save_steps save_interval save_every_n_steps checkpoint.interval"),
         to("checkpoint.keep", "save_total_limit keep_latest_k save_top_k"),
-        reads("checkpoint.best", _best, "save_best", note="by the recipe's metric; by default the validation loss"),
+        reads(
+            "checkpoint.best",
+            _best,
+            "save_best",
+            takes=SWITCH,
+            note="by the recipe's metric; by default the validation loss",
+        ),
         to("checkpoint.best.metric", "metric_for_best_model"),
         to("checkpoint.export=best", "load_best_model_at_end"),
-        to("checkpoint.asynchronous=true", "async_mode"),
+        reads(
+            "checkpoint.asynchronous",
+            lambda value, file: {"checkpoint.asynchronous": value not in (False, "disabled")},
+            "async_mode",
+            takes=SWITCH | one_of("disabled", "async", "async_with_pinned_mem"),
+        ),
         to("evaluate.every_steps", "eval_steps val_check_interval eval_interval validation.freq"),
         to("evaluate.every_epochs", "check_val_every_n_epoch"),
         to("evaluate.at_start", "eval_on_start"),
         to("evaluate.patience", "early_stopping_patience patience"),
         to("log.every_steps", "logging_steps log_every_n_steps log_freq log_interval"),
-        reads("log.debug", _debug_log, "debug"),
+        to("log.debug", "debug"),
         to("log.sinks=[$]", "report_to logger"),
         to("log.sinks=[tensorboard]", "enable_tensorboard"),
         to("log.sinks=[wandb]", "enable_wandb use_wandb"),
@@ -208,7 +262,7 @@ DIALECT = Dialect(
         to("--preset", "fsdp_config"),
         to("--resume", "resume_from_checkpoint resume_local resume_dir"),
         to("RECIPE", "config", note="a built-in recipe or a file, as --config paper_r64"),
-        reads("", choice("", {"production": _PRODUCTION, "basic": _PRODUCTION}), "mode", note="no effect"),
+        reads("", choice("", {"production": _PRODUCTION, "basic": _PRODUCTION}), "mode", takes=TEXT, note="no effect"),
         refuse("no_resume", "write --resume never"),
         refuse("load_in_4bit load_in_8bit", "quantised weights are not trained: model.lora=true keeps frozen weights"),
         refuse("push_to_hub push_hub", "fullshard uploads nothing: upload the finished RUN/model with `hf upload`"),
@@ -220,12 +274,14 @@ DIALECT = Dialect(
             "checkpoint.every_steps",
             interval("checkpoint", "save_steps", default=500),
             "save_strategy",
+            takes=INTERVAL,
             note="no, epoch or steps",
         ),
         reads(
             "evaluate.every_steps",
             interval("evaluate", "eval_steps", default=500),
             "eval_strategy evaluation_strategy",
+            takes=INTERVAL,
             note="no, epoch or steps",
         ),
         unused("use_orig_params fsdp_use_orig_params", "FSDP2 always keeps the original parameters", quiet=()),

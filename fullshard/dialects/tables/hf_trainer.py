@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fullshard.dialects import trainer_arguments as arguments
-from fullshard.dialects.rows import Dialect, is_on, part_of, reads, refuse, to, unused
+from fullshard.dialects.kinds import ANY_WHOLE, SECTION, SWITCH, TEXT, number
+from fullshard.dialects.rows import Dialect, part_of, reads, refuse, to, unused
 
 DIALECT = Dialect(
     name="the HF Trainer",
@@ -32,12 +33,12 @@ DIALECT = Dialect(
         "max_grad_norm",
     ),
     prepare=arguments.load_fsdp_config,
-    has_adapters=lambda file: is_on(file.get("use_peft", file.get("use_lora", True))),
+    has_adapters=lambda file: file.get("use_peft", file.get("use_lora", True)),
     finish=arguments.precision_off,
     rows=(
         to("batch.per_device", "per_device_train_batch_size per_gpu_train_batch_size", default=8),
         to("evaluate.per_device", "per_device_eval_batch_size per_gpu_eval_batch_size"),
-        reads("duration.steps", arguments.steps, "max_steps", note="-1: not set"),
+        reads("duration.steps", arguments.steps, "max_steps", takes=ANY_WHOLE, note="-1: not set"),
         reads("duration.epochs", arguments.epochs, "num_train_epochs", default=3.0, note="max_steps wins"),
         reads("optimizer.kind", arguments.optimizer, "optim"),
         reads("schedule.kind", arguments.schedule, "lr_scheduler_type", default="linear"),
@@ -48,7 +49,7 @@ DIALECT = Dialect(
         to("model.tokenizer", "tokenizer_name tokenizer_name_or_path"),
         to("model.revision", "model_revision"),
         to("model.trust_remote_code", "trust_remote_code"),
-        reads("model.attention", arguments.attention, "attn_implementation"),
+        to("model.attention", "attn_implementation"),
         reads("precision", arguments.dtype, "torch_dtype dtype"),
         to("model.lora=true", "use_peft use_lora"),
         to("model.lora.r", "lora_r"),
@@ -59,15 +60,21 @@ DIALECT = Dialect(
         refuse(
             "lora_modules_to_save", "modules are either frozen or adapted, never trained beside adapters", unless=([],)
         ),
-        reads("data.train", arguments.hub_data, "dataset_name", note="a path, or a name on the hub"),
-        part_of("dataset_config_name dataset_config dataset_train_split", "dataset_name"),
+        reads("data.train", arguments.hub_data, "dataset_name", takes=TEXT, note="a path, or a name on the hub"),
+        part_of("dataset_config_name dataset_config dataset_train_split", "dataset_name", takes=TEXT),
         unused("dataset_test_split", "give data.validation a source", quiet=("test",)),
         to("data.train", "train_file dataset_path train_data_path data_path train_data"),
         to("data.validation", "validation_file eval_file val_data_path eval_data_path"),
-        reads("data.holdout", arguments.holdout, "validation_split_percentage", default=0),
+        reads(
+            "data.holdout",
+            arguments.holdout,
+            "validation_split_percentage",
+            takes=number("a number from 0 to below 100", at_least=0, below=100),
+            default=0,
+        ),
         to("data.encode={kind: text, column: $}", "dataset_text_field text_column_name"),
         to("data.sequence_length", "max_seq_length max_length block_size max_seq_len model_max_length"),
-        reads("data.pack", arguments.packing, "packing", default=False),
+        to("data.pack", "packing", default=False),
         unused(
             "do_train do_eval do_predict",
             "fullshard train trains, and validates if there is data for it",
@@ -77,6 +84,7 @@ DIALECT = Dialect(
             "data.encode",
             arguments.answers_only,
             "assistant_only_loss completion_only_loss",
+            takes=SWITCH,
             note="true: only answers are learned, as always; false: train_on: all",
         ),
         unused(
@@ -110,7 +118,13 @@ DIALECT = Dialect(
             quiet=(True, False),
         ),
         unused("full_determinism data_seed", "the data order follows from `seed`", quiet=(False,)),
-        reads("", arguments.accelerator, "accelerator_config", note="no effect; split_batches is refused"),
+        reads(
+            "",
+            arguments.accelerator,
+            "accelerator_config",
+            takes=SECTION,
+            note="no effect; split_batches is refused",
+        ),
         refuse("parallelism_config", "there is no tensor or context parallelism", unless=({},)),
         unused(
             "torch_empty_cache_steps use_cache",

@@ -5,13 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import trainer_arguments
+from fullshard.dialects.kinds import (
+    ANY_WHOLE,
+    DEVICES,
+    LIST,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SECTION,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Kind,
+    one_of,
+)
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
     Settings,
     ignored,
-    is_on,
     part_of,
     reads,
     refuse,
@@ -20,11 +32,12 @@ from fullshard.dialects.rows import (
     unused,
 )
 from fullshard.dialects.words import our_word
+from fullshard.formatting.yaml_text import shown
 
 
 def _strategy(value: Any, file: File) -> Outcome | Settings:
-    name = value.get("class_path", "") if isinstance(value, dict) else str(value)
-    arguments = value.get("init_args", {}) if isinstance(value, dict) else {}
+    name = TEXT.read(value.get("class_path")) if isinstance(value, dict) else value
+    arguments = SECTION.read(value.get("init_args", {})) if isinstance(value, dict) else {}
     short = name.rpartition(".")[2].lower().removesuffix("strategy")
     if short in ("auto", "single_device", "ddp_spawn", "ddp_notebook", ""):
         return ignored("") if short != "ddp_spawn" else {"sharding.strategy": "none"}
@@ -35,7 +48,7 @@ def _strategy(value: Any, file: File) -> Outcome | Settings:
     if sharding and our_word("sharding.strategy", sharding) is None:
         return refused(f"{sharding} is not a strategy. Known: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, NO_SHARD")
     settings: Settings = {"sharding.strategy": our_word("sharding.strategy", sharding) if sharding else kind}
-    if is_on(arguments.get("cpu_offload")):
+    if SWITCH.read(arguments.get("cpu_offload", False)):
         settings["sharding.cpu_offload"] = True
     if arguments.get("activation_checkpointing_policy"):
         settings["sharding.activation_checkpointing"] = "full"
@@ -45,23 +58,24 @@ def _strategy(value: Any, file: File) -> Outcome | Settings:
 
 
 def _schedule(value: Any, file: File) -> Outcome | Settings:
-    return trainer_arguments.schedule(str(value).rpartition(".")[2], file)
+    return trainer_arguments.schedule(value.rpartition(".")[2], file)
 
 
 def _devices(value: Any, file: File) -> Outcome | Settings:
-    return ignored("") if value in ("auto", -1, "-1") else {"topology.devices": value}
+    return ignored("") if value in ("auto", "-1") else {"topology.devices": value}
 
 
 def _logger(value: Any, file: File) -> Outcome | Settings:
+    if isinstance(value, bool):
+        return {"log.sinks": ["tensorboard"] if value else []}
     entries = value if isinstance(value, list) else [value]
-    names = [
-        str(entry.get("class_path", "") if isinstance(entry, dict) else entry).rpartition(".")[2] for entry in entries
-    ]
-    known = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb", "True": "tensorboard", "False": None}
+    paths = [shown(entry.get("class_path", "") if isinstance(entry, dict) else entry) for entry in entries]
+    names = [path.rpartition(".")[2] for path in paths]
+    known = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}
     unknown = [name for name in names if name not in known]
     if unknown:
         return ignored(f"{unknown[0]} is not available: metrics.jsonl in the run folder has every number")
-    return {"log.sinks": [known[name] for name in names if known[name]]}
+    return {"log.sinks": [known[name] for name in names]}
 
 
 def _clip(value: Any, file: File) -> Outcome | Settings:
@@ -84,10 +98,7 @@ def _seed(value: Any, file: File) -> Outcome | Settings:
     return ignored("") if isinstance(value, bool) else {"seed": value}
 
 
-def _steps(value: Any, file: File) -> Outcome | Settings:
-    return {"duration.steps": value} if int(value) > 0 else ignored("")
-
-
+_SEED = Kind(("true or false",), (lambda value: value if isinstance(value, bool) else None,)) | WHOLE
 _CODE = "its class is your code: write it as a part of fullshard (docs/own-parts.md), or keep your own loop"
 
 DIALECT = Dialect(
@@ -109,27 +120,36 @@ DIALECT = Dialect(
     sections=("trainer", "fit"),
     rows=(
         to("duration.epochs", "max_epochs"),
-        reads("duration.steps", _steps, "max_steps", note="-1: not set"),
-        reads("topology.devices", _devices, "devices", note="a count or a list of ids"),
+        reads("duration.steps", trainer_arguments.steps, "max_steps", takes=ANY_WHOLE, note="-1: not set"),
+        reads(
+            "topology.devices",
+            _devices,
+            "devices",
+            takes=one_of("auto", "-1") | DEVICES,
+            note="a count or a list of ids",
+        ),
         to("topology.nodes", "num_nodes"),
         to("topology.device", "accelerator", note="gpu is cuda"),
         reads(
             "sharding.strategy",
             _strategy,
             "strategy",
+            takes=TEXT | SECTION,
             note="fsdp, ddp, deepspeed_stage_3, or FSDPStrategy with its arguments",
         ),
         to("precision", "precision", note="bf16-mixed, 16-mixed, 32-true and others"),
         to("batch.accumulate", "accumulate_grad_batches"),
-        reads("optimizer.clip", _clip, "gradient_clip_val", default=0, note="left out: no clipping"),
-        part_of("gradient_clip_algorithm", "gradient_clip_val"),
-        reads("evaluate.every_steps", _interval, "val_check_interval"),
+        reads(
+            "optimizer.clip", _clip, "gradient_clip_val", takes=NOT_NEGATIVE, default=0, note="left out: no clipping"
+        ),
+        part_of("gradient_clip_algorithm", "gradient_clip_val", takes=TEXT),
+        reads("evaluate.every_steps", _interval, "val_check_interval", takes=POSITIVE),
         to("evaluate.every_epochs", "check_val_every_n_epoch"),
         to("log.every_steps", "log_every_n_steps"),
-        reads("log.sinks", _logger, "logger"),
+        reads("log.sinks", _logger, "logger", takes=SWITCH | TEXT | LIST | SECTION),
         to("output", "default_root_dir"),
         to("sharding.sync_batchnorm", "sync_batchnorm"),
-        reads("seed", _seed, "seed_everything"),
+        reads("seed", _seed, "seed_everything", takes=_SEED),
         to("batch.per_device", "data.batch_size data.init_args.batch_size"),
         to("data.workers", "data.num_workers data.init_args.num_workers"),
         to(

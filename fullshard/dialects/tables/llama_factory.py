@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
+from fullshard.dialects.kinds import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, TEXTS, one_of
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
     Settings,
-    choice,
     ignored,
     inherited,
     part_of,
@@ -24,24 +24,21 @@ from fullshard.dialects.rows import (
 )
 from fullshard.dialects.tables import hf_trainer
 
+_OTHER_STAGES = ("rm", "ppo", "dpo", "kto")
 _NOT_HERE = Outcome(verdict="refused", why="preference and reward training are not available: sft and pt are")
-_TRAINS = ignored("")
 
 
 def _stage(value: Any, file: File) -> Outcome | Settings:
-    return choice("", {"sft": _TRAINS, "pt": _TRAINS, **dict.fromkeys(("rm", "ppo", "dpo", "kto"), _NOT_HERE)})(
-        value, file
-    )  # type: ignore[return-value]
+    return ignored("") if value in ("sft", "pt") else _NOT_HERE
 
 
 def _dataset(value: Any, file: File) -> Outcome | Settings:
     """Names in dataset_info.json, which says the file or the hub name of each."""
-    names = [name.strip() for name in str(value).split(",")]
     known = _known(file)
-    missing = [name for name in names if name not in known]
+    missing = [name for name in value if name not in known]
     if missing:
         return refused(f"{missing[0]} is not in {_info(file)}: write data.train, a path or {{kind: hub, name: ...}}")
-    found = [_source(known[name], file) for name in names]
+    found = [_source(known[name], file) for name in value]
     if len(found) > 1 and not all(isinstance(source, str) for source in found):
         return refused("several data sets of the hub are mixed by percentage: write data.train: {kind: mixture, ...}")
     settings: Settings = {"data.train": found[0] if len(found) == 1 else found}
@@ -70,7 +67,7 @@ def _source(entry: dict[str, Any], file: File) -> Any:
 
 
 def _samples(value: Any, file: File) -> Outcome | Settings:
-    known = [_known(file).get(name.strip(), {}) for name in str(file.get("dataset", "")).split(",")]
+    known = [_known(file).get(name, {}) for name in file.get("dataset", [])]
     if all("hf_hub_url" in entry for entry in known):
         return ignored("read with dataset: a slice of its split")
     return refused("a limit on the records of a file is not available: give a smaller file")
@@ -86,8 +83,7 @@ def _finetuning(value: Any, file: File) -> Outcome | Settings:
 
 
 def _flash(value: Any, file: File) -> Outcome | Settings:
-    words = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
-    return {"model.attention": words.get(str(value), str(value))}
+    return {"model.attention": {"fa2": "flash_attention_2", "disabled": "eager"}.get(value, value)}
 
 
 def _holdout(value: Any, file: File) -> Outcome | Settings:
@@ -97,19 +93,26 @@ def _holdout(value: Any, file: File) -> Outcome | Settings:
 
 
 OWN = (
-    reads("", _stage, "stage", note="sft and pt; others are refused"),
-    reads("model.lora", _finetuning, "finetuning_type", default="lora", note="lora or full"),
-    part_of("lora_rank lora_alpha", "finetuning_type"),
+    reads("", _stage, "stage", takes=one_of("sft", "pt", *_OTHER_STAGES), note="sft and pt; others are refused"),
+    reads("model.lora", _finetuning, "finetuning_type", takes=TEXT, default="lora", note="lora or full"),
+    part_of("lora_rank", "finetuning_type", takes=COUNT),
+    part_of("lora_alpha", "finetuning_type", takes=POSITIVE),
     to("model.lora.dropout", "lora_dropout"),
     reads("model.lora.targets", trainer_arguments.lora_targets, "lora_target", note="all is all-linear"),
-    reads("data.train", _dataset, "dataset", note="names in dataset_info.json"),
-    part_of("dataset_dir", "dataset"),
-    reads("data.train", _samples, "max_samples"),
+    reads("data.train", _dataset, "dataset", takes=TEXTS, note="names in dataset_info.json"),
+    part_of("dataset_dir", "dataset", takes=TEXT),
+    reads("data.train", _samples, "max_samples", takes=COUNT),
     unused("template default_system enable_thinking", "the tokenizer's own chat template is used", quiet=()),
     to("data.sequence_length", "cutoff_len", default=2048),
-    reads("data.holdout", _holdout, "val_size", default=0.0),
+    reads("data.holdout", _holdout, "val_size", takes=NOT_NEGATIVE, default=0.0),
     to("data.pack", "packing neat_packing", default=False),
-    reads("model.attention", _flash, "flash_attn", note="fa2, sdpa, disabled, auto"),
+    reads(
+        "model.attention",
+        _flash,
+        "flash_attn",
+        takes=one_of("auto", "disabled", "sdpa", "fa2"),
+        note="fa2, sdpa, disabled, auto",
+    ),
     to("precision=bf16-pure", "pure_bf16"),
     to("data.encode={kind: chat, train_on: all}", "train_on_prompt"),
     refuse(

@@ -6,14 +6,15 @@ import re
 from typing import Any
 
 from fullshard.dialects import trainer_arguments
+from fullshard.dialects.kinds import AUTO, DEVICES, NOT_NEGATIVE, SECTION, SWITCH, TEXT
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
     Settings,
     ignored,
-    is_off,
-    is_on,
+    kind_of,
+    part_of,
     reads,
     refuse,
     refused,
@@ -29,7 +30,7 @@ _FSDP_OFF = "fsdp.enabled is off"
 
 def _strategy(value: Any, file: File) -> Outcome | Settings:
     """`auto` and `fsdp` leave it to the fsdp section, which says which strategy."""
-    word = str(value).lower()
+    word = value.lower()
     if word == "ddp":
         return {"sharding.strategy": "none"}
     if word == "fsdp":
@@ -41,15 +42,14 @@ def _strategy(value: Any, file: File) -> Outcome | Settings:
 
 
 def _enabled(file: File) -> bool:
-    return is_on(file.get("distributed.fsdp.enabled", file.get("distributed.strategy") == "fsdp"))
+    return bool(file.get("distributed.fsdp.enabled", file.get("distributed.strategy") == "fsdp"))
 
 
 def _if_enabled(key: str) -> Any:
     def read(value: Any, file: File) -> Outcome | Settings:
         if file.get("distributed") is not None and not _enabled(file):
             return ignored(_FSDP_OFF)
-        word = our_word(key, value)
-        return {key: value if word is None else word}
+        return {key: value}
 
     return read
 
@@ -59,17 +59,17 @@ def _devices(value: Any, file: File) -> Outcome | Settings:
 
 
 def _nodes(value: Any, file: File) -> Outcome | Settings:
-    return {"topology.nodes": value} if int(value) > 1 else ignored("")
+    return {"topology.nodes": value} if value > 1 else ignored("")
 
 
 def _prefetch(value: Any, file: File) -> Outcome | Settings:
-    if str(value).upper() == "BACKWARD_PRE":
+    if value.upper() == "BACKWARD_PRE":
         return ignored("")
     return ignored("FSDP2 always gathers the next block's parameters early, as BACKWARD_PRE did")
 
 
 def _model(value: Any, file: File) -> Settings:
-    return {"model.architecture": "qwen3", "model.size": re.sub(r"^model_config_", "", str(value))}
+    return {"model.architecture": "qwen3", "model.size": re.sub(r"^model_config_", "", value)}
 
 
 def _scheduler(value: Any, file: File) -> Outcome | Settings:
@@ -95,7 +95,7 @@ def _optimizer(value: Any, file: File) -> Outcome | Settings:
 
 
 def _wandb(value: Any, file: File) -> Outcome | Settings:
-    if is_off(value.get("use_wandb", True)):
+    if not SWITCH.read(value.get("use_wandb", True)):
         return ignored("")
     names = {"project": "project", "entity": "entity", "tags": "tags", "run_name": "run_name"}
     return {"log.sinks": [{"kind": "wandb", **{ours: value[key] for key, ours in names.items() if value.get(key)}}]}
@@ -106,11 +106,7 @@ def _clip(value: Any, file: File) -> Outcome | Settings:
         return refused("gradients are clipped by their global norm, not by value")
     if file.get("training.gradient_clip_val") is not None and file.get("training.gradient_clip_val") != value:
         return ignored("gradient_clip_val is set, and wins")
-    return {"optimizer.clip": value}
-
-
-def _data(value: Any, file: File) -> Outcome | Settings:
-    return {"data.train": value} if value else ignored("")
+    return {"optimizer.clip": value or None}
 
 
 def _examples(value: Any, file: File) -> Outcome | Settings:
@@ -121,10 +117,6 @@ def _examples(value: Any, file: File) -> Outcome | Settings:
 
     [(_, example)] = value.items()
     return translate(DIALECT, {"distributed": example}).settings
-
-
-def _checkpoint_folder(value: Any, file: File) -> Settings:
-    return trainer_arguments.run_folder(value, file)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
@@ -172,15 +164,16 @@ DIALECT = Dialect(
     stages=_stages,
     stages_key="training_stages",
     rows=(
-        reads("sharding.strategy", _strategy, "distributed.strategy", note="auto, fsdp, ddp"),
+        reads("sharding.strategy", _strategy, "distributed.strategy", takes=TEXT, note="auto, fsdp, ddp"),
         reads("topology.nodes", _nodes, "distributed.num_nodes"),
-        reads("topology.devices", _devices, "distributed.devices", note="of one node"),
+        reads("topology.devices", _devices, "distributed.devices", takes=AUTO | DEVICES, note="of one node"),
         to("sharding.sync_batchnorm", "distributed.sync_batchnorm"),
-        unused("distributed.fsdp.enabled fsdp.enabled", "read with the strategy", quiet=(True, False)),
+        part_of("distributed.fsdp.enabled fsdp.enabled", "the strategy", takes=SWITCH),
         reads(
             "sharding.strategy",
             _if_enabled("sharding.strategy"),
             "distributed.fsdp.sharding_strategy fsdp.sharding_strategy",
+            takes=kind_of("sharding.strategy"),
         ),
         reads(
             "sharding.cpu_offload", _if_enabled("sharding.cpu_offload"), "distributed.fsdp.cpu_offload fsdp.cpu_offload"
@@ -199,6 +192,7 @@ DIALECT = Dialect(
             "",
             _prefetch,
             "distributed.fsdp.backward_prefetch fsdp.backward_prefetch",
+            takes=TEXT,
             note="no effect: always BACKWARD_PRE",
         ),
         unused(
@@ -225,14 +219,15 @@ DIALECT = Dialect(
         to("duration.epochs", "training.epochs training.max_epochs"),
         to("duration.steps", "training.max_steps"),
         to("optimizer.lr", "training.learning_rate"),
-        reads("optimizer.clip", _clip, "training.gradient_clip_val training.max_grad_norm"),
+        reads("optimizer.clip", _clip, "training.gradient_clip_val training.max_grad_norm", takes=NOT_NEGATIVE),
         unused("training.gradient_clip_algorithm", "gradients are clipped by their global norm", quiet=("norm",)),
         to("data.sequence_length", "training.sequence_length training.max_length"),
         to("precision", "training.mixed_precision training.precision"),
         reads(
             "sharding.activation_checkpointing",
-            lambda value, file: {"sharding.activation_checkpointing": "full"} if is_on(value) else ignored(""),
+            lambda value, file: {"sharding.activation_checkpointing": "full"} if value else ignored(""),
             "training.gradient_checkpointing",
+            takes=SWITCH,
         ),
         to("evaluate.patience", "training.patience"),
         to("log.every_steps", "training.log_every_n_steps"),
@@ -241,8 +236,9 @@ DIALECT = Dialect(
         to("checkpoint.keep", "training.checkpointing.save_top_k"),
         reads(
             "checkpoint.best",
-            lambda value, file: {"checkpoint.best.metric": str(value).removeprefix("val_")},
+            lambda value, file: {"checkpoint.best.metric": value.removeprefix("val_")},
             "training.checkpointing.monitor",
+            takes=TEXT,
         ),
         to("checkpoint.best.mode", "training.checkpointing.mode"),
         unused(
@@ -252,9 +248,15 @@ DIALECT = Dialect(
             "checkpoints are named by step, and a run resumes exactly",
             quiet=("lightning", False),
         ),
-        reads("optimizer.kind", _optimizer, "optimizer", note="type, weight_decay, betas, eps"),
-        reads("schedule.kind", _scheduler, "scheduler", note="LinearLR, CosineAnnealingLR, StepLR, with warmup_steps"),
-        reads("data.train", _data, "data.data_path"),
+        reads("optimizer.kind", _optimizer, "optimizer", takes=SECTION, note="type, weight_decay, betas, eps"),
+        reads(
+            "schedule.kind",
+            _scheduler,
+            "scheduler",
+            takes=SECTION,
+            note="LinearLR, CosineAnnealingLR, StepLR, with warmup_steps",
+        ),
+        to("data.train", "data.data_path"),
         to("data.workers", "data.num_workers"),
         unused(
             "data.max_samples data.use_processed_datasets data.pin_memory data.persistent_workers "
@@ -262,9 +264,11 @@ DIALECT = Dialect(
             "the loader pins and prefetches by itself; mixtures are data.train: {kind: mixture, ...}",
             quiet=(True, False, 2),
         ),
-        reads("output", _checkpoint_folder, "checkpoint_dir", note="the run's folder: output and name together"),
+        reads(
+            "output", trainer_arguments.run_folder, "checkpoint_dir", note="the run's folder: output and name together"
+        ),
         unused("model_output_dir model_output_name", "the model is exported to the run's folder model/", quiet=()),
-        reads("log.sinks", _wandb, "wandb", note="project, entity, tags, run_name"),
+        reads("log.sinks", _wandb, "wandb", takes=SECTION, note="project, entity, tags, run_name"),
         to("log.debug", "logging.debug"),
         unused(
             "logging.log_file logging.enable_profiling logging.profiler_log_dir logging.save_steps "
@@ -277,7 +281,11 @@ DIALECT = Dialect(
             "environment.deterministic environment.benchmark", "the data order follows from seed", quiet=(True, False)
         ),
         reads(
-            "sharding.strategy", _examples, "distributed_examples", note="presets: --preset NAME; one alone is in force"
+            "sharding.strategy",
+            _examples,
+            "distributed_examples",
+            takes=SECTION,
+            note="presets: --preset NAME; one alone is in force",
         ),
         unused("model_configs global_config", "model.size names a size; defaults are fullshard's own", quiet=()),
         refuse("training_stages", "a stage is a mapping of sections", unless=()),

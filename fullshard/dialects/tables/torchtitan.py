@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from fullshard.dialects.kinds import ANY_WHOLE, SHARE, SWITCH, TEXT, UP_TO_ONE, WHOLE, one_of
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
     Settings,
     ignored,
-    is_on,
     part_of,
     reads,
     refuse,
@@ -28,7 +28,7 @@ _SETS = {
 
 
 def _model(value: Any, file: File) -> Outcome | Settings:
-    found = _ARCHITECTURES.get(str(value))
+    found = _ARCHITECTURES.get(value)
     return (
         {"model.architecture": found}
         if found
@@ -37,13 +37,13 @@ def _model(value: Any, file: File) -> Outcome | Settings:
 
 
 def _size(value: Any, file: File) -> Settings:
-    return {"model.size": "tiny" if str(value).startswith("debug") else str(value)}
+    return {"model.size": "tiny" if value.startswith("debug") else value}
 
 
 def _data(value: Any, file: File) -> Outcome | Settings:
     if file.get("training.dataset_path"):
         return {"data.train": file.get("training.dataset_path")}
-    found = _SETS.get(str(value))
+    found = _SETS.get(value)
     return (
         {"data.train": found}
         if found
@@ -53,28 +53,26 @@ def _data(value: Any, file: File) -> Outcome | Settings:
 
 def _sizes(degree: str) -> Any:
     def read(value: Any, file: File) -> Outcome | Settings:
-        return ignored("") if int(value) in (1, 0) else refused(f"there is no {degree} parallelism")
+        return ignored("") if value in (1, 0) else refused(f"there is no {degree} parallelism")
 
     return read
 
 
 def _replicate(value: Any, file: File) -> Outcome | Settings:
-    if int(value) <= 1:
+    if value <= 1:
         return ignored("")
-    return {
-        "sharding.strategy": "none" if int(file.get("parallelism.data_parallel_shard_degree", -1)) == 1 else "hybrid"
-    }
+    return {"sharding.strategy": "none" if file.get("parallelism.data_parallel_shard_degree") == 1 else "hybrid"}
 
 
 def _shard(value: Any, file: File) -> Outcome | Settings:
-    replicate = int(file.get("parallelism.data_parallel_replicate_degree", 1))
-    if int(value) != 1 and file.get("parallelism.fsdp_reshard_after_forward") == "never":
+    replicate = file.get("parallelism.data_parallel_replicate_degree", 1)
+    if value != 1 and file.get("parallelism.fsdp_reshard_after_forward") == "never":
         return Outcome(why="read with fsdp_reshard_after_forward")
-    return {"sharding.strategy": "full"} if int(value) != 1 and replicate <= 1 else ignored("")
+    return {"sharding.strategy": "full"} if value != 1 and replicate <= 1 else ignored("")
 
 
 def _reshard(value: Any, file: File) -> Outcome | Settings:
-    replicate = int(file.get("parallelism.data_parallel_replicate_degree", 1))
+    replicate = file.get("parallelism.data_parallel_replicate_degree", 1)
     if value == "never" and replicate > 1:
         return ignored("within a node parameters are gathered again for the backward pass")
     return {"sharding.strategy": "grad_op"} if value == "never" else ignored("")
@@ -93,18 +91,16 @@ def _dtype(value: Any, file: File) -> Outcome | Settings:
 
 
 def _saves(value: Any, file: File) -> Outcome | Settings:
-    return (
-        ignored("") if is_on(value) else Outcome({"checkpoint.every_epochs": None}, why="the end is saved in any case")
-    )
+    return ignored("") if value else Outcome({"checkpoint.every_epochs": None}, why="the end is saved in any case")
 
 
 def _interval(value: Any, file: File) -> Outcome | Settings:
     on = file.get("checkpoint.enable", file.get("checkpoint.enable_checkpoint"))
-    return {"checkpoint.every_steps": value} if is_on(on) else ignored("checkpoints are not enabled")
+    return {"checkpoint.every_steps": value} if on else ignored("checkpoints are not enabled")
 
 
 def _async(value: Any, file: File) -> Settings:
-    return {"checkpoint.asynchronous": value not in ("disabled", False)}
+    return {"checkpoint.asynchronous": value != "disabled"}
 
 
 def _beta(place: int) -> Any:
@@ -131,8 +127,8 @@ def _decay_type(value: Any, file: File) -> Outcome | Settings:
 
 def _sinks(word: str) -> Any:
     def read(value: Any, file: File) -> Outcome | Settings:
-        both = is_on(file.get("metrics.enable_tensorboard")) and is_on(file.get("metrics.enable_wandb"))
-        return {"log.sinks": ["tensorboard", "wandb"] if both else [word]} if is_on(value) else ignored("")
+        both = file.get("metrics.enable_tensorboard") and file.get("metrics.enable_wandb")
+        return {"log.sinks": ["tensorboard", "wandb"] if both else [word]} if value else ignored("")
 
     return read
 
@@ -165,20 +161,21 @@ DIALECT = Dialect(
             quiet=([], "", False),
         ),
         refuse("model.converters", "there is no float8 or other conversion: precision: bf16", unless=([], "")),
-        reads("data.train", _data, "training.dataset", note="c4, or the path in dataset_path"),
-        part_of("training.dataset_path", "dataset"),
+        reads("data.train", _data, "training.dataset", takes=TEXT, note="c4, or the path in dataset_path"),
+        part_of("training.dataset_path", "dataset", takes=TEXT),
         to("data.sequence_length", "training.seq_len", default=2048),
         to("batch.per_device", "training.local_batch_size training.batch_size", default=8),
         reads(
             "batch.global",
-            lambda value, file: {"batch.global": value} if int(value) > 0 else ignored(""),
+            lambda value, file: {"batch.global": value} if value > 0 else ignored(""),
             "training.global_batch_size",
+            takes=ANY_WHOLE,
         ),
         to("duration.steps", "training.steps", default=10000),
         to("optimizer.clip", "training.max_norm"),
         to("seed", "training.seed debug.seed"),
         reads("precision", _precision, "training.mixed_precision_param", default="bfloat16"),
-        reads("precision", _dtype, "training.dtype", note="bfloat16: bf16-pure"),
+        reads("precision", _dtype, "training.dtype", takes=TEXT, note="bfloat16: bf16-pure"),
         unused("training.mixed_precision_reduce", "gradients are always reduced in fp32", quiet=("float32",)),
         to("sharding.cpu_offload", "training.enable_cpu_offload"),
         to("sharding.compile", "compile.enable training.compile"),
@@ -200,8 +197,8 @@ DIALECT = Dialect(
         to("optimizer.lr", "optimizer.lr", default=8e-4),
         to("optimizer.eps", "optimizer.eps"),
         to("optimizer.weight_decay", "optimizer.weight_decay"),
-        reads("optimizer.betas", _beta(0), "optimizer.beta1"),
-        reads("optimizer.betas", _beta(1), "optimizer.beta2"),
+        reads("optimizer.betas", _beta(0), "optimizer.beta1", takes=SHARE),
+        reads("optimizer.betas", _beta(1), "optimizer.beta2", takes=SHARE),
         unused(
             "optimizer.implementation optimizer.early_step_in_backward optimizer.fused",
             "the optimizer is fused",
@@ -209,36 +206,53 @@ DIALECT = Dialect(
         ),
         to("schedule.warmup", "lr_scheduler.warmup_steps training.warmup_steps", default=200),
         reads("schedule.kind", _decay_type, "lr_scheduler.decay_type", default="linear"),
-        reads("schedule.kind", _decay, "lr_scheduler.decay_ratio"),
+        reads("schedule.kind", _decay, "lr_scheduler.decay_ratio", takes=UP_TO_ONE),
         to("schedule.floor", "lr_scheduler.min_lr_factor lr_scheduler.lr_min"),
         reads(
-            "sharding.strategy", _shard, "parallelism.data_parallel_shard_degree training.data_parallel_shard_degree"
+            "sharding.strategy",
+            _shard,
+            "parallelism.data_parallel_shard_degree training.data_parallel_shard_degree",
+            takes=ANY_WHOLE,
         ),
         reads(
             "sharding.strategy",
             _replicate,
             "parallelism.data_parallel_replicate_degree training.data_parallel_replicate_degree",
+            takes=WHOLE,
         ),
-        reads("sharding.strategy", _reshard, "parallelism.fsdp_reshard_after_forward", note="never: grad_op"),
         reads(
-            "", _sizes("tensor"), "parallelism.tensor_parallel_degree training.tensor_parallel_degree", note="1 only"
+            "sharding.strategy",
+            _reshard,
+            "parallelism.fsdp_reshard_after_forward",
+            takes=one_of("default", "never", "always"),
+            note="never: grad_op",
+        ),
+        reads(
+            "",
+            _sizes("tensor"),
+            "parallelism.tensor_parallel_degree training.tensor_parallel_degree",
+            takes=WHOLE,
+            note="1 only",
         ),
         reads(
             "",
             _sizes("pipeline"),
             "parallelism.pipeline_parallel_degree experimental.pipeline_parallel_degree",
+            takes=WHOLE,
             note="1 only",
         ),
         reads(
             "",
             _sizes("context"),
             "parallelism.context_parallel_degree experimental.context_parallel_degree",
+            takes=WHOLE,
             note="1 only",
         ),
         reads(
             "",
             _sizes("expert"),
             "parallelism.expert_parallel_degree parallelism.expert_tensor_parallel_degree",
+            takes=WHOLE,
             note="1 only",
         ),
         unused(
@@ -248,21 +262,27 @@ DIALECT = Dialect(
             "it belongs to parallelism that is not in use",
             quiet=(),
         ),
-        reads(
-            "sharding.activation_checkpointing",
-            lambda value, file: {"sharding.activation_checkpointing": value},
-            "activation_checkpoint.mode",
-        ),
+        to("sharding.activation_checkpointing", "activation_checkpoint.mode"),
         unused(
             "activation_checkpoint.selective_ac_option "
             "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
             "selective keeps attention and every second matrix product",
             quiet=("op", "2", 2),
         ),
-        reads("checkpoint.every_epochs", _saves, "checkpoint.enable checkpoint.enable_checkpoint"),
+        reads("checkpoint.every_epochs", _saves, "checkpoint.enable checkpoint.enable_checkpoint", takes=SWITCH),
         reads("checkpoint.every_steps", _interval, "checkpoint.interval"),
-        reads("checkpoint.asynchronous", _async, "checkpoint.async_mode"),
-        reads("checkpoint.keep", lambda value, file: {"checkpoint.keep": value or None}, "checkpoint.keep_latest_k"),
+        reads(
+            "checkpoint.asynchronous",
+            _async,
+            "checkpoint.async_mode",
+            takes=one_of("disabled", "async", "async_with_pinned_mem"),
+        ),
+        reads(
+            "checkpoint.keep",
+            lambda value, file: {"checkpoint.keep": value or None},
+            "checkpoint.keep_latest_k",
+            takes=WHOLE,
+        ),
         unused(
             "checkpoint.folder checkpoint.model_weights_only checkpoint.export_dtype "
             "checkpoint.last_save_model_only checkpoint.last_save_in_hf checkpoint.initial_load_in_hf "
@@ -283,8 +303,8 @@ DIALECT = Dialect(
             quiet=(),
         ),
         to("log.every_steps", "metrics.log_freq"),
-        reads("log.sinks", _sinks("tensorboard"), "metrics.enable_tensorboard"),
-        reads("log.sinks", _sinks("wandb"), "metrics.enable_wandb"),
+        reads("log.sinks", _sinks("tensorboard"), "metrics.enable_tensorboard", takes=SWITCH),
+        reads("log.sinks", _sinks("wandb"), "metrics.enable_wandb", takes=SWITCH),
         unused(
             "metrics.save_tb_folder metrics.disable_color_printing metrics.rank_0_only metrics.save_for_all_ranks",
             "logs are in the run folder",

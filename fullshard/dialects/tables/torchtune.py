@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
+from fullshard.dialects.kinds import COUNT, LIST, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, TEXTS, WHOLE
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
     Settings,
     ignored,
-    is_on,
     part_of,
     reads,
     refuse,
@@ -32,13 +32,13 @@ _KNOWN_SETS = {
 
 
 def _model(value: Any, file: File) -> Outcome | Settings:
-    name = str(value).rpartition(".")[2]
+    name = value.rpartition(".")[2]
     if name.startswith("qlora"):
         return refused("quantised weights are not trained: a lora_... component keeps frozen weights as stored")
     if not name.startswith("lora"):
         return ignored("checkpointer.checkpoint_dir holds the weights and says which model it is")
     targets = list(file.get("model.lora_attn_modules", []))
-    targets += ["gate_proj", "up_proj", "down_proj"] if is_on(file.get("model.apply_lora_to_mlp")) else []
+    targets += ["gate_proj", "up_proj", "down_proj"] if file.get("model.apply_lora_to_mlp") else []
     targets = ["o_proj" if target == "output_proj" else target for target in targets]
     rank = file.get("model.lora_rank", 8)
     settings: Settings = {"model.lora.r": rank, "model.lora.alpha": file.get("model.lora_alpha", 2 * rank)}
@@ -46,7 +46,7 @@ def _model(value: Any, file: File) -> Outcome | Settings:
 
 
 def _dataset(value: Any, file: File) -> Outcome | Settings:
-    name = str(value).rpartition(".")[2]
+    name = value.rpartition(".")[2]
     if name in _KNOWN_SETS:
         source = {"kind": "hub", "name": _KNOWN_SETS[name]}
     elif file.get("dataset.data_files") is not None:
@@ -54,7 +54,7 @@ def _dataset(value: Any, file: File) -> Outcome | Settings:
     elif file.get("dataset.source") is not None:
         split = file.get("dataset.split")
         source = readers.dataset(
-            str(file.get("dataset.source")), split=None if split == "train" else split, config=file.get("dataset.name")
+            file.get("dataset.source"), split=None if split == "train" else split, config=file.get("dataset.name")
         )
     else:
         return refused(f"the data of {name} is not known: write data.train, a path or {{kind: hub, name: ...}}")
@@ -66,14 +66,14 @@ def _column(name: str, file: File) -> Settings:
         return {"data.encode": {"kind": "text", "column": file.get("dataset.column", "text")}}
     # The alpaca sets of torchtune learn the prompt as well, unless told otherwise.
     learns_input = file.get("dataset.train_on_input", name.startswith("alpaca"))
-    if is_on(learns_input) and name != "wikitext_dataset":
+    if learns_input and name != "wikitext_dataset":
         return {"data.encode": {"kind": "chat", "train_on": "all"}}
     return {}
 
 
 def _dtype(value: Any, file: File) -> Outcome | Settings:
     is_lora = str(file.get("model._component_", "")).rpartition(".")[2].startswith("lora")
-    if str(value) == "bf16" and not is_lora:
+    if value == "bf16" and not is_lora:
         return Outcome({"precision": "bf16-pure"}, why="torchtune keeps weights and optimizer state in bf16")
     return {"precision": value}
 
@@ -89,9 +89,9 @@ def _schedule(value: Any, file: File) -> Outcome | Settings:
 
 
 def _steps_per_epoch(value: Any, file: File) -> Outcome | Settings:
-    if float(file.get("epochs", 1)) != 1:
+    if file.get("epochs", 1) != 1:
         return refused("steps per epoch are not a setting: with several epochs write duration.steps for all of them")
-    return {"duration.steps": int(value)}
+    return {"duration.steps": value}
 
 
 def _epochs(value: Any, file: File) -> Outcome | Settings:
@@ -101,7 +101,7 @@ def _epochs(value: Any, file: File) -> Outcome | Settings:
 
 
 def _logger(value: Any, file: File) -> Outcome | Settings:
-    name = str(value).rpartition(".")[2]
+    name = value.rpartition(".")[2]
     if name == "WandBLogger":
         return {"log.sinks": [{"kind": "wandb", "project": file.get("metric_logger.project", "torchtune")}]}
     return {"log.sinks": ["tensorboard"]} if name == "TensorBoardLogger" else ignored("metrics.jsonl has every number")
@@ -138,10 +138,11 @@ DIALECT = Dialect(
             "the folder's own config and index say it",
             quiet=(),
         ),
-        reads("model.lora", _model, "model._component_", note="lora_...: adapters; qlora_... is refused"),
-        part_of(
-            "model.lora_attn_modules model.apply_lora_to_mlp model.lora_rank model.lora_alpha", "model._component_"
-        ),
+        reads("model.lora", _model, "model._component_", takes=TEXT, note="lora_...: adapters; qlora_... is refused"),
+        part_of("model.lora_attn_modules", "model._component_", takes=TEXTS),
+        part_of("model.apply_lora_to_mlp", "model._component_", takes=SWITCH),
+        part_of("model.lora_rank", "model._component_", takes=COUNT),
+        part_of("model.lora_alpha", "model._component_", takes=POSITIVE),
         refuse("model.apply_lora_to_output", "there is no adapter on the head"),
         refuse("model.use_dora", "not available: adapters are plain LoRA"),
         to("model.lora.dropout", "model.lora_dropout"),
@@ -152,11 +153,16 @@ DIALECT = Dialect(
             quiet=(),
         ),
         to("data.sequence_length", "tokenizer.max_seq_len"),
-        reads("data.train", _dataset, "dataset._component_", note="its source, data_files, or the set it stands for"),
-        part_of(
-            "dataset.source dataset.data_files dataset.split dataset.column dataset.train_on_input dataset.name",
+        reads(
+            "data.train",
+            _dataset,
             "dataset._component_",
+            takes=TEXT,
+            note="its source, data_files, or the set it stands for",
         ),
+        part_of("dataset.source dataset.split dataset.column dataset.name", "dataset._component_", takes=TEXT),
+        part_of("dataset.data_files", "dataset._component_", takes=TEXT | LIST),
+        part_of("dataset.train_on_input", "dataset._component_", takes=SWITCH),
         unused(
             "dataset.conversation_column dataset.conversation_style dataset.column_map",
             "data.encode finds messages, prompts and answers by the names of their columns",
@@ -178,7 +184,14 @@ DIALECT = Dialect(
         to("optimizer.betas", "optimizer.betas", default=[0.9, 0.999]),
         to("optimizer.eps", "optimizer.eps"),
         unused("optimizer.fused optimizer.foreach optimizer_in_bwd", "the optimizer is fused", quiet=(True, False)),
-        reads("optimizer.clip", trainer_arguments.clip, "clip_grad_norm", default=0, note="left out: no clipping"),
+        reads(
+            "optimizer.clip",
+            trainer_arguments.clip,
+            "clip_grad_norm",
+            takes=NOT_NEGATIVE,
+            default=0,
+            note="left out: no clipping",
+        ),
         reads("schedule.kind", _schedule, "lr_scheduler._component_", note="left out: constant"),
         to("schedule.warmup", "lr_scheduler.num_warmup_steps"),
         unused("lr_scheduler.num_cycles", "one half cosine", quiet=(0.5,)),
@@ -188,12 +201,13 @@ DIALECT = Dialect(
         to("sharding.cpu_offload", "fsdp_cpu_offload"),
         reads(
             "sharding.strategy",
-            lambda value, file: {"sharding.strategy": "full" if is_on(value) else "grad_op"},
+            lambda value, file: {"sharding.strategy": "full" if value else "grad_op"},
             "fsdp_reshard_after_forward",
+            takes=SWITCH,
         ),
         to("sharding.compile", "compile"),
         reads("output", trainer_arguments.run_folder, "output_dir", note="the run's folder: output and name together"),
-        reads("log.sinks", _logger, "metric_logger._component_"),
+        reads("log.sinks", _logger, "metric_logger._component_", takes=TEXT),
         unused(
             "metric_logger.log_dir metric_logger.project", "read with the logger; files are in the run folder", quiet=()
         ),
@@ -219,8 +233,9 @@ DIALECT = Dialect(
         refuse("quantizer", "quantisation-aware training is not available"),
         reads(
             "sharding.strategy",
-            lambda value, file: {"sharding.strategy": "hybrid"} if int(value) > 1 else ignored(""),
+            lambda value, file: {"sharding.strategy": "hybrid"} if value > 1 else ignored(""),
             "data_parallel_replicate_dim",
+            takes=WHOLE,
         ),
         unused("data_parallel_shard_dim", "all other ranks shard", quiet=(-1,)),
     ),

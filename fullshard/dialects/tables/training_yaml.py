@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
+from fullshard.dialects.kinds import ANY_WHOLE, COUNT, NOT_NEGATIVE, SWITCH, TEXT, TEXTS, WHOLE
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
     Settings,
     ignored,
-    is_off,
-    is_on,
     part_of,
     reads,
     refuse,
@@ -33,37 +32,31 @@ _LOSSES = {
 
 
 def _lora(value: Any, file: File) -> Outcome | Settings:
-    return {f"model.lora.{key}": word for key, word in _LORA.items()} if is_on(value) else ignored("")
+    return {f"model.lora.{key}": word for key, word in _LORA.items()} if value else ignored("")
 
 
-def _lora_key(ours: str) -> Any:
+def _lora_key(value: Any, file: File) -> Outcome:
     """A key of LoRA, in force only with use_lora."""
-
-    def read(value: Any, file: File) -> Outcome | Settings:
-        return ignored("") if is_on(file.get("use_lora")) else ignored("use_lora is off")
-
-    return read
+    return Outcome(why="read with use_lora") if file.get("use_lora") else ignored("use_lora is off")
 
 
 def _dims(value: Any, file: File) -> Outcome | Settings:
-    if is_off(file.get("use_mrl")):
-        return ignored("use_mrl is off")
-    return {"objective.matryoshka": value}
+    return {"objective.matryoshka": value} if file.get("use_mrl") else ignored("use_mrl is off")
 
 
 def _mrl(value: Any, file: File) -> Outcome | Settings:
-    if is_off(value) or file.get("mrl_dims") is not None:
+    if not value or file.get("mrl_dims") is not None:
         return ignored("")
     return Outcome({"objective.matryoshka": [768, 512, 256, 128]}, why="mrl_dims is left out")
 
 
 def _cache(value: Any, file: File) -> Outcome | Settings:
     chunk = file.get("gradient_cache_chunk_size", 8)
-    return {"objective.cache": chunk} if is_on(value) else ignored("")
+    return {"objective.cache": chunk} if value else ignored("")
 
 
 def _strategy(value: Any, file: File) -> Settings:
-    return {"sharding.strategy": "full" if is_on(value) else "none"}
+    return {"sharding.strategy": "full" if value else "none"}
 
 
 def _every(value: Any, file: File) -> Outcome | Settings:
@@ -75,7 +68,7 @@ def _eval_every(value: Any, file: File) -> Outcome | Settings:
 
 
 def _loss(value: Any, file: File) -> Outcome | Settings:
-    found = _LOSSES.get(str(value).lower())
+    found = _LOSSES.get(value.lower())
     if found is None:
         return Outcome(verdict="refused", why=f"{value} is not here. Known: {', '.join(_LOSSES)}")
     return {"objective.loss.kind": found}
@@ -84,16 +77,12 @@ def _loss(value: Any, file: File) -> Outcome | Settings:
 def _finish(settings: Settings, file: File) -> Settings:
     """Its models embed, its loss contrasts; the values of LoRA's own keys replace its defaults."""
     settings = {"model.kind": "sentence_transformer", "objective.kind": "contrastive", **settings}
-    if is_on(file.get("use_lora")):
+    if file.get("use_lora"):
         for theirs, ours in (("lora_r", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
             if file.get(theirs) is not None:
                 settings[f"model.lora.{ours}"] = file.get(theirs)
         if (targets := file.get("lora_target_modules")) is not None:
-            settings |= (
-                {"model.lora.targets": targets}
-                if isinstance(targets, list)
-                else trainer_arguments.lora_targets(str(targets), file)
-            )
+            settings |= trainer_arguments.lora_targets(targets, file)
     return settings
 
 
@@ -128,26 +117,26 @@ DIALECT = Dialect(
         to("evaluate.per_device", "eval_batch_size"),
         to("batch.accumulate", "gradient_accumulation_steps"),
         to("duration.epochs", "epochs num_epochs num_train_epochs", default=3),
-        reads("duration.steps", trainer_arguments.steps, "max_steps"),
+        reads("duration.steps", trainer_arguments.steps, "max_steps", takes=ANY_WHOLE),
         to("optimizer.lr", "learning_rate lr", default=2e-5, note="the same for DDP and FSDP: gradients are the same"),
         to("optimizer.weight_decay", "weight_decay"),
-        reads("optimizer.clip", trainer_arguments.clip, "max_grad_norm"),
+        reads("optimizer.clip", trainer_arguments.clip, "max_grad_norm", takes=NOT_NEGATIVE),
         reads("optimizer.kind", trainer_arguments.optimizer, "optim optimizer"),
         reads("schedule.kind", trainer_arguments.schedule, "scheduler_type lr_scheduler_type"),
         reads("schedule.warmup", readers.warmup, "warmup_ratio", default=0.1),
         reads("schedule.warmup", trainer_arguments.warmup_steps, "warmup_steps"),
-        reads("sharding.strategy", _strategy, "use_fsdp", note="true: full; false: none"),
+        reads("sharding.strategy", _strategy, "use_fsdp", takes=SWITCH, note="true: full; false: none"),
         to("sharding.activation_checkpointing", "gradient_checkpointing"),
-        reads("model.lora", _lora, "use_lora", note="r 16, alpha 32, dropout 0.05"),
-        reads("model.lora.r", _lora_key("r"), "lora_r"),
-        reads("model.lora.alpha", _lora_key("alpha"), "lora_alpha"),
-        reads("model.lora.dropout", _lora_key("dropout"), "lora_dropout"),
-        reads("model.lora.targets", _lora_key("targets"), "lora_target_modules"),
-        reads("objective.matryoshka", _mrl, "use_mrl"),
+        reads("model.lora", _lora, "use_lora", takes=SWITCH, note="r 16, alpha 32, dropout 0.05"),
+        reads("model.lora.r", _lora_key, "lora_r"),
+        reads("model.lora.alpha", _lora_key, "lora_alpha"),
+        reads("model.lora.dropout", _lora_key, "lora_dropout"),
+        reads("model.lora.targets", _lora_key, "lora_target_modules"),
+        reads("objective.matryoshka", _mrl, "use_mrl", takes=SWITCH),
         reads("objective.matryoshka", _dims, "mrl_dims", note="the vector is cut: there are no projection layers"),
-        reads("objective.cache", _cache, "use_gradient_cache", note="saves memory, also under FSDP"),
-        part_of("gradient_cache_chunk_size", "use_gradient_cache"),
-        reads("objective.loss.kind", _loss, "loss_type"),
+        reads("objective.cache", _cache, "use_gradient_cache", takes=SWITCH, note="saves memory, also under FSDP"),
+        part_of("gradient_cache_chunk_size", "use_gradient_cache", takes=COUNT),
+        reads("objective.loss.kind", _loss, "loss_type", takes=TEXT),
         to("objective.loss.temperature", "temperature"),
         to("data.sequence_length", "max_length max_seq_length"),
         to("data.workers", "num_workers dataloader_num_workers"),
@@ -164,12 +153,12 @@ DIALECT = Dialect(
         to("precision=fp16", "fp16"),
         to("topology.device", "compute_device device"),
         to("topology.devices", "num_processes devices num_gpus"),
-        reads("checkpoint.every_steps", _every, "save_steps", note="0: not by steps"),
-        reads("evaluate.every_steps", _eval_every, "eval_steps", note="0: not by steps"),
+        reads("checkpoint.every_steps", _every, "save_steps", takes=WHOLE, note="0: not by steps"),
+        reads("evaluate.every_steps", _eval_every, "eval_steps", takes=WHOLE, note="0: not by steps"),
         to("evaluate.patience", "early_stopping_patience"),
         to("checkpoint.best.metric", "eval_metric"),
         to("log.every_steps", "logging_steps"),
-        reads("log.sinks", readers.trackers, "report_to tracker"),
+        reads("log.sinks", readers.trackers, "report_to tracker", takes=TEXTS),
         to("name", "run_name"),
         to("seed", "seed"),
         unused("resume_from_checkpoint resume_mode", "the same command resumes; --resume PATH names a checkpoint"),

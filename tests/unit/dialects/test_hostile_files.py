@@ -177,8 +177,11 @@ def test_a_named_file_that_is_broken_is_not_taken_for_missing(tmp_path: Path, mo
 
 
 def test_a_key_in_a_recipe_of_ours_with_a_refused_value_is_not_called_superfluous() -> None:
-    text = of_key("adapter", "qlora") or ""
-    assert "not needed" not in text
+    assert of_key("adapter", "qlora") == "Qlora is not available: lora and full are. Here it is model.lora."
+    assert of_key("adapter", "lora") == (
+        "Here it is model.lora: write model: {lora: true} in the recipe, or model.lora=true on the command line."
+    )
+    assert of_key("use_peft", "maybe") == "It must be true or false, not 'maybe'. Here it is model.lora."
 
 
 def test_the_table_fits_the_terminal() -> None:
