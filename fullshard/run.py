@@ -24,6 +24,7 @@ from fullshard.config.part import plain
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose
+from fullshard.dialects.kubeflow_progress import Status, told
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError
 from fullshard.explain import crash
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
@@ -120,6 +121,9 @@ def _run(
     console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
     with contextlib.ExitStack() as ending:
         write = ending.enter_context(_writing(reading, world, progress, console))
+        stage = (reading.place.number, reading.place.of) if reading.place else (1, 1)
+        status, listening = Status(inputs.plan.total_steps, stage=stage), os.environ if world.is_main else {}
+        write = ending.enter_context(told(write, status, environ=listening, warn=console.warn))
         report = Report(console, write, world, gpu_use(world))
         built = build.build(recipe, inputs, world, checkpoint=checkpoint, progress=progress, report=report)
         saver, units = built.parts.saves.saver, built.model.units
