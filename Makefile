@@ -17,11 +17,11 @@ quickstart: .venv/.installed
 WORKERS := $(shell cores=$$(nproc); test $$cores -gt 2 && echo $$cores || echo 2)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: .venv/.installed-test namespaces
+test: .venv/.installed-test namespaces slurm
 	$(PYTEST) -m "not slow"
 
 # Whole matrices, lists of faults, and copies of the repository without a family.
-test-slow: .venv/.installed-test namespaces
+test-slow: .venv/.installed-test namespaces slurm
 	$(PYTEST) -m slow
 
 # Two nodes are two network namespaces, which only root may create, with `ip`.
@@ -29,6 +29,13 @@ test-slow: .venv/.installed-test namespaces
 namespaces:
 	@test "$$(id -u)" != 0 || PATH="$$PATH:/usr/sbin:/sbin" command -v ip >/dev/null || \
 		{ apt-get update -qq && apt-get install -y -qq iproute2; } || echo "iproute2 could not be installed"
+
+# Jobs run on a real Slurm, which a test starts on this machine for itself.
+.PHONY: slurm
+slurm:
+	@test "$$(id -u)" != 0 || { export PATH="$$PATH:/usr/sbin:/sbin"; command -v slurmctld && command -v munged; } \
+		>/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge; } || \
+		echo "slurm-wlm and munge could not be installed"
 
 # Every test that compares floating-point numbers, with the kernels of other processors and other numbers of threads.
 # Idle threads do not spin, since every rank of a test has its own.

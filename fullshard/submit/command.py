@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from fullshard.submit.engine import Engine, Job, Request
 
 
-@options.takes_recipe(without=("node_rank", "master"))
+def _help_on(name: str | None) -> None:
+    if name is not None:
+        from fullshard.submit.options import describe, engine_class
+
+        typer.echo(describe(engine_class(name)))
+        raise typer.Exit
+
+
+@options.takes_recipe(without=("gpus", "node_rank", "master"))
 def submit(
     asked: options.RecipeArguments,
     on: Annotated[
@@ -35,6 +43,12 @@ def submit(
         bool,
         typer.Option("--check/--no-check", help="Open the data and build the empty model here, before submitting."),
     ] = True,
+    help_on: Annotated[
+        str | None,
+        typer.Option(
+            "--help-on", metavar="ENGINE", callback=_help_on, is_eager=True, help="Print the options of an engine."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the files of the job; write and submit nothing.")
     ] = False,
@@ -43,7 +57,7 @@ def submit(
 
     Reads and checks the recipe, writes the files of the job to submit-1 in the run folder, submits it, and says how to
     look at it and how to cancel it. --nodes and --devices are the machines and the ranks on each. Options of the
-    engine and settings of the recipe follow: --time 4:00:00 --partition gpu optimizer.lr=3e-4.
+    engine (--help-on slurm prints them) and settings of the recipe follow: --time 4:00:00 optimizer.lr=3e-4.
 
     Exit codes: 0 submitted; 2 a mistake in the recipe, the data, the options or the setup, and nothing is submitted.
     """

@@ -68,6 +68,8 @@ class Engine(Part):
     required: ClassVar[tuple[str, ...]] = ("job", "submit")
     own_options: ClassVar[Mapping[str, bool]] = {}
     """Options of the engine's own tool, and whether each takes a value. They are collected in the field `passed`."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Options of that tool that cannot be given here, and what to do instead."""
     sees_our_files: ClassVar[bool] = True
     """Whether its nodes have the paths of this machine: data and model are then checked before the job is submitted."""
 

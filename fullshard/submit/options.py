@@ -36,6 +36,19 @@ def option_names(engine: type[Engine]) -> list[str]:
     return [f"--{key.replace('_', '-')}" for key in keys_of(engine) if key != _PASSED]
 
 
+def describe(engine: type[Engine]) -> str:
+    """The options of an engine as help."""
+    fields = {key: field for key, field in keys_of(engine).items() if key != _PASSED}
+    named = {f"--{key.replace('_', '-')}": " ".join((field.description or "").split()) for key, field in fields.items()}
+    width = max(map(len, named), default=0) + 2
+    lines = [engine.__doc__ or "", "", *(f"  {name:<{width}}{text}" for name, text in named.items())]
+    if engine.own_options:
+        own = ", ".join(f"--{name}" for name in sorted(engine.own_options))
+        lines += ["", f"Passed on as they are: {own}."]
+    lines += [f"--{name}: {advice}" for name, advice in sorted(engine.instead.items())]
+    return "\n".join(lines)
+
+
 def take(engine: type[Engine], words: Sequence[str]) -> tuple[Engine, list[str]]:
     """The engine with its options, and the words that are not its own: settings of the recipe."""
     values: dict[str, Any] = {}
@@ -44,6 +57,8 @@ def take(engine: type[Engine], words: Sequence[str]) -> tuple[Engine, list[str]]
         word = left.popleft()
         name, equals, value = word.removeprefix("--").partition("=")
         key = name.replace("-", "_")
+        if word.startswith("--") and (advice := engine.instead.get(name.replace("_", "-"))):
+            raise SetupError(f"--{name} cannot be given here. {advice}")
         switch = _switch(engine, key) if word.startswith("--") else None
         if switch is not None:
             if equals:

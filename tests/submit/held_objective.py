@@ -1,0 +1,40 @@
+"""An objective that holds a run in the middle of a step, so that a test can tell Slurm something, or that ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from fullshard.contracts.objective import Terms
+from fullshard.errors import DataError, NumericalError
+from fullshard.families.language.objectives.causal_lm import CausalLM
+
+
+class Held(CausalLM):
+    """The usual loss. After the steps of `hold`, rank 0 writes FOLDER/held-STEP and waits for FOLDER/go-STEP."""
+
+    folder_of_test: str
+    run: str
+    hold: tuple[int, ...] = ()
+    fail: int | None = None
+    """The exit code to end with after step 1."""
+
+    def loss(self, model: Any, batch: Any, aux: Any) -> Terms:
+        step = self._step()
+        folder = Path(self.folder_of_test)
+        if step >= 1 and self.fail:
+            raise NumericalError("stopped on purpose.") if self.fail == 3 else DataError("a mistake on purpose.")
+        if step in self.hold and os.environ.get("RANK", "0") == "0":
+            (folder / f"held-{step}").touch()
+            while not (folder / f"go-{step}").exists():
+                time.sleep(0.05)
+        return super().loss(model, batch, aux)
+
+    def _step(self) -> int:
+        """The steps that are logged; every step is."""
+        metrics = Path(self.run) / "metrics.jsonl"
+        records = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
+        return max((record["step"] for record in records if record["kind"] == "train"), default=0)
