@@ -21,6 +21,7 @@ from fullshard.checkpoint import integrity, paths
 from fullshard.checkpoint.folder import write_json
 from fullshard.commands import rerun
 from fullshard.config.part import plain
+from fullshard.contracts.caller import NOBODY, Caller
 from fullshard.contracts.launcher import Ranks
 from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose
@@ -35,14 +36,10 @@ from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fullshard.contracts.world import World
     from fullshard.dist.env import Launch
     from fullshard.log.console import Console
     from fullshard.setup.inputs import RunInputs
-
-    Keep = Callable[[nn.Module], None]
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
@@ -72,8 +69,8 @@ def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     return EXIT_PREEMPTED if result.stopped == "signal" else EXIT_DONE
 
 
-def execute(reading: Reading, *, resume: str, anyway: bool = False, keep: Keep | None = None) -> Result:
-    """One rank of the run, from the environment check to the last line. `keep` receives the trained model."""
+def execute(reading: Reading, *, resume: str, anyway: bool = False, caller: Caller = NOBODY) -> Result:
+    """One rank of the run, from the environment check to the last line."""
     from fullshard.setup.rank_of_run import as_rank
 
     def preflight(inputs: RunInputs, launch: Launch, console: Console) -> None:
@@ -88,7 +85,7 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False, keep: Keep |
             as_rank(reading, preflight=preflight, options=options) as (inputs, world, console),
             _claimed(recipe, world, console=console),
         ):
-            return _run(reading, inputs, world, resume=resume, anyway=anyway, keep=keep, console=console)
+            return _run(reading, inputs, world, resume=resume, anyway=anyway, caller=caller, console=console)
     except BaseException as error:  # torch's CheckpointException is not an Exception
         rank, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
         crash.report(error, folder=recipe.folder, rank=rank, world=size)
@@ -96,7 +93,7 @@ def execute(reading: Reading, *, resume: str, anyway: bool = False, keep: Keep |
 
 
 def _run(
-    reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, keep: Keep | None, console: Console
+    reading: Reading, inputs: RunInputs, world: World, *, resume: str, anyway: bool, caller: Caller, console: Console
 ) -> Result:
     """Everything after the ranks have met."""
     from fullshard import build, loop
@@ -120,7 +117,7 @@ def _run(
     progress.finished = False
     console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
     with contextlib.ExitStack() as ending:
-        write = ending.enter_context(_writing(reading, world, progress, console))
+        write = ending.enter_context(_writing(reading, world, progress, console, caller))
         stage = (reading.place.number, reading.place.of) if reading.place else (1, 1)
         status, listening = Status(inputs.plan.total_steps, stage=stage), os.environ if world.is_main else {}
         write = ending.enter_context(told(write, status, environ=listening, warn=console.warn))
@@ -128,6 +125,7 @@ def _run(
         built = build.build(recipe, inputs, world, checkpoint=checkpoint, progress=progress, report=report)
         saver, units = built.parts.saves.saver, built.model.units
         ending.callback(saver.close)
+        built.parts.saves.asked = caller.save_asked
         if world.is_main:
             in_force = resolved(recipe, inputs, world, built)
             save_resolved(in_force, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
@@ -139,14 +137,13 @@ def _run(
         console.parameter_summary(total=total, trainable=trainable, frozen=total - trainable)
         try:
             with signals.StopSignals() as stop:
-                result = loop.fit(built.parts, stop_asked=lambda: stop.heard is not None)
+                result = loop.fit(built.parts, stop_asked=lambda: stop.heard is not None or caller.stop_asked())
                 result = replace(result, adapted=bool(recipe.model.adapters(built.model.module)))
         except NumericalError as error:
             raise NumericalError(f"{error} {saver.newest()}") from error
         write({"kind": "event", "event": "finished", **asdict(result)})
         _say_next(reading, result, console)
-        if keep is not None:
-            keep(built.model.module)
+        caller.keep(built.model.module)
     if world.is_main:
         paths.send_texts(recipe.folder, recipe.checkpoints, warn=console.warn)
     return result
@@ -154,7 +151,7 @@ def _run(
 
 @contextlib.contextmanager
 def _writing(
-    reading: Reading, world: World, progress: Progress, console: Console
+    reading: Reading, world: World, progress: Progress, console: Console, caller: Caller
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Writes records to metrics.jsonl and the sinks, on rank 0."""
     from fullshard.log.all_sinks import Sinks
@@ -173,6 +170,7 @@ def _writing(
                 record = place.marked(record) if place else record
                 metrics.write(record)
                 sinks.write(record)
+                caller.write(record)
 
             yield write
 

@@ -6,6 +6,7 @@ Must not know how anything is saved, nor what a validation found.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fullshard.checkpoint.saver import Saver
@@ -23,6 +24,8 @@ class Saves:
     next_save: NextSave
     at_end: bool
     report: Report
+    asked: Callable[[], bool] = bool
+    """Whether somebody asks for a save now."""
     step: int = field(default=-1, init=False)
     """The step of the last save of this process."""
     _at: float = field(default_factory=time.monotonic, init=False)
@@ -38,7 +41,7 @@ class Saves:
         """Requests to all ranks: fail since a save failed, save since it is time, take memory since a save is near."""
         self.saver.report()
         main, since_save = self.saver.world.is_main, time.monotonic() - self._at
-        overdue = main and self.due.after_seconds(since_save)
+        overdue = self.asked() or (main and self.due.after_seconds(since_save))
         near = main and self.next_save.near(step, since_save_s=since_save)
         return self.saver.failed, overdue, near
 

@@ -75,7 +75,8 @@ def export(launch: Launch, environ: MutableMapping[str, str] = os.environ) -> No
 def _torch_launch(environ: Mapping[str, str], rank: int, world: int) -> Launch:
     per_node = _whole(environ, "LOCAL_WORLD_SIZE") or 1
     node_rank, num_nodes = _whole(environ, "GROUP_RANK"), _whole(environ, "GROUP_WORLD_SIZE")
-    by_accelerate = any(name.startswith("ACCELERATE_") for name in environ)
+    # Ray sets ACCELERATE_TORCH_DEVICE, without accelerate.
+    by_accelerate = any(name.startswith("ACCELERATE_") for name in environ.keys() - {"ACCELERATE_TORCH_DEVICE"})
     return Launch(
         "accelerate" if by_accelerate else "torchrun",
         rank=rank,

@@ -19,6 +19,8 @@ from fullshard.explain.host_memory import peak_of_family
 from fullshard.launch.addresses import address_towards, choose_interface
 from fullshard.launch.rendezvous import Meeting, facts
 
+BOTH = "cpu:gloo,cuda:nccl"
+"""The backends of a group on GPUs."""
 stays = False
 """Whether the process group outlives the run: the calling program made it, or goes on with the sharded model."""
 
@@ -44,11 +46,16 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
     if backend == "auto":
         backend = "nccl" if place.type == "cuda" else "gloo"
     # A gloo group beside NCCL carries host tensors: offloaded gradients are clipped there.
-    backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    stays = dist.is_initialized()
+    backends = BOTH if backend == "nccl" else "gloo"
+    stays = has_group()
     if not stays:
         _meet(backends, rank, size, local_rank, timeout_s)
     return World(rank, size, local_rank, local_size, place, backend, timeout_s)
+
+
+def has_group() -> bool:
+    """Whether the calling program has connected its ranks already."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float) -> None:

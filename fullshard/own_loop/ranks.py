@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import os
+import socket
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -17,6 +20,7 @@ from fullshard.dist import env, reduce
 from fullshard.dist import world as worlds
 from fullshard.dist.precision import avoid_broken_amx
 from fullshard.errors import SetupError
+from fullshard.recipe import Recipe
 from fullshard.setup.on_ranks import check_launch
 
 NOT_JOINED = (
@@ -42,6 +46,7 @@ def init(
             "and that this torch is a CUDA build."
         )
     if torch.distributed.is_initialized():
+        require_backend(device, backend)
         return _of_the_program(device, timeout_s)
     launch = env.detect(os.environ)
     check_launch(launch, topology)
@@ -51,6 +56,58 @@ def init(
     world = worlds.join(device=device, backend=backend, timeout_s=timeout_s)
     stay_joined()
     return world
+
+
+def require_backend(device: str, backend: str, *, on_host: bool = False) -> None:
+    """Raises unless the program's own process group can reduce tensors on the device, and those `on_host`."""
+    place = worlds.choose_device_type(device)
+    needed = {place: backend if backend != "auto" else "nccl" if place == "cuda" else "gloo"}
+    config = str(torch.distributed.get_backend_config())
+    found = dict(pair.split(":") for pair in config.split(","))
+    if on_host:
+        needed.setdefault("cpu", "gloo")
+    for kind, wanted in needed.items():
+        if found.get(kind) != wanted:
+            raise SetupError(
+                f"This program's process group has the backend {config}, and this run on {place} needs {wanted} for "
+                f'{kind} tensors. Use init_process_group("{worlds.BOTH}"), in Ray TorchConfig(backend="{worlds.BOTH}")'
+                ", or change topology.device or topology.backend."
+            )
+
+
+@contextlib.contextmanager
+def numbered_by_group(recipe: Recipe) -> Iterator[bool]:
+    """Inside, RANK, WORLD_SIZE, ... are what the program's own process group says, whoever made it and however. Gives
+    whether there is one; raises if it does not fit the recipe."""
+    if not worlds.has_group():
+        yield False
+        return
+    require_backend(recipe.topology.device, recipe.topology.backend, on_host=recipe.sharding.cpu_offload)
+    size, rank = reduce.place()
+    numbers = {"RANK": rank, "WORLD_SIZE": size} | _on_this_node(size, rank)
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    try:
+        yield True
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def _on_this_node(size: int, rank: int) -> dict[str, int]:
+    """This rank among those of its node: by the launcher's variables, or by the names of the hosts."""
+    said = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")] == [str(rank), str(size)]
+    if said and os.environ.get("LOCAL_RANK") and os.environ.get("LOCAL_WORLD_SIZE"):
+        return {}
+    hosts = reduce.gather_objects(socket.gethostname())
+    here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    nodes = list(dict.fromkeys(hosts))
+    place = {"LOCAL_RANK": here.index(rank), "LOCAL_WORLD_SIZE": len(here)}
+    return place | {"GROUP_RANK": nodes.index(hosts[rank]), "GROUP_WORLD_SIZE": len(nodes)}
 
 
 def stay_joined() -> None:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config.part import plain
+from fullshard.contracts.caller import Caller
 from fullshard.dialects import engine_nodes
 from fullshard.dist import env
-from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, FullshardError, RecipeError
+from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, FullshardError, RecipeError, SetupError
 from fullshard.launch import signals
 from fullshard.own_loop.notebook import shown_in_notebook
 from fullshard.own_loop.result import Result, of
@@ -25,6 +26,7 @@ from fullshard.recipes.read import Reading, read
 from fullshard.run import execute, read_result
 from fullshard.run import train as start
 from fullshard.setup import on_ranks
+from fullshard.submit import ray_worker
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,31 +39,50 @@ def train_recipe(
     stage: str | None = None,
     resume: str = "auto",
     resume_anyway: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> Result:
     """Trains a recipe, and returns its progress, best checkpoint, metrics and model.
 
     `recipe` is what `fullshard.read` returns or takes: a YAML path, a built-in name or a mapping, with settings such as
     "optimizer.lr=3e-4" on top. Starts the ranks that the recipe asks for, unless this process is one of them already.
     A run that was stopped continues where it was saved; `resume` is what `--resume` takes. A recipe with stages gives
-    the result of the last one, with those of all in `stages`, by name; `stage` trains one, by name or number."""
+    the result of the last one, with those of all in `stages`, by name; `stage` trains one, by name or number.
+
+    A program that has initialised torch.distributed is joined, and its process group is left as it was. `stop` is asked
+    once per step in each such process, and in one without other ranks: if it returns True, all ranks save and stop. In
+    a worker of Ray Train, numbers and checkpoints are reported to Ray."""
     reading = _reading(recipe, overrides, preset)
     if reading.recipe.stages:
         return train_stages(
-            reading, lambda each, how: _train(each, resume=how, anyway=resume_anyway), resume=resume, only=stage
+            reading,
+            lambda each, how: _train(each, resume=how, anyway=resume_anyway, stop=stop),
+            resume=resume,
+            only=stage,
         )
     if stage is not None:
         raise RecipeError(f"stage = {stage!r}: {reading.source} has no stages. Leave it out.")
-    return _train(reading, resume=resume, anyway=resume_anyway)
+    return _train(reading, resume=resume, anyway=resume_anyway, stop=stop)
 
 
-def _train(reading: Reading, *, resume: str, anyway: bool) -> Result:
+def _train(reading: Reading, *, resume: str, anyway: bool, stop: Callable[[], bool] | None) -> Result:
     """Trains a recipe, or one stage, on the ranks that it asks for."""
-    topology = reading.recipe.topology
-    number, place = engine_nodes.meeting(os.environ, nodes=topology.nodes, chosen=True, timeout_s=topology.timeout_s)
-    ranks = on_ranks.ranks_of(topology, node_rank=number, master=place)
-    with signals.in_library(), shown_in_notebook():
+    from fullshard.own_loop.ranks import numbered_by_group
+
+    topology, here = reading.recipe.topology, {"resume": resume, "anyway": anyway, "stop": stop or bool}
+    with signals.in_library(), shown_in_notebook(), numbered_by_group(reading.recipe) as connected:
+        if connected:
+            return _in_this_process(reading, connected=True, **here)
+        number, place = engine_nodes.meeting(
+            os.environ, nodes=topology.nodes, chosen=True, timeout_s=topology.timeout_s
+        )
+        ranks = on_ranks.ranks_of(topology, node_rank=number, master=place)
         if env.detect(os.environ).world > 1 or ranks.per_node * ranks.nodes == 1:
-            return _in_this_process(reading, resume=resume, anyway=anyway)
+            return _in_this_process(reading, connected=False, **here)
+        if stop is not None:
+            raise SetupError(
+                f"stop = {stop!r} cannot be asked: this call starts {ranks.per_node * ranks.nodes} processes of its "
+                "own. Start this program on each rank (torchrun), or send SIGTERM to it, which saves and stops the run."
+            )
         try:
             code = start(reading, resume=resume, ranks=ranks, anyway=anyway)
         except SystemExit as end:  # a signal before the ranks were there
@@ -100,8 +121,11 @@ def _reading(recipe: Any, overrides: tuple[str, ...], preset: str | Sequence[str
     return replace(read(recipe, *overrides, preset=preset), name="", typed=None)
 
 
-def _in_this_process(reading: Reading, *, resume: str, anyway: bool) -> Result:
-    """One rank of the run. With several, the process group stays: the sharded model needs it."""
+def _in_this_process(
+    reading: Reading, *, resume: str, anyway: bool, connected: bool, stop: Callable[[], bool]
+) -> Result:
+    """One rank of the run. With several, the process group stays: the sharded model needs it. One that the program made
+    is left to it."""
     from fullshard.dist import reduce
     from fullshard.own_loop.ranks import stay_joined
 
@@ -109,8 +133,15 @@ def _in_this_process(reading: Reading, *, resume: str, anyway: bool) -> Result:
 
     def keep(module: nn.Module) -> None:
         kept.append(module)
-        if reduce.place()[0] > 1:
+        if reduce.place()[0] > 1 and not connected:
             stay_joined()
 
-    ended = execute(reading, resume=resume, anyway=anyway, keep=keep)
+    caller = Caller(keep, stop_asked=stop)
+    if ray_worker.in_worker():
+        ray_worker.refuse_lost_folder(reading.recipe)
+        with ray_worker.reported(reading.recipe, caller) as with_ray:
+            again = ray_worker.resume_after_restart(resume)
+            ended = execute(reading, resume=again, anyway=anyway, caller=with_ray)
+    else:
+        ended = execute(reading, resume=resume, anyway=anyway, caller=caller)
     return of(ended, reading.recipe, module=kept[0] if kept else None)

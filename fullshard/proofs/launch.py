@@ -13,8 +13,11 @@ from fullshard.formatting.plural import counted
 from fullshard.launch.addresses import probe_port, resolve_host
 
 
-def check_launch(launch: Launch, topology: Topology, environ: Mapping[str, str], *, num_gpus: int) -> None:
-    """Raises SetupError for a launch that would hang or train on the wrong devices."""
+def check_launch(
+    launch: Launch, topology: Topology, environ: Mapping[str, str], *, num_gpus: int, connected: bool = False
+) -> None:
+    """Raises SetupError for a launch that would hang or train on the wrong devices. Ranks that the calling program has
+    `connected` need no address."""
     if launch.launcher == "none":
         return
     if launch.world < 1 or not 0 <= launch.rank < launch.world:
@@ -22,10 +25,10 @@ def check_launch(launch: Launch, topology: Topology, environ: Mapping[str, str],
             f"RANK={launch.rank} does not exist among WORLD_SIZE={launch.world} ranks, which are numbered from 0. "
             f"Unset RANK and WORLD_SIZE and let fullshard start the ranks, or use {TORCHRUN}."
         )
-    if launch.launcher != "slurm" and launch.world > 1:
+    if launch.launcher != "slurm" and launch.world > 1 and not connected:
         _check_by_hand(launch, environ, topology.nodes)
     _check_numbers(launch)
-    if launch.world > 1:
+    if launch.world > 1 and not connected:
         _check_address(launch, environ)
     # Under SLURM each task may see its own GPU only; then all tasks see one.
     if launch.launcher != "slurm" or num_gpus != 1:

@@ -34,10 +34,10 @@ def check_launch(launch: Launch, topology: Topology) -> None:
     """Raises if the launcher's variables contradict each other, the topology or this machine."""
     import torch
 
-    from fullshard.dist.world import choose_device_type
+    from fullshard.dist.world import choose_device_type, has_group
 
     gpus = torch.cuda.device_count() if choose_device_type(topology.device) == "cuda" else 0
-    proofs.check_launch(launch, topology, os.environ, num_gpus=gpus)
+    proofs.check_launch(launch, topology, os.environ, num_gpus=gpus, connected=has_group())
 
 
 @contextlib.contextmanager
