@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import math
 import os
 import shlex
@@ -22,7 +23,7 @@ from fullshard.checkpoint.folder import write_json
 from fullshard.commands import rerun
 from fullshard.config.part import plain
 from fullshard.contracts.caller import NOBODY, Caller
-from fullshard.contracts.launcher import Ranks
+from fullshard.contracts.launcher import Ranks, Restarts
 from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose
 from fullshard.dialects.kubeflow_progress import Status, told
@@ -30,6 +31,7 @@ from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, Fullsha
 from fullshard.explain import crash
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
 from fullshard.explain.host_memory import reported_if_killed
+from fullshard.faults import restarts, resume_again
 from fullshard.formatting.plural import counted
 from fullshard.launch import signals
 from fullshard.recipe import Recipe
@@ -43,8 +45,9 @@ if TYPE_CHECKING:
 
 
 def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) -> int:
-    """Runs the recipe on these ranks; returns the exit code. A single rank needs no launcher."""
-    if ranks.per_node * ranks.nodes == 1:
+    """Runs the recipe on these ranks; returns the exit code. A single rank that is not restarted needs no launcher."""
+    batch, most = reading.recipe.batch, restarts.allowed(reading.recipe.topology.restarts)
+    if ranks.per_node * ranks.nodes == 1 and not most:
         if ranks.device_ids:
             os.environ["CUDA_VISIBLE_DEVICES"] = str(ranks.device_ids[0])
         return join(reading, resume=resume, anyway=anyway)
@@ -54,7 +57,8 @@ def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) 
         hand_on(reading, merged)
         command = [sys.executable, "-m", "fullshard", "train", str(merged), "--resume", resume]
         command += ["--resume-anyway"] if anyway else []
-        return reading.recipe.topology.launcher.start(command, ranks)
+        again = Restarts(most, batch.per_device, batch.global_size)
+        return reading.recipe.topology.launcher.start(command, replace(ranks, restarts=again))
 
 
 def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
@@ -172,6 +176,8 @@ def _writing(
                 sinks.write(record)
                 caller.write(record)
 
+            for record in restarts.records(folder / FILE):
+                write({"step": progress.step, **record})
             yield write
 
 
@@ -220,7 +226,8 @@ def _start(reading: Reading, world: World, *, resume: str, console: Console) -> 
     from fullshard.dist import reduce
 
     recipe, later = reading.recipe, reading.place.later if reading.place else ()
-    among, exported = _on_main(recipe, world, lambda: _earlier(recipe, later, resume=resume, console=console))
+    found = _on_main(recipe, world, lambda: _earlier(recipe, later, resume=resume, console=console))
+    among, exported, resume = found
 
     def problems(checkpoint: Path) -> list[str]:
         mine = integrity.problems(checkpoint, rank=world.rank, world=world.size)
@@ -232,10 +239,12 @@ def _start(reading: Reading, world: World, *, resume: str, console: Console) -> 
     return checkpoint, exported
 
 
-def _earlier(recipe: Recipe, later: Sequence[str], *, resume: str, console: Console) -> tuple[list[Path], bool]:
+def _earlier(recipe: Recipe, later: Sequence[str], *, resume: str, console: Console) -> tuple[list[Path], bool, str]:
     """What an earlier run of this name left: its checkpoints, and whether it has exported a model. To start over moves
-    `later` folders too."""
+    `later` folders too. `resume` comes back as it is after a restart."""
     place = recipe.checkpoints
+    last = functools.partial(files.pointed, place, "last")
+    resume = resume_again.resume(resume, recipe.folder, last)
     if resume == "never":
         for old in dict.fromkeys((recipe.folder, place, *map(files.place, later))):
             if files.is_remote(old):
@@ -255,7 +264,8 @@ def _earlier(recipe: Recipe, later: Sequence[str], *, resume: str, console: Cons
                 f"{recipe.checkpoint.store} has no checkpoint. Continue from them with --resume {here}, or start over "
                 "with --resume never, which moves them aside."
             )
-        return among, paths.is_exported(place)
+        resume_again.mark(resume, recipe.folder, last)
+        return among, paths.is_exported(place), resume
 
 
 def _say_finished(reading: Reading, progress: Progress, console: Console, *, out_of_patience: bool) -> Result:

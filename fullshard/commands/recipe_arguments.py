@@ -30,6 +30,7 @@ _KEYS = {
     "--devices": "topology.devices",
     "--gpus": "topology.devices",
     "--nodes": "topology.nodes",
+    "--restarts": "topology.restarts",
     "--output": "output",
 }
 
@@ -58,6 +59,12 @@ NodeRank = Annotated[int | None, typer.Option("--node-rank", metavar="N", help="
 Master = Annotated[
     str | None,
     typer.Option("--master", metavar="HOST:PORT", help="Where the nodes meet: the address of node 0 and a free port."),
+]
+RestartCount = Annotated[
+    int | None,
+    typer.Option(
+        "--restarts", "--max-restarts", min=0, metavar="N", help="How often failed ranks start again by themselves."
+    ),
 ]
 Preset = Annotated[
     list[str] | None,
@@ -97,6 +104,7 @@ class RecipeArguments:
     nodes: Nodes = None
     node_rank: NodeRank = None
     master: Master = None
+    restarts: RestartCount = None
     preset: Preset = None
     config_file: ConfigFile = None
     output: Output = None
@@ -130,8 +138,8 @@ class RecipeArguments:
         return picked
 
     def _given(self) -> dict[str, str]:
-        names = ("devices", "gpus", "nodes", "output", "config_file", "node_rank", "master", "stage", "resume")
-        found = {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        names = ("devices", "gpus", "nodes", "output", "config_file", "node_rank", "master", "restarts", "stage")
+        found = {f"--{name.replace('_', '-')}": getattr(self, name) for name in (*names, "resume")}
         return {option: str(value) for option, value in found.items() if value is not None}
 
     def launch(self) -> Launch:

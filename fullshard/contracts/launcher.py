@@ -18,6 +18,16 @@ STARTED_BY = "FULLSHARD_STARTED_BY"
 
 
 @dataclass(frozen=True)
+class Restarts:
+    """How often failed ranks are started again, and what decides whether fewer of them can continue."""
+
+    most: int
+    per_device: int
+    rows: int | None
+    """Rows of a step over all ranks; None: as many as the ranks make."""
+
+
+@dataclass(frozen=True)
 class Ranks:
     """What to start: processes on this node, and where the nodes meet."""
 
@@ -30,6 +40,9 @@ class Ranks:
     """GPU ids, if not the first ones."""
     timeout_s: float = 600.0
     """How long the nodes wait for each other."""
+    own_gpus: bool = False
+    """Every rank needs a GPU of its own."""
+    restarts: Restarts | None = None
 
 
 class Launcher(Part):
@@ -79,5 +92,7 @@ class Topology(Section):
     """Machines in the run."""
     timeout_s: float = Field(600.0, gt=0)
     """How long a rank waits for the others before the run stops."""
+    restarts: int | None = Field(None, ge=0)
+    """How often failed ranks start again from the newest checkpoint; null: as often as the engine says, or never."""
     launcher: Launcher = Field(default_factory=lambda: decode(Launcher, {}, where="topology.launcher"))
     """What starts the ranks."""

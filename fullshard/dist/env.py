@@ -173,7 +173,8 @@ def ranks_for(topology: Topology, *, num_gpus: int, node_rank: int | None = None
             f"topology.devices = {devices}: this node has no GPU {max(ids)}; its GPUs are numbered 0 to "
             f"{num_gpus - 1}. Choose from these."
         )
-    return Ranks(per_node, topology.nodes, node_rank, master, device_ids=ids, timeout_s=topology.timeout_s)
+    own = not on_cpu and topology.backend != "gloo"
+    return Ranks(per_node, topology.nodes, node_rank, master, ids, timeout_s=topology.timeout_s, own_gpus=own)
 
 
 def check_devices(per_node: int, wanted: str, *, num_gpus: int, backend: str = "auto") -> None:

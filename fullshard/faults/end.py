@@ -58,11 +58,12 @@ class End:
         """Whether the ranks of this node only lost others."""
         return self.cause in self._victims
 
-    def why(self) -> str:
+    def why(self, out_of_memory: str | None = None) -> str:
         """What happened to the cause, in a few words, to follow "rank 1 "."""
         failure, words = self._failures[self.cause], self._said[self.cause]
         if failure.code < 0 or self.only_victims:
-            return ended.how(failure.code, victim=self.only_victims).partition(":")[0]
+            killed = f" ({out_of_memory})" if out_of_memory and failure.code == -signal.SIGKILL else ""
+            return ended.how(failure.code, victim=self.only_victims).partition(":")[0] + killed
         said = words.message.strip().splitlines()
         return f"ended with exit code {failure.code}" + (f" ({said[0].rstrip('.')})" if said else "")
 

@@ -1,13 +1,14 @@
 """Starts the ranks of this machine with torchrun's elastic agent, waits for them, and prints how the run ended.
 
-A single node uses a port that the system picks, so two runs never clash; several nodes meet at HOST:PORT. Signals are
-passed on to the ranks, so that they can save and end by themselves. Must not know recipes; imports torch only to start
-ranks.
+A single node uses a port that the system picks, so two runs never clash; several nodes meet at HOST:PORT. Ranks that
+failed may be started again: a new agent, with new addresses. Signals are passed on to the ranks, so that they can save
+and end by themselves. Must not know recipes; imports torch only to start ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -15,18 +16,22 @@ import signal
 import socket
 import sys
 import time
-import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.contracts.launcher import STARTED_BY, Launcher, Ranks
 from fullshard.errors import EXIT_PREEMPTED, SetupError, first_line
-from fullshard.explain.ended import why_killed
+from fullshard.explain.ended import out_of_memory, why_killed
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
 from fullshard.explain.host_memory import MemoryWatch, watched
+from fullshard.faults import attempts
 from fullshard.faults.end import End, Failure
+from fullshard.faults.gpus import gpus_now
+from fullshard.faults.nodes import Ended
+from fullshard.faults.steps import step_of
 from fullshard.launch import signals
 from fullshard.launch.addresses import is_local, split_address
 from fullshard.launch.rendezvous import Facts, Meeting, facts
@@ -40,30 +45,44 @@ class Local(Launcher):
     """Processes on this machine: one per GPU, or the requested number on a CPU."""
 
     def start(self, command: Sequence[str], ranks: Ranks) -> int:
-        from torch.distributed import DistError
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import elastic_launch
+        before, stores = dict(os.environ), list[Any]()
+        with _environment(), _quiet(), signals.temporary_folder() as folder, _signals_passed_on() as received:
 
-        with (
-            _environment(variables(ranks, os.environ)),
-            _quiet(),
-            signals.temporary_folder() as folder,
-            _signals_passed_on() as received,
-            watched() as memory,
-        ):
-            try:
-                # Keep it until the end: on node 0 this store is where the ranks and agents of all nodes meet.
-                _store = _meet(ranks) if ranks.nodes > 1 else None
-                elastic_launch(_config(ranks, str(folder)), command[0])(*command[1:])
-            except ChildFailedError as error:
-                return _ended(error.failures, received, memory)
-            except DistError as error:
-                _print(
-                    f"Lost the connection to the other nodes, which met at {ranks.master} (torch: "
-                    f"{first_line(error)}). One of them has ended, or the network failed: see their output."
-                )
-                return 1
-        return 0
+            def attempt(ranks: Ranks, place: Path, name: str, stopped: Callable[[], bool]) -> Ended:
+                os.environ.update(variables(ranks, before))
+                return _attempt(command, ranks, place, name, received, stopped=stopped)
+
+            meet = functools.partial(_meet, stores)
+            return attempts.run(ranks, attempt, meet=meet, ranks_left=self.ranks_left, folder=folder, say=_print)
+
+    def ranks_left(self, ranks: Ranks) -> int:
+        """How many of the ranks this node could start now: a GPU may have failed."""
+        return min(ranks.per_node, gpus_now()) if ranks.own_gpus else ranks.per_node
+
+
+def _attempt(
+    command: Sequence[str], ranks: Ranks, place: Path, name: str, received: _Received, *, stopped: Callable[[], bool]
+) -> Ended:
+    """Starts the ranks of this node, and waits until they have ended."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    ended = Ended(ranks.node_rank, socket.gethostname(), 0)
+    with watched() as memory:
+        try:
+            elastic_launch(_config(ranks, str(place), name), command[0])(*command[1:])
+            return ended
+        except DistError as error:
+            _print(f"Lost the connection to the other nodes, which met at {ranks.master} (torch: {first_line(error)}).")
+            return replace(ended, code=1, victim=True, why="lost the connection to the other nodes")
+        except ChildFailedError as error:
+            end = End({rank: _seen(failure) for rank, failure in error.failures.items()})
+        if stopped():
+            return replace(ended, code=1, victim=True, why="was stopped, because ranks of another node had failed")
+        code, why = _code(end, received, memory), end.why(out_of_memory(memory.before_the_end()))
+    step, by_signal = step_of(place, end.cause), received.first is not None
+    return replace(ended, code=code, rank=end.cause, why=why, step=step, victim=end.only_victims, stopped=by_signal)
 
 
 def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
@@ -83,8 +102,10 @@ def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     return changed
 
 
-def _meet(ranks: Ranks) -> Store:
-    """Waits for the other nodes and returns the store where they met."""
+def _meet(stores: list[Any], ranks: Ranks, attempt: int, own: Facts) -> tuple[Store, list[Facts]]:
+    """Waits for the other nodes; returns another connection to the store where they met, and what each of them said.
+
+    `stores` are kept until the run ends: on node 0 they are where the ranks and agents of all nodes meet."""
     if ranks.master is None:
         raise SetupError(f"{ranks.nodes} nodes need a place to meet. Give --master HOST:PORT on every node.")
     host, port = split_address(ranks.master)
@@ -94,18 +115,20 @@ def _meet(ranks: Ranks) -> Store:
         ranks.nodes,
         ranks.master,
         ranks.timeout_s,
-        prefix="fullshard-nodes",
+        prefix=f"fullshard-nodes-{attempt}",
         advice=f"Run the same command on every node, with --node-rank 0 to {ranks.nodes - 1} and the address of node 0 "
         "as --master, and let firewalls pass the port.",
         claim="--node-rank",
     )
-    mine = facts(options={"--nodes": ranks.nodes, "--devices": ranks.per_node})
+    most = ranks.restarts.most if ranks.restarts else 0
+    mine = facts(options={"--nodes": ranks.nodes, "--devices": ranks.per_node, "--restarts": most}, **own)
     serve = ranks.node_rank == 0
     store = meeting.connect(host, port, serve=serve)
-    if serve and not is_local(host):
+    if serve and not attempt and not is_local(host):
         _check_elsewhere(meeting, host, port, mine)
-    meeting.gather(store, mine)
-    return store
+    stores.append(store)
+    # A connection of its own: where the network is cut, its calls do not return.
+    return replace(meeting, prefix="fullshard-talk").connect(host, port, serve=False), meeting.gather(store, mine)
 
 
 def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> None:
@@ -123,7 +146,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _config(ranks: Ranks, folder: str) -> Any:
+def _config(ranks: Ranks, folder: str, run_id: str) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -132,14 +155,12 @@ def _config(ranks: Ranks, folder: str) -> Any:
             "rdzv_backend": "static",
             "rdzv_endpoint": ranks.master,
             "rdzv_configs": {"rank": ranks.node_rank, "timeout": ranks.timeout_s},
-            "run_id": "fullshard",  # the same on every node: it names the keys of the shared store
         }
     else:
         meeting = {
             "rdzv_backend": "c10d",
             "rdzv_endpoint": "localhost:0",
             "rdzv_configs": {"timeout": ranks.timeout_s},
-            "run_id": uuid.uuid4().hex,
             "local_addr": "127.0.0.1",  # the host's own name may not resolve in a container
         }
     return LaunchConfig(
@@ -149,14 +170,14 @@ def _config(ranks: Ranks, folder: str) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         signals_to_handle="SIGQUIT",
+        run_id=run_id,  # names the keys of the store: no attempt sees the addresses of another
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **meeting,
     )
 
 
-def _ended(failures: Mapping[int, ProcessFailure], received: _Received, memory: MemoryWatch) -> int:
-    """Reports how a run with failed ranks ended; returns its exit code."""
-    end = End({rank: _seen(failure) for rank, failure in failures.items()})
+def _code(end: End, received: _Received, memory: MemoryWatch) -> int:
+    """Reports how ranks of this node failed; returns their exit code."""
     if received.first is not None and end.follows(received.first, at_once=received.at_once):
         return _stopped(received.first, at_once=received.at_once)
     for line in end.report(killed=why_killed(memory.before_the_end())):
@@ -183,20 +204,20 @@ def _print(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment(changed: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ[name] for name in changed if name in os.environ}
-    os.environ.update(changed)
+def _environment() -> Iterator[None]:
+    """Restores the variables that every attempt sets for its ranks."""
+    before = dict(os.environ)
     try:
         yield
     finally:
-        for name in changed.keys() - before.keys():
-            os.environ.pop(name, None)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
         os.environ.update(before)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the agent's log lines and warnings off the console: `_ended` reports what matters."""
+    """Keeps the agent's log lines and warnings off the console: `_code` reports what matters."""
     import torch.distributed.launcher.api  # noqa: F401  makes the loggers
 
     prefixes = ("torch.distributed.elastic", "torch.distributed.launcher")

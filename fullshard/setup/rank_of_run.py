@@ -16,6 +16,7 @@ from fullshard.dist import env
 from fullshard.dist.env import Launch
 from fullshard.dist.precision import resolve_precision
 from fullshard.errors import FullshardError
+from fullshard.faults.restarts import unused
 from fullshard.log.console import Console
 from fullshard.proofs import same_run
 from fullshard.proofs.same_run import Subject
@@ -42,7 +43,7 @@ def as_rank(
     recipe, launch = reading.recipe, env.detect(os.environ)
     with on_ranks.as_rank(recipe.topology, silent=silent) as (console, meet):
         foreign = launch_variables.notes(launch.world) if launch.launcher == "accelerate" else []
-        for line in [*reading.overridden, *foreign]:
+        for line in [*reading.overridden, *foreign, *unused(recipe.topology.restarts)]:
             console.note(line)
         inputs = prepare_inputs(recipe, world_size=launch.world, console=console)
         if preflight is not None and launch.local_rank == 0:

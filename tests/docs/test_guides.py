@@ -19,7 +19,7 @@ from fullshard.contracts.data import Encoder
 from tests.docs.pages import ROOT, blocks, prose
 from tests.small import model_folder, token_file
 
-LAUNCHING = (ROOT / "docs" / "launching.md").read_text()
+LAUNCHING = "".join((ROOT / "docs" / name).read_text() for name in ("launching.md", "restarts.md"))
 OWN_PARTS = (ROOT / "docs" / "own-parts.md").read_text()
 OWN_FAMILY = (ROOT / "docs" / "own-family.md").read_text()
 
