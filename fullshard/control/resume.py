@@ -37,6 +37,8 @@ _HARMLESS = (
 )
 _SILENT = ("output", "name", "log.", "topology.launcher", "checkpoint.store", "batch.", "duration.")
 """Not noted. The identity has the rows per step, which `batch` decides; a run may always be made longer."""
+_AUTO = ("data.workers", "sharding.strategy", "sharding.compile", "precision", "topology.", "checkpoint.asynchronous")
+"""Chosen by fullshard where a recipe leaves them open: a resolved recipe, which has the choice, changes nothing."""
 _CONTENT = "content of data.train"
 _WORDS = {"samples": "rows", "samples per step": "rows per step"}
 """What is counted, for names that checkpoints have; without packing a row is a sample."""
@@ -133,6 +135,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         f"{_WORDS.get(key, key)}: {show(before.get(key))} then, {show(now.get(key))} now"
         for key in dict.fromkeys((*now, *before))
         if before.get(key) != now.get(key)
+        and not (key.startswith(_AUTO) and any(each in (None, "auto") for each in (before.get(key), now.get(key))))
     ]
 
 

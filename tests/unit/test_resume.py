@@ -63,3 +63,34 @@ def test_a_choice_by_the_data_is_the_same_run_as_the_resolved_recipe_that_writes
     if identity:
         with pytest.raises(CheckpointError, match=r"data\.encode\.kind: text then, chat now; data\.balance: none then"):
             resume_point(tmp_path, identity=flat(data("chat", "steps")), recipe=data("chat", "steps"))
+
+
+_OPEN = {
+    "data": {"workers": None},
+    "precision": "auto",
+    "sharding": {"strategy": "auto", "compile": None},
+    "topology": {"device": "auto", "backend": "auto", "devices": "auto"},
+    "checkpoint": {"asynchronous": None, "every_steps": None},
+}
+_CHOSEN = {
+    "data": {"workers": 0},
+    "precision": "fp32",
+    "sharding": {"strategy": "full", "compile": False},
+    "topology": {"device": "cpu", "backend": "gloo", "devices": [0, 1]},
+    "checkpoint": {"asynchronous": False, "every_steps": None},
+}
+
+
+def test_what_fullshard_chose_itself_is_no_change(tmp_path: Path) -> None:
+    files.write_json(tmp_path / files.STATE, {"progress": {"step": 4}, "recipe": _OPEN})
+    files.write_json(tmp_path / files.MANIFEST, {"step": 4, "files": {files.STATE: {"size_bytes": 1, "sha256": ""}}})
+    assert resume_point(tmp_path, identity={}, recipe=_CHOSEN).notes == []
+    other = {**_CHOSEN, "checkpoint": {"asynchronous": None, "every_steps": 5}}
+    assert resume_point(tmp_path, identity={}, recipe=other).notes == [
+        "Changed since the checkpoint: checkpoint.every_steps: not set then, 5 now."
+    ]
+    files.write_json(tmp_path / files.STATE, {"progress": {"step": 4}, "recipe": _CHOSEN})
+    other = {**_CHOSEN, "sharding": {"strategy": "grad_op", "compile": False}}
+    assert resume_point(tmp_path, identity={}, recipe=other).notes == [
+        "Changed since the checkpoint: sharding.strategy: full then, grad_op now."
+    ]
