@@ -134,9 +134,11 @@ def pointed(run: Path, pointer: str) -> Path | None:
     if is_remote(run):
         with paths.reaching(run):
             name = link.read_text().strip() if paths.exists(link) else ""
-        target = run / name if _NAME.fullmatch(name) else None
     else:
-        target = run / os.readlink(link) if link.is_symlink() else None
+        name = os.readlink(link) if link.is_symlink() else ""
+    if stage := re.fullmatch(r"([^/]+)/(best|last)", name):
+        return pointed(run / stage[1], stage[2])
+    target = run / name if _NAME.fullmatch(name.rpartition("/")[2]) else None
     return target if target is not None and paths.exists(target) else None
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -116,6 +117,8 @@ class RecipeArguments:
     """The names of all options of the command, for messages."""
     pick: Callable[[Any], Any] = lambda reading: reading
     """The reading of one stage, from that of the whole recipe."""
+    proven: Callable[[Path], Any] = lambda folder: None
+    """Gets the folder of a proof's straight run before it is removed: the next stage starts from it."""
 
     def read(self) -> Reading:
         """The recipe with the settings and options on top."""

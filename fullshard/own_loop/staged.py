@@ -26,7 +26,12 @@ class _Stopped(Exception):
 
 
 def train_stages(
-    reading: Reading, train: Callable[[Reading, str], Result], *, resume: str, only: str | None = None
+    reading: Reading,
+    train: Callable[[Reading, str], Result],
+    *,
+    resume: str,
+    only: str | None = None,
+    anyway: bool = False,
 ) -> StagedResult:
     """Trains the stages of a recipe, or `only` one; `train` runs one of them with a value of `--resume`."""
     found: dict[str, Result] = {}
@@ -44,7 +49,7 @@ def train_stages(
 
     stages = [named(reading.recipe, only).recipe] if only else reading.recipe.stages or []
     try:
-        train_in_turn(reading.recipe, run, resume=resume, only=only, command=command, say=print)
+        train_in_turn(reading.recipe, run, resume=resume, only=only, command=command, say=print, anyway=anyway)
     except _Stopped:
         stages = stages[: [stage.name for stage in stages].index(list(found)[-1]) + 1]
     every = {stage.name: found.get(stage.name) or of(read_result(stage.folder), stage) for stage in stages}

@@ -53,12 +53,11 @@ def train_recipe(
     a worker of Ray Train, numbers and checkpoints are reported to Ray."""
     reading = _reading(recipe, overrides, preset)
     if reading.recipe.stages:
-        return train_stages(
-            reading,
-            lambda each, how: _train(each, resume=how, anyway=resume_anyway, stop=stop),
-            resume=resume,
-            only=stage,
-        )
+
+        def train(each: Reading, how: str) -> Result:
+            return _train(each, resume=how, anyway=resume_anyway, stop=stop)
+
+        return train_stages(reading, train, resume=resume, only=stage, anyway=resume_anyway)
     if stage is not None:
         raise RecipeError(f"stage = {stage!r}: {reading.source} has no stages. Leave it out.")
     return _train(reading, resume=resume, anyway=resume_anyway, stop=stop)

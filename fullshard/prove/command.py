@@ -52,10 +52,12 @@ def prove(
     with json_alone(as_json):
         reading = asked.read()
     _refuse_launcher(asked.launch().launcher)
-    raise typer.Exit(_prove(reading, _own_ranks(reading.recipe.topology), cases, keep=keep, as_json=as_json))
+    raise typer.Exit(_prove(asked, reading, _own_ranks(reading.recipe.topology), cases, keep=keep, as_json=as_json))
 
 
-def _prove(reading: Reading, ranks: Ranks, chosen: str | None, *, keep: bool, as_json: bool) -> int:
+def _prove(
+    asked: options.RecipeArguments, reading: Reading, ranks: Ranks, chosen: str | None, *, keep: bool, as_json: bool
+) -> int:
     """Proves a recipe; returns the exit code: 0 no drift, 3 drift, 2 if a run failed."""
     from fullshard.prove import cases, proof
     from fullshard.prove.report import Report
@@ -73,6 +75,7 @@ def _prove(reading: Reading, ranks: Ranks, chosen: str | None, *, keep: bool, as
         report.opening(f"{title} on {counted(ranks.per_node, 'rank')}, {place.device}", plan.notes)
         verdicts = proof.prove(plan, Runs(folder, start_ranks(reading), report.watch, keep=keep))
         facts = {"steps": cases.STEPS, "samples_per_step": plan.samples_per_step, "notes": list(plan.notes)}
+        asked.proven(plan.straight.folder)
         report.end(verdicts, facts=facts | ({"folder": str(folder)} if keep else {}))
     words = {verdict.word for verdict in verdicts}
     return EXIT_NUMERICAL if "DRIFT" in words else EXIT_USER if "not run" in words else EXIT_DONE

@@ -13,6 +13,7 @@ from fullshard.checkpoint.reader import open_tensors
 from fullshard.prove.cases import KILLS, SAVE_EVERY, STEPS, Case, Plan
 from fullshard.prove.compare import Outcome, Tolerance, compare_numbers, compare_samples, compare_tensors
 from fullshard.prove.runs import RunFailed, Runs, taken
+from fullshard.stages import hand_over
 
 EXACT = Tolerance(exact=True)
 NEAR = Tolerance(exact=False, losses=1e-6, norms=1e-4, updates=1e-2, moments=1e-3)
@@ -56,8 +57,11 @@ class Verdict:
 
 def prove(plan: Plan, runs: Runs) -> list[Verdict]:
     """Runs every case of the plan. Raises RunFailed if the straight run fails."""
+    if plan.straight.recipe.start:
+        hand_over.request(plan.straight.folder)
     runs.make(plan.straight, plan.straight.title)
-    verdicts = _resumed(plan.straight, plan.killed, runs) if plan.killed is not None else []
+    verdicts = _started(plan.straight) if plan.straight.recipe.start else []
+    verdicts += _resumed(plan.straight, plan.killed, runs) if plan.killed is not None else []
     failure = _failure(plan.reference, runs) if plan.reference is not None else None
     for case in plan.others:
         if why := failure or _failure(case, runs):
@@ -66,6 +70,12 @@ def prove(plan: Plan, runs: Runs) -> list[Verdict]:
             verdicts.append(_compared(case, case.title, plan.reference or plan.straight, NEAR, step=STEPS))
         runs.remove(case)
     return [*verdicts, *(Verdict(name, name, left_out=why) for name, why in plan.left_out.items())]
+
+
+def _started(straight: Case) -> list[Verdict]:
+    """Whether the run started with what the earlier one wrote."""
+    found = hand_over.look(straight.recipe)
+    return [Verdict("start", found.title, EXACT, tensors=Outcome(found.word, found.drift))]
 
 
 def _failure(case: Case, runs: Runs) -> str | None:

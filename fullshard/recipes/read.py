@@ -25,7 +25,7 @@ from fullshard.dialects.words import in_our_words
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import Document, parse, render
 from fullshard.recipe import Recipe
-from fullshard.stages.expand import expanded, named, replaced_in
+from fullshard.stages.expand import expanded, named, replaced_in, require_names
 from fullshard.stages.place import Place
 
 COMMAND_LINE = "command line"
@@ -95,6 +95,7 @@ def read(
     run = document.values.get(RUN_KEY)
     settings = Settings(Recipe)
     parsed = [parse_override(text) for text in overrides]
+    require_names(document, parsed)
     preset = [preset] if isinstance(preset, str) else preset
     under = presets.chosen(document.values, parsed, preset)
     launchers = files.launchers(launch_file, os.environ)

@@ -22,7 +22,7 @@ from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import effective_best
 from fullshard.setup.sharded_model import ShardedModel
-from fullshard.stages.take_over import take_over
+from fullshard.stages.take_over import keep_start, take_over
 from fullshard.step import Learner
 
 TIMEOUT_S = 1800.0
@@ -44,6 +44,7 @@ def make_saves(
     saver = _saver(recipe, inputs, world, model, learner, report.console)
     if checkpoint is not None:
         saver.restore(checkpoint)
+        keep_start(saver, checkpoint)
     elif recipe.start:
         report.console.note(take_over(recipe, saver))
     require_equal_values(model.module)

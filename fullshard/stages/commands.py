@@ -12,6 +12,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +21,16 @@ from typing import Any
 
 import typer
 
+from fullshard.config.part import plain
 from fullshard.contracts.launcher import Topology
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, FullshardError, RecipeError
+from fullshard.formatting.yaml_text import render
+from fullshard.recipe import Recipe
+from fullshard.stages.hand_over import from_proof
 from fullshard.stages.in_turn import Stage, named, stages_of, train_in_turn
 from fullshard.stages.stand_in import ProcessorOf, stand_ins
+from fullshard.stages.start import checkpoint_of
 
 Command = Callable[..., None]
 """`train`, `check` or `prove`, with its arguments as one object that has `read`, and its own options."""
@@ -47,8 +53,13 @@ def run_stages(asked: Any, command: Command, given: Mapping[str, Any], *, proces
     if command.__name__ == "train" and not given.get("dry_run"):
         _train(asked, reading, command, given)
     else:
-        with tempfile.TemporaryDirectory(prefix="fullshard-") as folder, _connected(reading.recipe.topology):
-            _each(asked, reading, command, given, Path(folder), processor_of)
+        proving = _proofs(reading.recipe) if command.__name__ == "prove" else contextlib.nullcontext()
+        with (
+            tempfile.TemporaryDirectory(prefix="fullshard-") as folder,
+            _connected(reading.recipe.topology),
+            proving as proofs,
+        ):
+            _each(asked, reading, command, given, Path(folder), processor_of, proofs)
     return True
 
 
@@ -63,7 +74,8 @@ def _train(asked: Any, reading: Any, command: Command, given: Mapping[str, Any])
     only = named(reading.recipe, asked.stage).place.name if asked.stage else None
     again = _again(reading.typed)
     with _connected(reading.recipe.topology):
-        trained = train_in_turn(reading.recipe, run, resume=given["resume"], only=only, command=again, say=_say)
+        how = {"resume": given["resume"], "anyway": given["resume_anyway"], "only": only}
+        trained = train_in_turn(reading.recipe, run, command=again, say=_say, **how)
     if not trained:
         _say(f"Every stage is finished. Start over (the stages are moved aside, not deleted):\n  {again(None)}")
     raise typer.Exit(EXIT_DONE)
@@ -109,21 +121,47 @@ def _chosen(asked: Any, stage: Stage) -> Any:
     return dataclasses.replace(asked, pick=pick)
 
 
+@contextlib.contextmanager
+def _proofs(recipe: Recipe) -> Iterator[Path]:
+    """A folder for the runs that later stages start from, on the disk of the run; removed at the end, with parents that
+    did not exist before."""
+    output = Path(tempfile.gettempdir()) if "://" in str(recipe.output) else recipe.output.absolute()
+    new = [path for path in (output, *output.parents) if not path.exists()]
+    folder = output / f".prove-{recipe.name}-{os.getpid()}"
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
 def _each(
-    asked: Any, reading: Any, command: Command, given: Mapping[str, Any], folder: Path, processor_of: ProcessorOf
+    asked: Any,
+    reading: Any,
+    command: Command,
+    given: Mapping[str, Any],
+    folder: Path,
+    processor_of: ProcessorOf,
+    proofs: Path | None,
 ) -> None:
-    """Looks at every stage, at one that cannot start yet by the structure of the stage before it."""
+    """Looks at every stage, at one that cannot start yet by the structure of the stage before it. A proof starts it
+    from the proof of that stage."""
     every = stages_of(reading.recipe)
     one = named(reading.recipe, asked.stage).place.name if asked.stage else None
     instead = stand_ins([stage.recipe for stage in every], folder, processor_of=processor_of)
     codes, reports, steps = [], {}, {}
     for stage, recipe in zip(every, instead, strict=True):
         if one in (None, stage.place.name):
+            if recipe is not stage.recipe and (run := _run_before(stage.recipe, proofs)):
+                recipe = from_proof(stage.recipe, run)
             if not given.get("as_json"):
-                _title(stage, new=recipe is not stage.recipe, dry=bool(given.get("dry_run")))
-            with _captured(given) as text:
-                looked = dataclasses.replace(stage, recipe=recipe)
-                codes.append(_code(lambda looked=looked: command(_chosen(asked, looked), **given)))  # type: ignore[misc]
+                _title(stage, recipe, dry=bool(given.get("dry_run")))
+            looked = dataclasses.replace(stage, recipe=recipe)
+            with _captured(given, stage.recipe, instead=recipe) as text:
+                words = dataclasses.replace(_chosen(asked, looked), proven=_kept(proofs, stage, given))
+                codes.append(_code(lambda words=words: command(words, **given)))  # type: ignore[misc]
             reports[stage.place.name] = text.getvalue()
             if counted := re.search(r"^# steps: ([\d,]+)", text.getvalue(), re.MULTILINE):
                 steps[stage.place.name] = counted[1]
@@ -136,9 +174,29 @@ def _each(
     raise typer.Exit(max(codes, default=EXIT_DONE))
 
 
+def _run_before(recipe: Recipe, proofs: Path | None) -> Path | None:
+    """What the proof of the stage that this one starts from has left."""
+    if proofs is None or recipe.start is None:
+        return None
+    run = proofs / str(recipe.start.source).rpartition("/")[2]
+    return run if run.exists() else None
+
+
+def _kept(proofs: Path | None, stage: Stage, given: Mapping[str, Any]) -> Callable[[Path], Any]:
+    """Keeps the straight run of a proof for the stages after it."""
+
+    def keep(run: Path) -> None:
+        if proofs is not None and not stage.place.is_last:
+            proofs.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if given.get("keep") else shutil.move)(str(run), str(proofs / stage.place.name))
+
+    return keep
+
+
 @contextlib.contextmanager
-def _captured(given: Mapping[str, Any]) -> Iterator[io.StringIO]:
-    """What a command prints, if it is needed as a whole; a dry run is printed as well."""
+def _captured(given: Mapping[str, Any], recipe: Recipe, *, instead: Recipe) -> Iterator[io.StringIO]:
+    """What a command prints, if it is needed as a whole; a dry run is printed as well, with the settings of the stage
+    itself, not with those of its stand-in."""
     text = io.StringIO()
     if not given.get("as_json") and not given.get("dry_run"):
         yield text
@@ -146,13 +204,18 @@ def _captured(given: Mapping[str, Any]) -> Iterator[io.StringIO]:
     with contextlib.redirect_stdout(text):
         yield text
     if not given.get("as_json"):
-        typer.echo(text.getvalue(), nl=False)
+        own, other = (render(plain(each)) for each in (recipe, instead))
+        typer.echo(text.getvalue().replace(other, own), nl=False)
 
 
-def _title(stage: Stage, *, new: bool, dry: bool) -> None:
-    place, source = stage.place, stage.recipe.start
-    earlier = str(source.source).rpartition("/")[2] if source else ""
-    why = f" ({earlier} has not been trained: its structure and tokenizer stand in for it)" if new else ""
+def _title(stage: Stage, recipe: Recipe, *, dry: bool) -> None:
+    new, place, start = recipe is not stage.recipe, stage.place, stage.recipe.start
+    earlier = str(start.source).rpartition("/")[2] if start else ""
+    why = ""
+    if new and recipe.start:
+        why = f" (starts from the proof of {earlier})"
+    elif new and start:
+        why = f" (starts from {checkpoint_of(start)}; {earlier} has not been trained: its structure stands in for it)"
     _say(f"{'# ' if dry else chr(10)}Stage {place.number} of {place.of}: {place.name}{why}")
 
 

@@ -7,11 +7,11 @@ the defaults of the first one. Every problem names the key that caused it. Must 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fullshard.config.merge import Settings
+from fullshard.config.merge import Settings, show
 from fullshard.config.part import decode, did_you_mean
 from fullshard.config.section import section_at
 from fullshard.dialects.words import in_our_words
@@ -22,7 +22,8 @@ from fullshard.stages.start import begin, check_start
 KEY = "stages"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _RESERVED = ("model", "best", "last")
-_NOT_IN_A_STAGE = (KEY, "output")
+_PRESETS = "presets"
+_NOT_IN_A_STAGE = (KEY, "output", _PRESETS)
 _COMMAND_LINE = "command line"
 
 
@@ -43,6 +44,7 @@ def named(document: Document) -> Document:
         _check_name(name, found)
         found[name] = _own(value, name)
         inside = {key: line for key, line in document.lines.items() if key == place or key.startswith(f"{place}.")}
+        inside.setdefault(place, min(inside.values(), default=document.lines.get(KEY, 1)))  # where its entry begins
         lines |= {f"{KEY}.{name}{key.removeprefix(place)}": line for key, line in inside.items()}
     return replace(document, values={**document.values, KEY: found}, lines=lines)
 
@@ -76,6 +78,11 @@ def _require_allowed(keys: Iterable[object], name: str) -> None:
     wrong = next((key for key in _NOT_IN_A_STAGE if key in keys), None)
     if wrong == KEY:
         raise RecipeError(f"{KEY}.{name}.{KEY}: a stage cannot have stages of its own. List them all in one {KEY}.")
+    if wrong == _PRESETS:
+        raise RecipeError(
+            f"{KEY}.{name}.{wrong}: presets lie under the whole recipe, so a stage cannot have its own. Name them "
+            f"beside {KEY}, or give the stage the settings that `fullshard presets NAME` shows."
+        )
     if wrong:
         raise RecipeError(f"{KEY}.{name}.{wrong}: a stage cannot have it. Set {wrong} beside {KEY}, for the whole run.")
 
@@ -88,6 +95,19 @@ def _check_name(name: str, known: Mapping[str, Any]) -> None:
         )
     if name in known:
         raise RecipeError(f"{KEY}: {name!r} names two stages. Give each its own name.")
+
+
+def require_names(document: Document, overrides: Sequence[tuple[tuple[str | int, ...], Any]]) -> None:
+    """Raises for a setting of a stage by its index or number: a stage is named."""
+    names = [str(name) for name in document.values.get(KEY) or ()]
+    for path, value in overrides:
+        if path[0] != KEY or len(path) < 2 or path[1] in names or not names:
+            continue
+        number = int(path[1]) + isinstance(path[1], int) if str(path[1]).isdecimal() else 0
+        rest = show((KEY, names[number - 1], *path[2:])) if 0 < number <= len(names) else ""
+        meant = f" Stage {number} is {names[number - 1]}: {rest}={shown(value)}." if rest else ""
+        if meant or isinstance(path[1], int):
+            raise RecipeError(f"{show(path)}: stages go by their names.{meant} Stages: {', '.join(names)}.")
 
 
 def expanded(settings: Settings) -> dict[str, Any]:

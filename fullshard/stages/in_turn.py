@@ -16,11 +16,12 @@ from pathlib import Path
 from fullshard.checkpoint import folder as files
 from fullshard.config.part import did_you_mean
 from fullshard.dist import env
-from fullshard.errors import RecipeError
+from fullshard.errors import CheckpointError, RecipeError
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
 from fullshard.stages.place import Place
-from fullshard.stages.standing import point, require_start, standing
+from fullshard.stages.pointers import point
+from fullshard.stages.standing import Standing, has_other_start, require_start, standing
 
 RunStage = Callable[["Stage", str], None]
 """Runs a stage with this value of `--resume`; raises if it fails or is stopped."""
@@ -67,16 +68,26 @@ def named(recipe: Recipe, name: str | None) -> Stage:
 
 
 def train_in_turn(
-    recipe: Recipe, run: RunStage, *, resume: str, only: str | None, command: CommandFor, say: Callable[[str], None]
+    recipe: Recipe,
+    run: RunStage,
+    *,
+    resume: str,
+    only: str | None,
+    command: CommandFor,
+    say: Callable[[str], None],
+    anyway: bool = False,
 ) -> list[str]:
-    """Trains the stages that are not finished, or `only` one; returns the names of those that were trained."""
+    """Trains the stages that are not finished, or `only` one; returns the names of those that were trained. `anyway`
+    continues a stage whose start has been trained again since."""
     stages, trained = list(recipe.stages or []), list[str]()
     chosen = [named(recipe, only)] if only else stages_of(recipe)
     for stage, how in zip(chosen, _resumes(chosen, resume), strict=True):
         stage = replace(stage, place=replace(stage.place, before=_before(stages, stage)))
-        with _pointed(recipe, stage), _unchanged_environment():
+        with _pointed(recipe), _unchanged_environment():
             if only or how != "auto" or not _is_done(stage, stages, say=say):
                 require_start(stage.recipe, stages, command=command)
+                if how != "never" and has_other_start(stage.recipe, left := standing(stage.recipe)):
+                    _say_other_start(stage, left, say=say, anyway=anyway)
                 run(stage, how)
                 trained.append(stage.place.name)
     return trained
@@ -114,17 +125,42 @@ def _is_done(stage: Stage, stages: Sequence[Recipe], *, say: Callable[[str], Non
             f"{'; '.join(left.changed)}. To train it again: --stage {place.name} --resume never, which moves it and "
             "the stages after it aside."
         )
+    if has_other_start(stage.recipe, left):
+        say(
+            f"warning: {_earlier(stage)} has been trained again since, and {place.name} comes from what it was before. "
+            f"To train it again from there: --stage {place.name} --resume never, which moves it and the stages after "
+            "it aside."
+        )
     return True
 
 
+def _say_other_start(stage: Stage, left: Standing | None, *, say: Callable[[str], None], anyway: bool) -> None:
+    """Refuses to continue a stage whose start is another checkpoint now, or says so if the user wants it anyway."""
+    step, name = left.step if left else 0, stage.place.name
+    found = f"{name} is at step {step}, and {_earlier(stage)}, which it started from, has been trained again since"
+    if not anyway:
+        raise CheckpointError(
+            f"{found}: its weights have changed. Start {name} over from them with --stage {name} --resume never, "
+            f"which moves it and the stages after it aside, or continue it as it is with --resume-anyway."
+        )
+    say(f"warning: {found}. It continues anyway, from what it was before.")
+
+
+def _earlier(stage: Stage) -> str:
+    """The stage that a stage starts from, or the checkpoint."""
+    return str(stage.recipe.start.source).rpartition("/")[2] if stage.recipe.start else ""
+
+
 @contextlib.contextmanager
-def _pointed(recipe: Recipe, stage: Stage) -> Iterator[None]:
-    """Points the run at what a stage leaves, however it ends; rank 0 does it."""
+def _pointed(recipe: Recipe) -> Iterator[None]:
+    """Points the run at the last stage that has a checkpoint, however a stage ends; rank 0 does it."""
     try:
         yield
     finally:
         if env.detect(os.environ).rank == 0:
-            point(recipe.folder, stage.recipe)
+            trained = (each for each in reversed(recipe.stages or []) if files.pointed(each.checkpoints, "last"))
+            if latest := next(trained, None):
+                point(recipe.folder, latest)
 
 
 @contextlib.contextmanager

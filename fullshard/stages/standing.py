@@ -1,19 +1,19 @@
-"""How far a stage is, from the checkpoints in its folder, and what of its recipe has changed since.
+"""How far a stage is, from the checkpoints in its folder, and what has changed since: its recipe, or its start.
 
 Must not import torch, start anything or change a file.
 """
 
 from __future__ import annotations
 
-import os
-import socket
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import paths
+from fullshard.checkpoint import integrity, paths
+from fullshard.checkpoint.settings import Start
 from fullshard.config.part import flat, plain
 from fullshard.errors import CheckpointError
 from fullshard.formatting.yaml_text import shown
@@ -21,6 +21,8 @@ from fullshard.recipe import Recipe, unset
 from fullshard.stages.start import checkpoint_of, place_of
 
 _MATTERS = ("seed", "model.", "objective.", "data.", "batch.", "duration.", "optimizer.", "schedule.", "ema", "start.")
+START = "start"
+"""The part of a checkpoint's state.json that says what its run started from."""
 _HARMLESS = ("data.workers", "data.cache", "model.attention", "model.trust_remote_code", "batch.per_device")
 
 
@@ -33,6 +35,8 @@ class Standing:
     """Its last step is saved, and its model exported."""
     changed: list[str]
     """Settings that decide what it trains and are not those that it was trained with."""
+    start: str | None = None
+    """The identity of the checkpoint that it started from; None if it is not recorded."""
 
 
 def standing(recipe: Recipe) -> Standing | None:
@@ -42,10 +46,40 @@ def standing(recipe: Recipe) -> Standing | None:
         among = files.candidates(place)
         if not among:
             return None
-        state, exported = files.read_state(among[0]), paths.is_exported(place)
+        state, exported = _newest_state(among), paths.is_exported(place)
     progress: dict[str, Any] = state.get("progress") or {}
     done = bool(progress.get("finished")) and (exported or not recipe.checkpoint.at_end)
-    return Standing(int(progress.get("step", 0)), done, _changes(state.get("recipe") or {}, plain(recipe)))
+    changed = _changes(state.get("recipe") or {}, plain(recipe)) if state else []
+    return Standing(int(progress.get("step", 0)), done, changed, (state.get(START) or {}).get("identity"))
+
+
+def _newest_state(among: list[Path]) -> dict[str, Any]:
+    """The facts of the newest checkpoint that can be read; what to do about a damaged one is decided by the run."""
+    for checkpoint in among:
+        try:
+            return files.read_state(checkpoint)
+        except files.NewerCheckpointError:
+            raise
+        except CheckpointError:
+            continue
+    return {}
+
+
+def identity_of(checkpoint: Path) -> str:
+    """What the tensors of a checkpoint are, in a few characters: the same for the same bits on as many ranks."""
+    listed = files.read_manifest(checkpoint)["files"]
+    tensors = sorted(entry["sha256"] for name, entry in listed.items() if name.endswith((".distcp", ".safetensors")))
+    return hashlib.sha256("".join(tensors).encode()).hexdigest()[:16]
+
+
+def has_other_start(recipe: Recipe, left: Standing | None) -> bool:
+    """Whether the checkpoint that a stage started from is now another one: the earlier stage was trained again."""
+    if recipe.start is None or left is None or left.start is None:
+        return False
+    try:
+        return identity_of(files.named(checkpoint_of(recipe.start))) != left.start
+    except CheckpointError:
+        return False  # it is gone, which `require_start` reports where it matters
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -71,26 +105,24 @@ def require_start(recipe: Recipe, stages: list[Recipe], *, command: Callable[[st
             f"{recipe.name} starts from {earlier.name}, and {earlier.checkpoints} {what}. Train it first: "
             f"{command(earlier.name)}"
         )
-    if start.weights == "best":
-        try:
-            files.named(checkpoint_of(start))
-        except CheckpointError:
+    _require_whole(start, recipe.name, earlier.name)
+
+
+def _require_whole(start: Start, name: str, earlier: str) -> None:
+    """Raises if the checkpoint to start from is missing or cut off, before anything is moved or started."""
+    try:
+        checkpoint = files.named(checkpoint_of(start))
+    except CheckpointError:
+        if start.weights != "best":
+            raise
+        raise CheckpointError(
+            f"{name} starts from the best checkpoint of {earlier} (start.weights = best), and {start.source} has none: "
+            f"no validation chose one. Give it validation data, or use stages.{name}.start.weights=last."
+        ) from None
+    with paths.reaching(checkpoint):
+        described = files.read_manifest(checkpoint)["files"]
+        if found := integrity.file_problems(checkpoint, described, checksums=False):
             raise CheckpointError(
-                f"{recipe.name} starts from the best checkpoint of {earlier.name} (start.weights = best), and "
-                f"{earlier.checkpoints} has none: no validation chose one. Give it validation data, or use "
-                f"stages.{recipe.name}.start.weights=last."
-            ) from None
-
-
-def point(run: Path, stage: Recipe) -> None:
-    """Points `model`, `best` and `last` of the run at those of a stage; a run in a remote store has none."""
-    if files.is_remote(stage.checkpoints):
-        return
-    for name in ("model", "best", "last"):
-        target, link = stage.folder / name, run / name
-        if target.exists() and (link.is_symlink() or not link.exists()):
-            inside = target.resolve().relative_to(stage.folder.resolve())
-            temporary = run / f".{name}.{socket.gethostname()}-{os.getpid()}"  # two nodes may do the same
-            temporary.unlink(missing_ok=True)
-            temporary.symlink_to(Path(stage.name) / inside)
-            os.replace(temporary, link)
+                f"{name} starts from {checkpoint}, which is damaged: {found[0]}. Train it again: --stage {earlier} "
+                "--resume never."
+            )

@@ -11,21 +11,32 @@ from pathlib import Path
 import torch
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import load
+from fullshard.checkpoint import integrity, load
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.checkpoint.saver import Saver
 from fullshard.checkpoint.tensors import Tensors, materialise_state, optimizer_tensors
 from fullshard.config.part import plain
+from fullshard.contracts.progress import Progress
+from fullshard.dist import reduce
 from fullshard.dist.agreement import all_or_fail
 from fullshard.dist.average import KEY as EMA
 from fullshard.errors import CheckpointError
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Recipe
+from fullshard.stages.hand_over import is_requested
+from fullshard.stages.standing import START, identity_of
 from fullshard.stages.start import checkpoint_of
 
 
 def take_over(recipe: Recipe, saver: Saver) -> str:
     """Loads what the recipe's `start` asks for, and says what that was; on all ranks together."""
+    said = _take_over(recipe, saver)
+    if reduce.from_main(is_requested(recipe.folder)):
+        saver.save(Progress(), False, now=True)
+    return said
+
+
+def _take_over(recipe: Recipe, saver: Saver) -> str:
     start = recipe.start
     assert start is not None
     with all_or_fail("The run cannot start"):
@@ -33,8 +44,10 @@ def take_over(recipe: Recipe, saver: Saver) -> str:
             path = files.named(checkpoint_of(start))
         except CheckpointError as error:
             raise CheckpointError(f"start.from = {start.source}: {error}") from None
+    _require_intact(path)
     if not plain(recipe.model).get("from"):  # otherwise the model was built with them
         load.load_weights(path, model=saver.model, left_out=saver.left_out, average={})
+    saver.facts[START] = {"checkpoint": str(path), "identity": identity_of(path)}
     state = files.read_state(path)
     there, here = ((state.get("recipe") or {}).get("optimizer") or {}).get("kind"), recipe.optimizer.kind()
     if start.optimizer == "fresh" or (start.optimizer is None and there != here):
@@ -50,6 +63,23 @@ def take_over(recipe: Recipe, saver: Saver) -> str:
         saver.scaler.load_state_dict(state["scaler"])
     fresh = f", {counted(new, 'parameter')} newly trained" if new else ""
     return f"Starts from {path}: optimizer state of {counted(kept, 'parameter')} carried over{fresh}."
+
+
+def _require_intact(path: Path) -> None:
+    """Raises on every rank if the checkpoint is damaged; each reads a share of its bytes, as a resume does."""
+    world, rank = reduce.place()
+    found = reduce.gather_objects(integrity.problems(path, rank=rank, world=world))
+    if lines := sorted({line for mine in found for line in mine}):
+        raise CheckpointError(
+            f"{path}, which this run starts from, is damaged: {lines[0]}. Train that run again, or name another "
+            "checkpoint of it: start.from=RUN/checkpoint-STEP."
+        )
+
+
+def keep_start(saver: Saver, checkpoint: Path) -> None:
+    """Lets later checkpoints of a resumed run say what it started from, as the one that it resumes from does."""
+    if start := files.read_state(checkpoint).get(START):
+        saver.facts[START] = start
 
 
 def _carry(path: Path, saver: Saver) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests import bucket
 from tests.small import curve, recipe
 
 FROZEN = "model.embed_tokens.*"
@@ -21,7 +22,12 @@ def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     return {**base, "stages": [{"name": "first", **first}, {"name": "second", **second}]}
 
 
-def train_stages(settings: dict[str, Any], *, resume: str = "auto", only: str | None = None) -> dict[str, Any]:
+bucket.install()
+
+
+def train_stages(
+    settings: dict[str, Any], *, resume: str = "auto", only: str | None = None, anyway: bool = False
+) -> dict[str, Any]:
     """One rank of the stages; gives what each has logged. Sent to the rank pool by name."""
     from fullshard.log.metrics import FILE, read
     from fullshard.recipes.read import Reading
@@ -35,7 +41,8 @@ def train_stages(settings: dict[str, Any], *, resume: str = "auto", only: str | 
     def run(stage: Stage, how: str) -> None:
         execute(Reading(stage.recipe, "", "a test", place=stage.place), resume=how)
 
-    trained = train_in_turn(whole, run, resume=resume, only=only, command=lambda name: name, say=said.append)
+    how: dict[str, Any] = {"resume": resume, "only": only, "anyway": anyway}
+    trained = train_in_turn(whole, run, command=lambda name: name, say=said.append, **how)
     found = {each.name: each.folder / FILE for each in whole.stages or []}
     return {"trained": trained, "said": said, **{name: read(path) for name, path in found.items() if path.exists()}}
 

@@ -17,9 +17,13 @@ import yaml
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+import fullshard
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
+from fullshard.commands import chosen_run
 from fullshard.log.metrics import FILE, read
+from fullshard.stages import hand_over
+from tests import bucket
 from tests.dist.staged_runs import RATES, STEPS, losses, settings, state_at_start, train_stages
 from tests.ranks import RankPool
 from tests.small import model_folder, token_file
@@ -123,16 +127,11 @@ def test_a_run_that_stopped_in_its_second_stage_continues_there(
     folder: Path,
     straight: dict[str, Any],
 ) -> None:
-    shutil.copytree(folder / "runs" / "straight", folder / "runs" / "stopped", symlinks=True)
-    second = folder / "runs" / "stopped" / "second"
+    second = copied(folder, "stopped") / "second"
     for step in (4, 6):  # what a kill after the save of step 2 leaves
         shutil.rmtree(second / files.name_of(step))
     shutil.rmtree(second / "model")
     files.point(second, "last", second / files.name_of(2))
-    # The recipe of the copy says the same, but for the folder, which its start is in.
-    for state in second.glob("*/state.json"):
-        state.write_text(state.read_text().replace("runs/straight", "runs/stopped"))
-        _sign(state)
     found = ranks.run(train_stages, settings(folder, "stopped"), world=2)[0]
     assert found["said"] == ["Stage 1 of 2: first is finished (4 steps)."]
     assert found["trained"] == ["second"]
@@ -210,8 +209,117 @@ def test_metrics_have_the_stage_and_the_step_of_the_run(straight: dict[str, Any]
     run = folder / "runs" / "straight"
     assert {name: (run / name).readlink().as_posix() for name in ("model", "last")} == {
         "model": "second/model",
-        "last": "second/checkpoint-6",
+        "last": "second/last",
     }
+    assert files.named(run) == (run / "second" / "checkpoint-6").resolve()
+
+
+def copied(folder: Path, name: str) -> Path:
+    """A copy of the straight run, whose recipe says the same but for the folder."""
+    run = folder / "runs" / name
+    shutil.copytree(folder / "runs" / "straight", run, symlinks=True)
+    for state in run.glob("*/*/state.json"):
+        state.write_text(state.read_text().replace("runs/straight", f"runs/{name}"))
+        _sign(state)
+    return run
+
+
+def test_a_stage_notices_that_its_start_was_trained_again(
+    ranks: RankPool, folder: Path, straight: dict[str, Any]
+) -> None:
+    """With the same settings, so that only the identity of the checkpoint tells."""
+    run, chosen = copied(folder, "again"), settings(folder, "again")
+    assert ranks.run(train_stages, chosen, world=2)[0]["said"] == [
+        "Stage 1 of 2: first is finished (4 steps).",
+        "Stage 2 of 2: second is finished (6 steps).",
+    ]
+    path = run / "first" / "checkpoint-4" / "manifest.json"  # as other weights would have it
+    manifest = json.loads(path.read_text())
+    manifest["files"]["__0_0.distcp"]["sha256"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    said = ranks.run(train_stages, chosen, world=1)[0]["said"]
+    assert "warning: first has been trained again since, and second comes from what it was before." in said[-1]
+    shutil.rmtree(run / "second" / "checkpoint-6")
+    shutil.rmtree(run / "second" / "model")
+    files.point(run / "second", "last", run / "second" / "checkpoint-4")
+    with pytest.raises(AssertionError, match="second is at step 4, and first, which it started from, has been trained"):
+        ranks.run(train_stages, chosen, world=1)
+    found = ranks.run(train_stages, chosen, world=2, anyway=True)[0]
+    assert "It continues anyway" in found["said"][-1]
+    assert losses(found, "second") == losses(straight, "second")
+    kept = [files.read_state(run / "second" / f"checkpoint-{step}")["start"]["identity"] for step in (2, 6)]
+    assert kept[0] == kept[1], "a resumed run still says what it started from"
+
+
+def test_a_damaged_start_is_refused(ranks: RankPool, folder: Path, straight: dict[str, Any]) -> None:
+    run = copied(folder, "damaged")
+    shutil.rmtree(run / "second")
+    path = run / "first" / "checkpoint-4" / "__1_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(AssertionError, match=r"checkpoint-4, which this run starts from, is damaged: .*__1_0\.distcp"):
+        ranks.run(train_stages, settings(folder, "damaged"), world=2)
+
+
+def test_a_stage_whose_manifest_is_damaged_starts_over(ranks: RankPool, folder: Path, straight: dict[str, Any]) -> None:
+    run = copied(folder, "manifest")
+    (run / "first" / "checkpoint-4" / "manifest.json").write_text("{")
+    found = ranks.run(train_stages, settings(folder, "manifest"), world=2, resume="never")[0]
+    assert found["trained"] == ["first", "second"]
+    assert losses(found, "first", "second") == losses(straight, "first", "second")
+
+
+def test_the_run_points_at_the_last_stage_that_was_trained(ranks: RankPool, folder: Path) -> None:
+    """Not at the best of the first one if the second has none, and not back at the first if that is asked for."""
+    held_out = {"data": {"holdout": 0.2}, "evaluate": {"parts": ["loss"], "every_steps": 1}}
+    first = {"duration": {"steps": 1}, "checkpoint": {"best": {"metric": "loss"}}, **held_out}
+    chosen = settings(folder, "pointers", first=first, second={"duration": {"steps": 1}})
+    run = folder / "runs" / "pointers"
+    ranks.run(train_stages, chosen, world=1, only="first")
+    assert {name: os.readlink(run / name) for name in ("model", "best", "last")} == {
+        name: f"first/{name}" for name in ("model", "best", "last")
+    }
+    ranks.run(train_stages, chosen, world=1)
+    ranks.run(train_stages, chosen, world=1, only="first")
+    assert {name: os.readlink(run / name) for name in ("model", "last")} == {
+        name: f"second/{name}" for name in ("model", "last")
+    }
+    assert not (run / "best").is_symlink()
+
+
+def test_a_hand_over_is_proven_bit_by_bit(ranks: RankPool, folder: Path, straight: dict[str, Any]) -> None:
+    run, chosen = copied(folder, "handed"), settings(folder, "handed", second={"duration": {"steps": 1}})
+    shutil.rmtree(run / "second")
+    second = (fullshard.read(chosen).stages or [])[1]
+    hand_over.request(second.folder)
+    ranks.run(train_stages, chosen, world=2)
+    found = hand_over.look(second)
+    assert found.title == "starts from first: 34 weights, 34 optimizer states, 1 new"
+    assert (found.word, found.drift) == ("bitwise", None)
+    assert second.start is not None
+    other = second.start.model_copy(update={"source": str(run / "first" / "checkpoint-2")})
+    found = hand_over.look(second.model_copy(update={"start": other}))
+    assert found.word == "136 differ", "weights, moments and counts of steps of an earlier checkpoint"
+    assert "before the first step, 136 tensors differ from" in str(found.drift)
+
+
+@pytest.mark.parametrize("kind", ["file", "bucket"])
+def test_a_run_in_a_store_has_pointers_there(ranks: RankPool, folder: Path, kind: str) -> None:
+    store = f"file://{folder}/store" if kind == "file" else bucket.url(folder / "bucket")
+    once = {"duration": {"steps": 1}}
+    chosen = settings(folder, kind, checkpoint={"store": store, "every_steps": 1}, first=once, second=once)
+    ranks.run(train_stages, chosen, world=2, only="first")
+    place = files.place(f"{store}/{kind}")
+    assert files.named(place).parent.name == "first"
+    found = ranks.run(train_stages, chosen, world=2)[0]
+    assert found["trained"] == ["second"]
+    assert files.named(place) == files.named(f"{store}/{kind}/last") == files.pointed(place / "second", "last")
+    exported, own = ((place / part / "model.safetensors").read_bytes() for part in ("model", "second/model"))
+    assert exported == own
+    local = folder / "runs" / kind
+    assert (local / "model" / "model.safetensors").read_bytes() == own
+    assert chosen_run.choose(str(local), None, here=lambda recipe, checkpoint: recipe).checkpoint == files.named(place)
 
 
 @pytest.mark.slow  # starts ranks three times

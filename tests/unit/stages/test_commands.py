@@ -46,8 +46,11 @@ def test_a_dry_run_shows_every_stage_and_the_totals(path: Path) -> None:
     titles = [line for line in lines if line.startswith("# Stage")]
     assert titles == [
         "# Stage 1 of 2: one",
-        "# Stage 2 of 2: two (one has not been trained: its structure and tokenizer stand in for it)",
+        f"# Stage 2 of 2: two (starts from {path.parent}/runs/mine/one/last; one has not been trained: its structure "
+        "stands in for it)",
     ]
+    begin = lines.index("start:")
+    assert lines[begin + 1] == f"  from: {path.parent}/runs/mine/one", "what it will start from, not its stand-in"
     assert lines[-1] == "# all stages: 10 steps = 4 (one) + 6 (two)"
     second = said("train", str(path), "--dry-run", "--stage", "stage2", code=0)
     assert "# steps: 6 = 3 epochs" in second

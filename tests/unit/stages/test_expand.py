@@ -143,6 +143,12 @@ stages:
         ("name: sft", "name: pretrain", "'pretrain' names two stages"),
         ("name: sft", "name: best", "'best' cannot name a stage"),
         ("name: sft", "name: sft\n    output: x", "stages.sft.output: a stage cannot have it"),
+        ("name: sft", "name: sft\n    presets: mine", "stages.sft.presets: presets lie under the whole recipe"),
+        (
+            "name: pretrain",
+            "name: pretrain\n    model: {lora: {r: 4}}",
+            "line 8: stages.sft.model.lora = null: pretrain trains adapters",
+        ),
         (
             "name: sft",
             "name: sft\n    start: {from: pretain}",
@@ -197,6 +203,11 @@ def test_all_weights_after_lora_is_refused_before_anything_is_trained() -> None:
         ("stages.sft.name=other", r"stages\.sft\.name: a stage is named in its recipe"),
         ("stages.sft.output=x", r"stages\.sft\.output: a stage cannot have it"),
         ("stages.sft={output: x}", r"stages\.sft\.output: a stage cannot have it"),
+        ("stages.sft.presets=mine", r"stages\.sft\.presets: presets lie under the whole recipe"),
+        ("stages[1].seed=3", r"stages\[1\]\.seed: stages go by their names\. Stage 2 is sft: stages\.sft\.seed=3\."),
+        ("stages.1.seed=3", r"Stage 1 is pretrain: stages\.pretrain\.seed=3\."),
+        ("stages[2].seed=3", r"stages go by their names\. Stages: pretrain, sft\."),
+        ("stages.3.seed=3", r"stages\.3: there is no such stage\. Stages: pretrain, sft\."),
         ("stages.sft.stages=[]", r"stages\.sft\.stages: a stage cannot have stages of its own"),
         ("stages.pretrain.start.from=sft", r"'sft' does not come before this stage"),
         ("stages.pretrain.start.from=pretrain", r"'pretrain' does not come before this stage"),
@@ -210,3 +221,22 @@ def test_a_setting_of_a_stage_is_never_ignored(setting: str, words: str) -> None
 def test_several_settings_of_a_stage_may_be_one_mapping() -> None:
     pretrain, sft = stages("stages.sft={optimizer: {lr: 3e-5}, seed: 7}")
     assert (sft.optimizer.lr, sft.seed, pretrain.seed) == (3e-5, 7, 0)
+
+
+def test_presets_lie_under_the_recipe_its_stages_and_the_command_line(tmp_path: Path) -> None:
+    """Later presets over earlier ones, the recipe over presets, a stage over the recipe, the command line over all."""
+    (tmp_path / "presets").mkdir()
+    (tmp_path / "presets" / "a.yaml").write_text("seed: 1\noptimizer: {lr: 1, clip: 2}\nbatch: {per_device: 3}\n")
+    (tmp_path / "presets" / "b.yaml").write_text("seed: 2\noptimizer: {clip: 4}\n")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    found = [
+        (each.seed, each.optimizer.lr, each.optimizer.clip, each.batch.per_device)
+        for each in fullshard.read(path, "batch.per_device=5", preset=["a", "b"]).stages or []
+    ]
+    assert found == [(2, 1e-3, 4, 5), (2, 1e-4, 4, 5)]
+    found = [
+        (each.seed, each.optimizer.lr, each.optimizer.clip)
+        for each in fullshard.read(path, "stages.sft.seed=7", preset=["b", "a"]).stages or []
+    ]
+    assert found == [(1, 1e-3, 2), (7, 1e-4, 2)]
