@@ -271,7 +271,8 @@ def _earlier(recipe: Recipe, later: Sequence[str], *, resume: str, console: Cons
 def _say_finished(reading: Reading, progress: Progress, console: Console, *, out_of_patience: bool) -> Result:
     recipe = reading.recipe
     why = "it stopped early, out of patience" if out_of_patience else "the recipe asks for no more"
-    console.say(f"{recipe.folder} is finished: {counted(progress.step, 'step')} are done, and {why}.")
+    done = f"{counted(progress.step, 'step')} {'is' if progress.step == 1 else 'are'} done"
+    console.say(f"{recipe.folder} is finished: {done}, and {why}.")
     console.whole("  Start over (the finished run is moved aside, not deleted):")
     console.whole(f"    {rerun.command(reading, resume='never')}")
     console.whole("  Continue:")

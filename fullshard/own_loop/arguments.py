@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fullshard.errors import SetupError
+from fullshard.errors import RecipeError, SetupError
 
 
 def whole_number(value: Any, where: str, *, least: int | None = None) -> int:
@@ -43,10 +43,28 @@ def require_saved(folder: Any, model: Any, optimizer: Any, *, caller: str) -> No
     """Raises unless these are a folder, a module and an optimizer."""
     if not isinstance(folder, str | os.PathLike) and not hasattr(folder, "fs"):
         raise SetupError(f"fullshard.{caller}: the folder is {folder!r}. Give a path, such as 'runs/mine', or a URL.")
+    if folder == "":
+        raise SetupError(f"fullshard.{caller}: the folder is empty text. Give a path, such as 'runs/mine', or a URL.")
+    if not hasattr(folder, "fs") and os.path.exists(folder) and not os.path.isdir(folder):
+        raise SetupError(f"fullshard.{caller}: {folder} is a file, and checkpoints go into a folder. Name another one.")
     if not isinstance(model, nn.Module):
         raise SetupError(f"fullshard.{caller}: model = {_short(model)}; it must be an nn.Module.")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise SetupError(f"fullshard.{caller}: optimizer = {_short(optimizer)}; it must be a torch.optim.Optimizer.")
+
+
+def require_settings(overrides: Sequence[Any], *, resume: Any, resume_anyway: Any) -> None:
+    """Raises unless these are what `fullshard.train` takes beside a recipe."""
+    for each in overrides:
+        if not isinstance(each, str):
+            raise RecipeError(
+                f"fullshard.train: the setting {_short(each)} is of type {type(each).__name__}. Settings are strings, "
+                'each an argument of its own: fullshard.train(recipe, "optimizer.lr=3e-4", "seed=1").'
+            )
+    if not isinstance(resume, str | os.PathLike) and not hasattr(resume, "fs"):
+        raise RecipeError(f'fullshard.train: resume = {resume!r}; allowed: "auto", "never", or a checkpoint.')
+    if not isinstance(resume_anyway, bool):
+        raise RecipeError(f"fullshard.train: resume_anyway = {resume_anyway!r}; it must be True or False.")
 
 
 def require_wrap(wrap: Any) -> None:

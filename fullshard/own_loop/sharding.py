@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from fullshard.config.part import decode
 from fullshard.contracts.world import World
@@ -153,6 +154,11 @@ def require_shardable(model: nn.Module) -> None:
     if not named:
         raise SetupError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
     for name, parameter in named.items():
+        if is_lazy(parameter):
+            raise SetupError(
+                f"{name} has no shape yet: {type(model).__name__} has lazy modules. Run one batch through the model "
+                "first, on every rank, and then shard it."
+            )
         if not parameter.is_floating_point():
             raise SetupError(f"{name} is stored as {parameter.dtype}: only floating-point parameters can be sharded.")
     if early := _optimizer_of(model):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from fullshard.errors import RecipeError
 from fullshard.own_loop.result import Result, of
 from fullshard.recipes.read import Reading
 from fullshard.run import read_result
@@ -47,6 +48,10 @@ def train_stages(
     def command(name: str) -> str:
         return f"fullshard.train(recipe) trains {name} first."
 
+    try:
+        only = named(reading.recipe, only).place.name if only is not None else None
+    except RecipeError as error:
+        raise RecipeError(str(error).replace("--stage ", "stage = ")) from None
     stages = [named(reading.recipe, only).recipe] if only else reading.recipe.stages or []
     try:
         train_in_turn(reading.recipe, run, resume=resume, only=only, command=command, say=print, anyway=anyway)

@@ -18,6 +18,7 @@ from fullshard.dialects import engine_nodes
 from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, FullshardError, RecipeError, SetupError
 from fullshard.launch import signals
+from fullshard.own_loop.arguments import require_settings
 from fullshard.own_loop.notebook import shown_in_notebook
 from fullshard.own_loop.result import Result, of
 from fullshard.own_loop.staged import train_stages
@@ -37,7 +38,7 @@ def train_recipe(
     *overrides: str,
     preset: str | Sequence[str] = (),
     stage: str | None = None,
-    resume: str = "auto",
+    resume: str | Path = "auto",
     resume_anyway: bool = False,
     stop: Callable[[], bool] | None = None,
 ) -> Result:
@@ -51,6 +52,8 @@ def train_recipe(
     A program that has initialised torch.distributed is joined, and its process group is left as it was. `stop` is asked
     once per step in each such process, and in one without other ranks: if it returns True, all ranks save and stop. In
     a worker of Ray Train, numbers and checkpoints are reported to Ray."""
+    require_settings(overrides, resume=resume, resume_anyway=resume_anyway)
+    resume = str(resume)
     reading = _reading(recipe, overrides, preset)
     if reading.recipe.stages:
 
@@ -112,7 +115,7 @@ def _reading(recipe: Any, overrides: tuple[str, ...], preset: str | Sequence[str
                 "Settings of a recipe with stages go to fullshard.read, which reads each stage with them."
             )
         recipe = plain(recipe)
-    if not isinstance(recipe, str | Path | Mapping):
+    if not isinstance(recipe, str | Path | Mapping) or recipe == "":
         raise RecipeError(
             f"fullshard.train takes a recipe, found {recipe!r}. Give a path, a built-in name, a mapping, or what "
             "fullshard.read returns."

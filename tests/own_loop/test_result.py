@@ -130,6 +130,30 @@ def test_what_is_not_a_recipe() -> None:
         fullshard.train("quickstrat")
 
 
+@pytest.mark.parametrize(
+    ("settings", "options", "said"),
+    [
+        (({"optimizer.lr": 1},), {}, "is of type dict. Settings are strings, each an argument of its own"),
+        ((["seed=1"],), {}, "is of type list. Settings are strings"),
+        ((None,), {}, "the setting None is of type NoneType"),
+        ((), {"resume": True}, 'resume = True; allowed: "auto", "never", or a checkpoint'),
+        ((), {"resume": None}, 'resume = None; allowed: "auto", "never", or a checkpoint'),
+        ((), {"resume_anyway": "yes"}, "resume_anyway = 'yes'; it must be True or False"),
+        ((), {"stage": 2}, "stage = 2: a mapping has no stages"),
+    ],
+)
+def test_wrong_types_beside_the_recipe(settings: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        fullshard.train({"model": {"path": "x"}, "data": {"train": "x.jsonl"}}, *settings, **options)
+    assert said in str(error.value)
+
+
+def test_a_stage_that_does_not_exist() -> None:
+    stages = [{"name": "one"}, {"name": "two"}]
+    with pytest.raises(RecipeError, match="^stage = tow: there is no such stage"):
+        fullshard.train({"model": {"path": "x"}, "data": {"train": "x.jsonl"}, "stages": stages}, stage="tow")
+
+
 def test_settings_on_top_of_a_recipe_object(folder: Path) -> None:
     read = fullshard.read(settings(folder, "objects"))
     assert fullshard.train(read, "duration={steps: 1}", "evaluate={parts: []}", "checkpoint={best: null}").step == 1

@@ -259,6 +259,8 @@ def test_wrong_arguments_of_load(alone: None, tmp_path: Path) -> None:
     model, _ = opened()
     for folder, other, said in (
         (None, model, "fullshard.load: the folder is None"),
+        ("", model, "fullshard.load: the folder is empty text"),
+        (__file__, model, "is a file, and checkpoints go into a folder"),
         (tmp_path, None, "model = None; it must be an nn.Module"),
     ):
         with pytest.raises(SetupError, match=said):

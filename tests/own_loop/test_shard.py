@@ -142,6 +142,8 @@ def test_what_cannot_be_sharded(alone: None) -> None:
     counts.number = nn.Parameter(torch.tensor([1]), requires_grad=False)
     with pytest.raises(SetupError, match="number is stored as torch.int64"):
         fullshard.shard(counts)
+    with pytest.raises(SetupError, match="weight has no shape yet: LazyLinear has lazy modules. Run one batch"):
+        fullshard.shard(nn.LazyLinear(3))
     with pytest.raises(SetupError, match="is compiled as a whole.*compile=True"):
         fullshard.shard(cast(Any, torch.compile(build("mlp"))))
     fullshard.shard(model, device="cpu")
