@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from fullshard.autopsy.command import autopsy
 from fullshard.check.arguments import check
 from fullshard.commands import recipe_arguments as options
 from fullshard.commands import recipes
@@ -147,8 +148,8 @@ def _import(files: import_files.Files, output: import_files.To = None) -> None:
     import_files.run(files, output, check=read)
 
 
-for _function in (check, prove, submit, verify, export, generate, explain, evaluate):
-    _takes_settings = _function not in (verify, export, generate)
+for _function in (check, prove, submit, verify, export, generate, explain, evaluate, autopsy):
+    _takes_settings = _function not in (verify, export, generate, autopsy)
     app.command(context_settings={"ignore_unknown_options": True} if _takes_settings else None)(_function)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.presets)

@@ -23,7 +23,6 @@ from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce
 from fullshard.errors import NumericalError
-from fullshard.faults import steps
 from fullshard.log.report import Report
 from fullshard.step import Learner, StepResult, refuse_logged, seed_everything, train_step
 
@@ -128,8 +127,7 @@ def _epoch(parts: Parts, state: State, windows: Iterator[Any]) -> str:
 
 def _step(parts: Parts, state: State, windows: Iterator[Any]) -> None:
     progress, saves = parts.progress, parts.saves
-    steps.begin(progress.step)
-    with parts.report.phase("data"):
+    with parts.report.phase("data", progress.step):
         window = next(windows)
     with parts.report.phase("compute"):
         seed_everything(parts.seed, progress.step, parts.rank)

@@ -159,8 +159,8 @@ class Log(Section):
     """Where the numbers go besides metrics.jsonl."""
     sample_ids: bool = False
     """Write the ids of the rows of every step to metrics.jsonl."""
-    debug: bool = False
-    """Write debug messages to log.txt."""
+    debug: bool | Literal["trace"] = False
+    """Write debug messages to log.txt, and what NCCL does to a file per rank; trace: in NCCL's finest detail."""
 
 
 class Recipe(Section):

@@ -31,7 +31,7 @@ from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, Fullsha
 from fullshard.explain import crash
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
 from fullshard.explain.host_memory import reported_if_killed
-from fullshard.faults import restarts, resume_again
+from fullshard.faults import restarts, resume_again, watchdog
 from fullshard.formatting.plural import counted
 from fullshard.launch import signals
 from fullshard.recipe import Recipe
@@ -66,7 +66,7 @@ def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     if reading.recipe.log.debug:
         from fullshard.log.libraries import write_nccl_log
 
-        write_nccl_log(reading.recipe.folder)
+        write_nccl_log(reading.recipe.folder, trace=reading.recipe.log.debug == "trace")
     alone = REPORTED_BY_LAUNCHER not in os.environ  # no launcher of ours says how this process was killed
     with reported_if_killed(int(os.environ.get("RANK", 0))) if alone else contextlib.nullcontext():
         result = execute(reading, resume=resume, anyway=anyway)
@@ -119,8 +119,9 @@ def _run(
             return _say_finished(reading, progress, console, out_of_patience=out_of_patience)
         progress.settled = False  # ended between the last save and the export: do the end again
     progress.finished = False
-    console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=recipe.log.debug)
+    console.open_log(recipe.folder / "log.txt", rank=world.rank, debug=bool(recipe.log.debug))
     with contextlib.ExitStack() as ending:
+        ending.enter_context(watchdog.watching(recipe.folder, world, ends=world.size > 1 or signals.in_command()))
         write = ending.enter_context(_writing(reading, world, progress, console, caller))
         stage = (reading.place.number, reading.place.of) if reading.place else (1, 1)
         status, listening = Status(inputs.plan.total_steps, stage=stage), os.environ if world.is_main else {}
@@ -130,6 +131,7 @@ def _run(
         saver, units = built.parts.saves.saver, built.model.units
         ending.callback(saver.close)
         built.parts.saves.asked = caller.save_asked
+        watchdog.note(built.model.module)
         if world.is_main:
             in_force = resolved(recipe, inputs, world, built)
             save_resolved(in_force, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))

@@ -1,0 +1,1 @@
+"""The command that says where each rank of a hanging run is."""

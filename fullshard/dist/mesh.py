@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from fullshard.contracts.world import World
+from fullshard.faults.watchdog import GRACE_S
 
 
 @dataclass(frozen=True)
@@ -71,5 +72,5 @@ def make_mesh(layout: Layout, world: World) -> DeviceMesh:
     shape = (layout.replicas, layout.shards)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     for group in mesh.get_all_groups():  # torch's default timeouts are up to half an hour
-        _set_pg_timeout(timedelta(seconds=world.timeout_s), group)
+        _set_pg_timeout(timedelta(seconds=world.timeout_s + GRACE_S), group)
     return mesh

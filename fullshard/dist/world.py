@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from fullshard.contracts.world import World
 from fullshard.dist.env import check_devices
 from fullshard.explain.host_memory import peak_of_family
+from fullshard.faults.watchdog import GRACE_S
 from fullshard.launch.addresses import address_towards, choose_interface
 from fullshard.launch.rendezvous import Meeting, facts
 
@@ -59,7 +60,7 @@ def has_group() -> bool:
 
 
 def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float) -> None:
-    timeout = timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s + GRACE_S)
     if size == 1:  # whatever MASTER_ADDR says
         dist.init_process_group(backends, rank=0, world_size=1, store=dist.HashStore(), timeout=timeout)
         return

@@ -16,6 +16,7 @@ from fullshard.explain.crash import closing, culprit, is_victim
 from fullshard.explain.error_file import LastWords
 from fullshard.explain.match import explain
 from fullshard.explain.render import answer
+from fullshard.faults.words import HANG
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ class End:
     def report(self, *, killed: str) -> Iterator[str]:
         """The launcher's last lines, unless the rank printed them itself. `killed` is the reason, if it was SIGKILL."""
         message = self._said[self.rank].message
-        if self._code == EXIT_PREEMPTED:
+        hang = next((said.message for said in self._said.values() if said.message.startswith(HANG)), None)
+        if hang:
+            yield hang
+        elif self._code == EXIT_PREEMPTED:
             if message:
                 yield message
         elif self._has_meaning:

@@ -88,7 +88,7 @@ def _attempt(
 def variables(ranks: Ranks, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that the ranks need besides the agent's."""
     # The agent only handles the signal named here; `_signals_passed_on` handles all others.
-    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", STARTED_BY: str(os.getpid()), REPORTED_BY_LAUNCHER: "1"}
+    changed = {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGXCPU", STARTED_BY: str(os.getpid()), REPORTED_BY_LAUNCHER: "1"}
     if "OMP_NUM_THREADS" not in environ:
         changed["OMP_NUM_THREADS"] = str(max(1, num_cores() // ranks.per_node))
     if ranks.device_ids is not None:
@@ -169,7 +169,7 @@ def _config(ranks: Ranks, folder: str, run_id: str) -> Any:
         nproc_per_node=ranks.per_node,
         max_restarts=0,
         monitor_interval=0.1,
-        signals_to_handle="SIGQUIT",
+        signals_to_handle="SIGXCPU",
         run_id=run_id,  # names the keys of the store: no attempt sees the addresses of another
         logs_specs=DefaultLogsSpecs(log_dir=folder),
         **meeting,
@@ -249,18 +249,19 @@ def _signals_passed_on() -> Iterator[_Received]:
 
     def pass_on(number: int) -> None:
         started = [pid for pid in _children() if pid not in others]
-        if not started:
+        if not started and number != signal.SIGQUIT:
             if signals.in_command():
                 signals.nothing_to_save(number)
             raise SystemExit(128 + number)
-        again = number == signal.SIGINT and received.first == number
-        received.at_once |= again or time.monotonic() - received.at > signals.ECHO_S
-        received.first, received.at = received.first or number, min(received.at, time.monotonic())
+        if number != signal.SIGQUIT:  # which only asks the ranks where they are
+            again = number == signal.SIGINT and received.first == number
+            received.at_once |= again or time.monotonic() - received.at > signals.ECHO_S
+            received.first, received.at = received.first or number, min(received.at, time.monotonic())
         for pid in started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if received.at_once else number)
 
-    numbers = (*signals.STOP_SIGNALS, signal.SIGHUP)
+    numbers = (*signals.STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT)
     with signals.heard_by(pass_on, numbers, in_thread=signals.in_command()):
         yield received
 

@@ -14,6 +14,7 @@ from fullshard.contracts.data import Quantity
 from fullshard.contracts.progress import Progress, Steps
 from fullshard.contracts.world import World
 from fullshard.dist.world import peaks
+from fullshard.faults import beat
 from fullshard.log.console import Bar, Console
 from fullshard.log.meters import Meters, peak_flops
 
@@ -53,8 +54,9 @@ class Report:
             seconds=progress.seconds,
         )
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def phase(self, name: str, step: int | None = None) -> AbstractContextManager[None]:
         """Counts the time inside it as data, compute, log, evaluate or save."""
+        beat.enter(name, step)
         return self.meters.phase(name)
 
     @contextmanager

@@ -17,7 +17,7 @@ from fullshard.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-GUIDES = [(ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "recipes.md")]
+GUIDES = [(ROOT / "docs" / name).read_text() for name in ("checkpoints.md", "recipes.md", "hangs.md")]
 
 
 def blocks(language: str, text: str = README) -> list[str]:

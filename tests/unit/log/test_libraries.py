@@ -149,6 +149,9 @@ def test_nccl_writes_into_the_run_folder_unless_its_own_variables_say_otherwise(
     write_nccl_log(tmp_path / "runs" / "one", environ)
     assert environ == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/runs/one/nccl-%h-%p.txt"}
     assert (tmp_path / "runs" / "one").is_dir(), "NCCL makes no folder"
-    traced = {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": "mine"}
-    write_nccl_log(tmp_path, traced)
-    assert traced == {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": "mine"}
+    traced: dict[str, str] = {}
+    write_nccl_log(tmp_path, traced, trace=True)
+    assert traced == {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl-%h-%p.txt"}
+    own = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "mine"}
+    write_nccl_log(tmp_path, own, trace=True)
+    assert own == {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "mine"}
