@@ -1,0 +1,195 @@
+"""Runs a fault drill: starts `fullshard train`, lets the fault happen, waits for the recovery, and compares the run with
+the one that nobody broke.
+
+Must not know how the outcome is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fullshard.checkpoint import folder as files
+from fullshard.checkpoint.reader import open_tensors
+from fullshard.commands.verify import problems
+from fullshard.config.part import plain
+from fullshard.drills.kinds import SAVE_EVERY, STEP, STEPS, TIMEOUT_S, Drill
+from fullshard.log.metrics import FILE, last_step, read
+from fullshard.prove.compare import compare_numbers, compare_samples, compare_tensors, steps_of
+from fullshard.prove.proof import EXACT
+from fullshard.recipe import Recipe
+
+TAG = "FULLSHARD_DRILL"
+"""The variable by which the processes of a drill are known, also when their parent is gone."""
+ORPHANS_S = 10.0
+"""How long processes may take to end after their launcher."""
+_LONGEST_S = 20 * TIMEOUT_S
+
+
+@dataclass
+class Outcome:
+    """How a drill went."""
+
+    drill: Drill
+    codes: list[int] = field(default_factory=list)
+    """Exit codes of the commands that were run."""
+    happened: int = 0
+    """How many of its faults happened."""
+    resumed_from: list[int] = field(default_factory=list)
+    """The checkpoints from which it went on."""
+    seconds: float = 0.0
+    explained: str = ""
+    """The line that explains the fault."""
+    problem: str | None = None
+    """What is wrong with the recovery."""
+
+
+@dataclass(frozen=True)
+class Yard:
+    """Where drills are run: the shrunk recipe, and the run that nobody breaks."""
+
+    recipe: Recipe
+    folder: Path
+    world: int
+
+    def straight(self) -> None:
+        """Makes the run that the others must equal."""
+        code = self._run("straight", self._settings("straight"), uuid.uuid4().hex)
+        if code:
+            raise RuntimeError(self.output("straight"))
+
+    def run(self, drill: Drill) -> Outcome:
+        """One drill, judged."""
+        outcome, tag, begun = Outcome(drill), uuid.uuid4().hex, time.monotonic()
+        settings = self._settings(drill.name, drill)
+        outcome.codes.append(self._run(drill.name, settings, tag, kill_launcher=drill.to_launcher))
+        left = _orphans(tag)
+        if drill.recovery == "rerun" and outcome.codes[0]:
+            outcome.codes.append(self._run(drill.name, self._settings(drill.name), tag))
+        outcome.seconds = time.monotonic() - begun
+        outcome.happened = len(list(self._of(drill.name).glob("fault-*"))) + drill.to_launcher
+        outcome.problem = self._judge(drill, outcome, left)
+        return outcome
+
+    def output(self, name: str) -> str:
+        """What the commands of a drill have printed."""
+        return (self.folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
+
+    def _of(self, name: str) -> Path:
+        return self.folder / name
+
+    def _settings(self, name: str, drill: Drill | None = None) -> dict[str, Any]:
+        settings: dict[str, Any] = plain(self.recipe.model_copy(update={"name": name, "output": self.folder}))
+        settings["topology"] |= {"timeout_s": TIMEOUT_S, "restarts": 2}
+        if drill is None:
+            return settings
+        kind = "fullshard.drills.fault.Fault"
+        settings["evaluate"] |= {
+            "every_steps": 1,
+            "parts": [
+                {"kind": kind, **vars(fault), "rank": self.world - 1, "of": str(self._of(name)), "name": f"{number}"}
+                for number, fault in enumerate(drill.faults)
+            ],
+        }
+        for key, value in drill.settings:
+            section, _, last = key.rpartition(".")
+            settings[section][last] = value
+        return settings
+
+    def _run(self, name: str, settings: Mapping[str, Any], tag: str, *, kill_launcher: bool = False) -> int:
+        """One command, with its output in a file; returns its exit code."""
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(dict(settings), sort_keys=False), encoding="utf-8")
+        command = [sys.executable, "-m", "fullshard", "train", str(path)]
+        with (self.folder / f"{name}.txt").open("a", encoding="utf-8") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, TAG: tag})
+            try:
+                if kill_launcher:
+                    _after_step(self._of(name) / FILE, process)
+                    process.send_signal(signal.SIGKILL)
+                return process.wait(_LONGEST_S)
+            except subprocess.TimeoutExpired:
+                return -int(signal.SIGALRM)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    _end(tag)
+
+    def _judge(self, drill: Drill, outcome: Outcome, left: list[int]) -> str | None:
+        """What is wrong, or None."""
+        said, expected = self.output(drill.name), len(drill.faults) or 1
+        outcome.resumed_from = [int(step) for step in re.findall(r"Resuming from \S+checkpoint-(\d+)", said)]
+        found = re.search(drill.says.format(last=self.world - 1), said)
+        outcome.explained = said[said.rfind("\n", 0, found.start()) + 1 :].split("\n")[0].strip() if found else ""
+        if outcome.happened != expected:
+            return f"{outcome.happened} of {expected} faults happened"
+        if left:
+            return f"processes {left} were still there {ORPHANS_S:g} s after the end"
+        if outcome.codes[-1]:
+            return f"ended with exit code {outcome.codes[-1]}"
+        if found is None:
+            return f"the output does not explain it: {drill.says}"
+        if drill.recovery == "skip":
+            return self._finite(drill)
+        if any(step < STEP - SAVE_EVERY for step in outcome.resumed_from) or not outcome.resumed_from:
+            return f"resumed from {outcome.resumed_from or 'no checkpoint'}: more is lost than the last checkpoint"
+        return self._compared(drill)
+
+    def _compared(self, drill: Drill) -> str | None:
+        """The first difference from the straight run, bit by bit."""
+        ours, theirs = (steps_of(read(self._of(name) / FILE)) for name in (drill.name, "straight"))
+        tensors = [open_tensors(self._of(name) / files.name_of(STEPS)) for name in (drill.name, "straight")]
+        looks = (
+            compare_samples(ours, theirs, within=EXACT),
+            compare_numbers(ours, theirs, within=EXACT),
+            compare_tensors(*tensors, within=EXACT, step=STEPS),
+        )
+        return next((look.drift for look in looks if look.drift), None)
+
+    def _finite(self, drill: Drill) -> str | None:
+        """The last checkpoint of a run that left out an update is whole, and verify finds only finite weights in it."""
+        return next(iter(problems(self._of(drill.name) / files.name_of(STEPS))), None)
+
+
+def _after_step(metrics: Path, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a run has logged the step after which faults happen."""
+    while process.poll() is None and (last_step(metrics) or 0) < STEP:
+        time.sleep(0.05)
+
+
+def _processes(tag: str) -> list[Any]:
+    import psutil  # type: ignore[import-untyped]
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(TAG) == tag and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _orphans(tag: str) -> list[int]:
+    """Processes of a drill that outlive it; they are ended here."""
+    until = time.monotonic() + ORPHANS_S
+    while (found := _processes(tag)) and time.monotonic() < until:
+        time.sleep(0.1)
+    _end(tag)
+    return [process.pid for process in found]
+
+
+def _end(tag: str) -> None:
+    for process in _processes(tag):
+        with contextlib.suppress(Exception):
+            process.kill()

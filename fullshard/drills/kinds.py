@@ -1,0 +1,118 @@
+"""The list of fault drills: what happens to a run, how it recovers, and the words that must explain it.
+
+Must not start anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fullshard.drills.fault import Where
+
+Recovery = Literal["restart", "rerun", "skip"]
+"""By the launcher; by running the same command again; by leaving out one update."""
+TIMEOUT_S = 30.0
+"""After which a rank that waits for another gives up. The ranks of a drill start within a fraction of it."""
+STEP, STEPS, SAVE_EVERY = 3, 6, 2
+"""A fault happens in the step after this one: between two checkpoints."""
+
+
+@dataclass(frozen=True)
+class Happens:
+    """One fault of one rank."""
+
+    what: str
+    where: Where
+    after: int = STEP
+
+
+@dataclass(frozen=True)
+class Drill:
+    """One kind of fault."""
+
+    name: str
+    title: str
+    faults: tuple[Happens, ...] = ()
+    says: str = ""
+    """A pattern that the run's output must match: the explanation."""
+    recovery: Recovery = "restart"
+    to_launcher: bool = False
+    """The launcher itself is killed, from outside."""
+    settings: tuple[tuple[str, Any], ...] = ()
+    """What the drill changes in the recipe, as dotted keys."""
+
+
+_PLACES: dict[Where, str] = {
+    "data": "while it waits for data",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "update": "in the optimizer's update",
+    "save": "in a save",
+    "evaluate": "in an evaluation",
+}
+_KILLED = r"[Rr]ank {last}\b.*(killed|SIGKILL)"
+_RAISED = r"DrillError: This error is part of a fault drill"
+_HANG = r"[Rr]ank {last}\b"
+
+
+def _everywhere(what: str, happens: str, says: str) -> list[Drill]:
+    return [
+        Drill(f"{what}-{where}", f"{happens} {place}", (Happens(what, where),), says)
+        for where, place in _PLACES.items()
+        if where != "update" or what == "killed"
+    ]
+
+
+def _once(what: str, where: Where, title: str, says: str, **more: Any) -> Drill:
+    return Drill(f"{what.replace('_', '-')}-{where}", title, (Happens(what, where),), says, **more)
+
+
+DRILLS: tuple[Drill, ...] = (
+    *_everywhere("killed", "a rank is killed (SIGKILL)", _KILLED),
+    *_everywhere("exception", "a rank raises an error", _RAISED),
+    _once("exits", "forward", "a rank exits without a word", r"exit code 7"),
+    _once("out_of_memory", "forward", "a rank runs out of memory", r"(out of memory|can't allocate memory|alloc)"),
+    _once("stopped", "forward", "a rank is stopped (SIGSTOP) in the forward pass", _HANG),
+    _once("stopped", "data", "a rank is stopped (SIGSTOP) while it waits for data", _HANG),
+    _once("hangs", "data", "a rank hangs while it waits for data", _HANG),
+    _once("hangs", "backward", "a rank hangs while the others wait in a collective", _HANG),
+    _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _HANG),
+    _once("other_collective", "evaluate", "a rank calls a collective that the others do not", _HANG),
+    _once("not_a_number", "backward", "a rank's gradient is NaN", r"(?i)nan|not finite|non-finite", recovery="skip"),
+    _once("disk_full", "save", "the disk of a rank is full in a save", r"(File too large|No space left)"),
+    _once(
+        "worker_killed",
+        "data",
+        "a data worker of a rank is killed",
+        r"(?i)worker",
+        settings=(("data.workers", 1),),
+    ),
+    Drill("launcher-killed", "the launcher is killed (SIGKILL)", recovery="rerun", to_launcher=True),
+    Drill(
+        "two-in-a-row",
+        "a rank is killed, and after the restart it raises an error",
+        (Happens("killed", "forward"), Happens("exception", "backward", after=STEP + 2)),
+        _RAISED,
+    ),
+    Drill(
+        "during-the-restart",
+        "a rank is killed, and again while it restarts",
+        (Happens("killed", "forward"), Happens("killed", "start")),
+        _KILLED,
+    ),
+)
+"""Each happens to the last rank, which holds no part of the run that the others lack."""
+
+
+def chosen(names: str | None) -> tuple[Drill, ...]:
+    """The drills that a comma-separated list names, or all."""
+    from fullshard.config.part import did_you_mean
+    from fullshard.errors import RecipeError
+
+    known = {drill.name: drill for drill in DRILLS}
+    asked = [name.strip() for name in names.split(",") if name.strip()] if names is not None else list(known)
+    for name in asked:
+        if name not in known:
+            raise RecipeError(f"There is no fault drill {name!r}.{did_you_mean(name, known)} All: {', '.join(known)}.")
+    return tuple(known[name] for name in asked)
