@@ -23,10 +23,10 @@ from fullshard.commands.group import Commands
 from fullshard.commands.verify import verify
 from fullshard.dialects import import_files
 from fullshard.dialects.command_line import option_names
+from fullshard.drills.command import prove
 from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
 from fullshard.generate.command import generate
-from fullshard.prove.command import prove
 from fullshard.submit.command import submit
 
 app = typer.Typer(

@@ -1,5 +1,5 @@
-"""Runs a fault drill: starts `fullshard train`, lets the fault happen, waits for the recovery, and compares the run with
-the one that nobody broke.
+"""Runs a fault drill: starts `fullshard train`, lets the fault happen, waits for the recovery, and compares the run
+with the one that nobody broke.
 
 Must not know how the outcome is shown.
 """
@@ -57,7 +57,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Yard:
+class Drills:
     """Where drills are run: the shrunk recipe, and the run that nobody breaks."""
 
     recipe: Recipe

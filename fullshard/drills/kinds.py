@@ -11,7 +11,8 @@ from typing import Any, Literal
 from fullshard.drills.fault import Where
 
 Recovery = Literal["restart", "rerun", "skip"]
-"""By the launcher; by running the same command again; by leaving out one update."""
+"""By the launcher; by running the same command again, as after a save that failed: a restart would not help; by leaving
+out one update."""
 TIMEOUT_S = 30.0
 """After which a rank that waits for another gives up. The ranks of a drill start within a fraction of it."""
 STEP, STEPS, SAVE_EVERY = 3, 6, 2
@@ -53,14 +54,20 @@ _PLACES: dict[Where, str] = {
 }
 _KILLED = r"[Rr]ank {last}\b.*(killed|SIGKILL)"
 _RAISED = r"DrillError: This error is part of a fault drill"
+_FULL = r"(File too large|No space left)"
 _HANG = r"[Rr]ank {last}\b"
 
 
-def _everywhere(what: str, happens: str, says: str) -> list[Drill]:
+def _everywhere(what: str, happens: str, says: str, *, in_save: Recovery = "restart") -> list[Drill]:
     return [
-        Drill(f"{what}-{where}", f"{happens} {place}", (Happens(what, where),), says)
+        Drill(
+            f"{what}-{where}",
+            f"{happens} {place}",
+            (Happens(what, where),),
+            says,
+            in_save if where == "save" else "restart",
+        )
         for where, place in _PLACES.items()
-        if where != "update" or what == "killed"
     ]
 
 
@@ -70,7 +77,7 @@ def _once(what: str, where: Where, title: str, says: str, **more: Any) -> Drill:
 
 DRILLS: tuple[Drill, ...] = (
     *_everywhere("killed", "a rank is killed (SIGKILL)", _KILLED),
-    *_everywhere("exception", "a rank raises an error", _RAISED),
+    *_everywhere("exception", "a rank raises an error", _RAISED, in_save="rerun"),
     _once("exits", "forward", "a rank exits without a word", r"exit code 7"),
     _once("out_of_memory", "forward", "a rank runs out of memory", r"(out of memory|can't allocate memory|alloc)"),
     _once("stopped", "forward", "a rank is stopped (SIGSTOP) in the forward pass", _HANG),
@@ -80,7 +87,7 @@ DRILLS: tuple[Drill, ...] = (
     _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _HANG),
     _once("other_collective", "evaluate", "a rank calls a collective that the others do not", _HANG),
     _once("not_a_number", "backward", "a rank's gradient is NaN", r"(?i)nan|not finite|non-finite", recovery="skip"),
-    _once("disk_full", "save", "the disk of a rank is full in a save", r"(File too large|No space left)"),
+    _once("disk_full", "save", "the disk is full in a save of a rank", _FULL, recovery="rerun"),
     _once(
         "worker_killed",
         "data",
@@ -114,5 +121,7 @@ def chosen(names: str | None) -> tuple[Drill, ...]:
     asked = [name.strip() for name in names.split(",") if name.strip()] if names is not None else list(known)
     for name in asked:
         if name not in known:
-            raise RecipeError(f"There is no fault drill {name!r}.{did_you_mean(name, known)} All: {', '.join(known)}.")
+            raise RecipeError(
+                f"--cases {names}: {name!r} is not a fault{did_you_mean(name, known)}: {', '.join(known)}."
+            )
     return tuple(known[name] for name in asked)

@@ -1,4 +1,4 @@
-"""`fullshard prove`: prepares the inputs, plans the runs, runs them in a temporary folder, and reports the outcome.
+"""Behind `fullshard prove`: prepares the inputs, plans the runs, makes them in a temporary folder, and reports on them.
 
 Must not import torch before it is called, nor know how a run is made or compared.
 """
@@ -13,16 +13,14 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from fullshard.commands import recipe_arguments as options
 from fullshard.commands.options import json_alone
 from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, EXIT_USER, SetupError
 from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
+    from fullshard.commands.recipe_arguments import RecipeArguments
     from fullshard.contracts.launcher import Ranks, Topology
     from fullshard.prove.cases import Place
     from fullshard.recipe import Recipe
@@ -30,44 +28,17 @@ if TYPE_CHECKING:
     from fullshard.setup.inputs import RunInputs
 
 
-@options.takes_recipe(without=options.NODES)
-def prove(
-    asked: options.RecipeArguments,
-    cases: Annotated[str | None, typer.Option(metavar="LIST", help="Only some of resume,world,split,strategy.")] = None,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs, and say where they are.")] = False,
-    as_json: options.AsJson = False,
-    as_rank: Annotated[bool, typer.Option("--as-rank", hidden=True)] = False,
-) -> None:
-    """Prove that RECIPE resumes exactly, in a few short runs of it.
-
-    Runs the recipe for six steps: straight; killed (SIGKILL), resumed, killed again and resumed again; with other
-    micro-batches; on another number of ranks; with another sharding strategy. Compares the samples, losses and gradient
-    norms of every step, and the weights at the end: bit by bit after a resume, within rounding in the others. Names the
-    first step and the tensor that differ. Needs disk space for a few checkpoints, and frees it afterwards.
-
-    Exit codes: 0 no drift; 2 a mistake in the recipe, the data or the setup; 3 drift.
-    """
-    if as_rank:
-        raise typer.Exit(_run_one(Path(asked.recipe)))
-    with json_alone(as_json):
-        reading = asked.read()
-    _refuse_launcher(asked.launch().launcher)
-    raise typer.Exit(_prove(asked, reading, _own_ranks(reading.recipe.topology), cases, keep=keep, as_json=as_json))
-
-
-def _prove(
-    asked: options.RecipeArguments, reading: Reading, ranks: Ranks, chosen: str | None, *, keep: bool, as_json: bool
-) -> int:
+def run_proofs(asked: RecipeArguments, reading: Reading, chosen: str | None, *, keep: bool, as_json: bool) -> int:
     """Proves a recipe; returns the exit code: 0 no drift, 3 drift, 2 if a run failed."""
     from fullshard.prove import cases, proof
     from fullshard.prove.report import Report
     from fullshard.prove.runs import Runs, start_ranks
 
-    names, report = cases.check_names(chosen), Report(as_json=as_json)
+    names, ranks, report = cases.check_names(chosen), own_ranks(reading.recipe.topology), Report(as_json=as_json)
     with json_alone(as_json), report.working("Reading the data and building the model ..."):
-        inputs = _inputs(reading.recipe, ranks)
-        place = _place(reading.recipe, ranks, inputs)
-    with _folder(reading.recipe, keep=keep) as folder:
+        inputs = inputs_of(reading.recipe, ranks)
+        place = place_of(reading.recipe, ranks, inputs)
+    with folder_for(reading.recipe, keep=keep) as folder:
         with json_alone(as_json):
             plan = cases.plan(reading.recipe, replace(place, folder=folder), inputs, cases=names)
         each = counted(plan.samples_per_step, inputs.plan.noun)
@@ -81,7 +52,7 @@ def _prove(
     return EXIT_NUMERICAL if "DRIFT" in words else EXIT_USER if "not run" in words else EXIT_DONE
 
 
-def _refuse_launcher(launcher: str) -> None:
+def refuse_launcher(launcher: str) -> None:
     """Refuses to run under a launcher: the runs need ranks that can be killed and restarted."""
     if launcher != "none":
         raise SetupError(
@@ -90,14 +61,14 @@ def _refuse_launcher(launcher: str) -> None:
         )
 
 
-def _own_ranks(topology: Topology) -> Ranks:
+def own_ranks(topology: Topology) -> Ranks:
     """The recipe's ranks on this machine; proofs run on one node."""
     from fullshard.setup.on_ranks import ranks_of
 
     return ranks_of(topology.model_copy(update={"nodes": 1}))
 
 
-def _inputs(recipe: Recipe, ranks: Ranks) -> RunInputs:
+def inputs_of(recipe: Recipe, ranks: Ranks) -> RunInputs:
     """The data and the empty model: errors in them show before any rank starts, and the ranks find the cache."""
     from fullshard.log import libraries
     from fullshard.log.console import Console
@@ -108,7 +79,7 @@ def _inputs(recipe: Recipe, ranks: Ranks) -> RunInputs:
         return prepare_inputs(recipe, world_size=ranks.per_node * recipe.topology.nodes, console=console)
 
 
-def _place(recipe: Recipe, ranks: Ranks, inputs: RunInputs) -> Place:
+def place_of(recipe: Recipe, ranks: Ranks, inputs: RunInputs) -> Place:
     import torch
 
     from fullshard.contracts.world import World
@@ -132,7 +103,7 @@ def _place(recipe: Recipe, ranks: Ranks, inputs: RunInputs) -> Place:
 
 
 @contextlib.contextmanager
-def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
+def folder_for(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
     """A folder for the runs, on the disk of the real one; removed at the end, with parents that it created."""
     output = Path(tempfile.gettempdir()) if "://" in str(recipe.output) else recipe.output.absolute()
     made = [path for path in (output, *output.parents) if not path.exists()]
@@ -154,7 +125,7 @@ def _folder(recipe: Recipe, *, keep: bool) -> Iterator[Path]:
                     path.rmdir()
 
 
-def _run_one(folder: Path) -> int:
+def run_one(folder: Path) -> int:
     """Runs the recipe in the folder as one rank; returns its exit code."""
     _redirect_output(folder / f"rank-{os.environ.get('RANK', '0')}.txt")
     import torch

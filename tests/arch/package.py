@@ -40,6 +40,8 @@ SERVING = (
     "submit",
     "faults",
     "autopsy",
+    # Faults that happen on purpose.
+    "drills",
 )
 """What is not the engine. Everything else in the package is."""
 

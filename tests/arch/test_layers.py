@@ -50,6 +50,7 @@ LAYERS = [
     "check",
     "run",
     "prove",
+    "drills",
     "submit",
     "own_loop",
     "families",
