@@ -18,7 +18,8 @@ from upath.implementations.cloud import CloudPath
 from upath.registry import register_implementation
 
 REFUSING = "REFUSES"
-"""A file of this name makes the store refuse every object whose name holds the text in it."""
+"""A file of this name makes the store refuse every object whose name holds the text in it; so many times if a number
+follows in a second line."""
 
 
 class LibraryError(Exception):
@@ -91,7 +92,14 @@ class Bucket(AbstractFileSystem):
 
     def _may(self, path: str) -> None:
         refusing = self._file(path).with_name(REFUSING)
-        if refusing.exists() and refusing.read_text() in path:
+        if not refusing.exists():
+            return
+        name, _, times = refusing.read_text().partition("\n")
+        if name in path and times != "0":
+            if times:  # another process may be reading it
+                less = refusing.with_name(f"{REFUSING}.{os.getpid()}.part")
+                less.write_text(f"{name}\n{int(times) - 1}")
+                os.replace(less, refusing)
             raise LibraryError(f"503 SlowDown for {path.rpartition('/')[2]}")
 
 

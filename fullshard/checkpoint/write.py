@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ from fullshard.dist.agreement import all_or_fail
 from fullshard.dist.gather import gather_to_main, scatter_from_main
 from fullshard.dist.values import local, slices
 from fullshard.errors import CheckpointError
+from fullshard.faults.patience import patiently
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Target:
     keep: int | None
     sharded: Sharded | None
     """None for the `full` format."""
+    patience_s: float = 0.0
+    """How long to wait for a remote store that fails."""
+    warn: Callable[[str], None] = print
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,13 @@ class Written:
 
 
 def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
-    """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, deletes old ones. A failure is fatal."""
+    """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, deletes old ones. A failure is fatal, but for
+    a store that comes back."""
+    wait_s = target.patience_s if paths.is_remote(target.run) else 0.0
+    return patiently(lambda: _write(snapshot, target, group=group), for_s=wait_s, say=target.warn)
+
+
+def _write(snapshot: Snapshot, target: Target, *, group: Any) -> Written:
     begun, main = time.monotonic(), _is_main()
     hidden = files.unfinished(target.run, snapshot.step)
     with all_or_fail(f"{hidden} cannot be created", group=group):

@@ -71,10 +71,11 @@ def _saver(
             "quantised slice by slice. Use checkpoint.format: sharded, or optimizer.kind: adamw."
         )
     # A GPU's host has more cores than the one that feeds it.
-    sharded = Sharded(threads=4 if world.device.type == "cuda" else 1)
+    sharded = None if full else Sharded(threads=4 if world.device.type == "cuda" else 1)
+    patience_s = recipe.topology.timeout_s / 10
     return Saver(
         folder=recipe.folder,
-        target=Target(recipe.checkpoints, recipe.checkpoint.keep, None if full else sharded),
+        target=Target(recipe.checkpoints, recipe.checkpoint.keep, sharded, patience_s, console.warn),
         export_best=recipe.checkpoint.export == "best",
         model=learner.model,
         optimizer=learner.optimizer,

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fullshard.checkpoint import folder as files
+from fullshard.checkpoint import integrity
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.log.metrics import FILE, read
 from tests import bucket, small
@@ -164,6 +165,7 @@ def test_a_store_that_fails_in_the_middle_stops_every_rank_with_the_reason(
     place = folder / f"refusing-{name}"
     saving = {"store": bucket.url(place), "every_steps": 2, "asynchronous": background, "at_end": False}
     chosen = settings(folder, f"refused-{name}", duration={"steps": 1000}, checkpoint=saving)
+    chosen["topology"] |= {"timeout_s": 9.0}  # the store is given up after a tenth of it
     (place / bucket.REFUSING).write_text(f"checkpoint-4/{name}")
     ends = ranks.run(outcome, chosen, world=2)
     assert [kind for kind, _ in ends] == ["CheckpointError"] * 2, ends
@@ -176,6 +178,23 @@ def test_a_store_that_fails_in_the_middle_stops_every_rank_with_the_reason(
     assert ranks.run(outcome, chosen | {"duration": {"steps": 4}}, world=2) == [("stopped", "done")] * 2
     assert f"Resuming from {left}" in (folder / "runs" / chosen["name"] / "log.txt").read_text()
     assert [path.name for path in files.published(store(chosen))] == ["checkpoint-2", "checkpoint-4"]
+
+
+@pytest.mark.parametrize(("background", "name"), [(False, "__1_0.distcp"), (True, "manifest.json")])
+def test_a_store_that_is_gone_for_a_while_delays_a_save_and_loses_nothing(
+    ranks: RankPool, folder: Path, background: bool, name: str
+) -> None:
+    place = folder / f"back-{name}"
+    saving = {"store": bucket.url(place), "every_steps": 2, "asynchronous": background, "at_end": False}
+    chosen = settings(folder, f"back-{name}", duration={"steps": 6}, checkpoint=saving)
+    (place / bucket.REFUSING).write_text(f"checkpoint-4/{name}\n2")
+    assert ranks.run(outcome, chosen, world=2) == [("stopped", "done")] * 2
+    said = " ".join((folder / "runs" / chosen["name"] / "log.txt").read_text().split())
+    assert f"LibraryError: 503 SlowDown for {name}" in said
+    assert "Trying again in 1 s." in said
+    assert "Trying again in 2 s." in said
+    assert [path.name for path in files.published(store(chosen))] == [f"checkpoint-{step}" for step in (2, 4, 6)]
+    assert not [line for path in files.published(store(chosen)) for line in integrity.problems(path)]
 
 
 def test_local_checkpoints_beside_an_empty_store_are_an_error(ranks: RankPool, folder: Path) -> None:
