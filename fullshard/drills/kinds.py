@@ -38,6 +38,8 @@ class Drill:
     says: str = ""
     """A pattern that the run's output must match: the explanation."""
     recovery: Recovery = "restart"
+    waits: bool = False
+    """Nothing ends by itself: the other ranks wait for the timeout."""
     to_launcher: bool = False
     """The launcher itself is killed, from outside."""
     settings: tuple[tuple[str, Any], ...] = ()
@@ -80,12 +82,12 @@ DRILLS: tuple[Drill, ...] = (
     *_everywhere("exception", "a rank raises an error", _RAISED, in_save="rerun"),
     _once("exits", "forward", "a rank exits without a word", r"exit code 7"),
     _once("out_of_memory", "forward", "a rank runs out of memory", r"(out of memory|can't allocate memory|alloc)"),
-    _once("stopped", "forward", "a rank is stopped (SIGSTOP) in the forward pass", _HANG),
-    _once("stopped", "data", "a rank is stopped (SIGSTOP) while it waits for data", _HANG),
-    _once("hangs", "data", "a rank hangs while it waits for data", _HANG),
-    _once("hangs", "backward", "a rank hangs while the others wait in a collective", _HANG),
-    _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _HANG),
-    _once("other_collective", "evaluate", "a rank calls a collective that the others do not", _HANG),
+    _once("stopped", "forward", "a rank is stopped (SIGSTOP) in the forward pass", _HANG, waits=True),
+    _once("stopped", "data", "a rank is stopped (SIGSTOP) while it waits for data", _HANG, waits=True),
+    _once("hangs", "data", "a rank hangs while it waits for data", _HANG, waits=True),
+    _once("hangs", "backward", "a rank hangs while the others wait in a collective", _HANG, waits=True),
+    _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _HANG, waits=True),
+    _once("other_collective", "evaluate", "a rank calls a collective that the others do not", _HANG, waits=True),
     _once("not_a_number", "backward", "a rank's gradient is NaN", r"(?i)nan|not finite|non-finite", recovery="skip"),
     _once("disk_full", "save", "the disk is full in a save of a rank", _FULL, recovery="rerun"),
     _once(

@@ -1,0 +1,69 @@
+"""Writes the table of docs/faults.md from the drills and the other tests of faults: python -m tests.drills.page"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fullshard.drills.kinds import DRILLS, Drill
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "faults.md"
+HEAD = """\
+# Faults
+
+A long run will meet a fault: a rank is killed, a disk is full, a data source hangs. A run of fullshard explains it in
+words, ends without leaving processes behind, and goes on from its last checkpoint: by itself with
+`topology.restarts: N` ([restarts](restarts.md)), or when you run the same command again.
+
+Try it with your own recipe, on the machine where it will train:
+
+```bash
+fullshard prove quickstart --faults --cases killed-forward,exception-data
+```
+
+Without `--cases` it runs the whole list, which takes a quarter of an hour for a small model. Each fault happens in a
+run of six steps, in the step after the third. The run must explain the fault, lose no more than the steps since its
+last checkpoint, leave no process behind, and end with the losses and weights of a run without faults, bit by bit.
+
+## The list
+
+Every row is a test that runs on two CPU ranks over gloo. The page is made from the tests by
+`python -m tests.drills.page`.
+
+| fault | name | how the run goes on |
+|---|---|---|
+"""
+TAIL = """
+NCCL between several GPUs was not tried: the tests run over gloo, on the CPU.
+"""
+ELSEWHERE = {
+    "a store of checkpoints is gone for a while": (
+        "tests/dist/test_remote.py::test_a_store_that_is_gone_for_a_while_delays_a_save_and_loses_nothing",
+        "the save is tried again",
+    ),
+    "a store of checkpoints is gone for good": (
+        "tests/dist/test_remote.py::test_a_store_that_fails_in_the_middle_stops_every_rank_with_the_reason",
+        "the run stops; run again",
+    ),
+}
+"""Faults that no drill makes: their tests, and how the run goes on."""
+HOW = {
+    "restart": "restarted by the launcher",
+    "rerun": "run the command again",
+    "skip": "goes on without that update",
+}
+
+
+def page() -> str:
+    """The whole page."""
+    rows = [_row(drill) for drill in DRILLS]
+    rows += [f"| {title} | `{test.rpartition('::')[2]}` | {how} |" for title, (test, how) in ELSEWHERE.items()]
+    return HEAD + "\n".join(rows) + "\n" + TAIL
+
+
+def _row(drill: Drill) -> str:
+    return f"| {drill.title} | `{drill.name}` | {HOW[drill.recovery]} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

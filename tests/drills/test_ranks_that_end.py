@@ -1,0 +1,33 @@
+"""Every drill in which a rank ends, or the launcher: each explained, recovered, and equal to the run without faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fullshard.drills.drill import Drills
+from fullshard.drills.kinds import DRILLS, Drill
+from tests.drills.broken_runs import prepared
+
+pytestmark = pytest.mark.slow  # each drill starts ranks twice
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Drills:
+    return prepared(tmp_path_factory.mktemp("ended"))
+
+
+@pytest.mark.parametrize("drill", [drill for drill in DRILLS if not drill.waits], ids=lambda drill: drill.name)
+def test_a_run_recovers(drill: Drill, runs: Drills) -> None:
+    outcome = runs.run(drill)
+    assert outcome.problem is None, runs.output(drill.name)
+
+
+def test_a_drill_whose_run_differs_is_a_failure(runs: Drills, tmp_path: Path) -> None:
+    """The judge itself: a run with another seed recovers, and is not equal."""
+    other = runs.recipe.model_copy(update={"seed": runs.recipe.seed + 1})
+    (tmp_path / "straight").symlink_to(runs.folder / "straight")
+    outcome = Drills(other, tmp_path, runs.world).run(DRILLS[0])
+    assert outcome.problem is not None
+    assert "step 1" in outcome.problem
