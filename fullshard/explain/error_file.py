@@ -29,12 +29,17 @@ class LastWords:
 
 
 def hand_over(message: str, *, traceback: str = "", **more: str | None) -> bool:
-    """Leaves a message for the launcher; False when nobody reads it."""
+    """Leaves a message for the launcher; False when nobody reads it, or the disk is full."""
     file = os.environ.get(_FILE)
     if not file:
         return False
     extra = {"py_callstack": traceback, "timestamp": str(int(time.time())), **more}
-    Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+    whole = Path(f"{file}.new")  # half a file would end the launcher with a traceback
+    try:
+        whole.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
+        os.replace(whole, file)
+    except OSError:
+        return False
     return True
 
 
