@@ -1,6 +1,6 @@
 """The ranks of a run: started already by torchrun, accelerate launch or SLURM, or still to be started.
 
-The variables of these launchers are read here; SLURM's lists too, because most containers lack scontrol. Must not
+The variables of these launchers are read here, without scontrol, which most containers lack. Must not
 import torch (the caller counts the GPUs), and must not know models or data.
 """
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fullshard.contracts.launcher import Ranks, Topology
+from fullshard.dialects.slurm_lists import expand_hosts, tasks_per_node
 from fullshard.errors import SetupError
 from fullshard.formatting.plural import counted
 from fullshard.launch.addresses import is_local, probe_port, resolve_host, split_address
@@ -121,28 +122,6 @@ def _slurm_launch(environ: Mapping[str, str]) -> Launch:
         # Every task computes the same port, below the range from which systems pick free ports.
         master_port=_whole(environ, "MASTER_PORT") or 10_000 + (31 * job + step) % 20_000,
     )
-
-
-def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of a SLURM node list: `node[01-03,07],login1`."""
-    hosts: list[str] = []
-    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist):
-        names = [""]
-        for text, ranges in re.findall(r"([^\[]+)|\[([^\]]*)\]", entry):
-            ends = [text] if text else [number for part in ranges.split(",") for number in _numbers(part)]
-            names = [name + end for name in names for end in ends]
-        hosts.extend(names)
-    return hosts
-
-
-def _numbers(part: str) -> list[str]:
-    first, _, last = part.partition("-")
-    return [str(n).zfill(len(first)) for n in range(int(first), int(last) + 1)] if last else [first]
-
-
-def tasks_per_node(text: str) -> list[int]:
-    """SLURM's `8(x2),4` as 8, 8, 4."""
-    return [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
 
 
 def _whole(environ: Mapping[str, str], name: str) -> int | None:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from fullshard.contracts.launcher import Topology
-from fullshard.dist.env import Launch, detect, expand_hosts, export, ranks_for, tasks_per_node
+from fullshard.dialects.slurm_lists import expand_hosts, tasks_per_node
+from fullshard.dist.env import Launch, detect, export, ranks_for
 from fullshard.errors import SetupError
 from fullshard.proofs.launch import check_launch as check
 
