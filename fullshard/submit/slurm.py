@@ -123,7 +123,9 @@ class Slurm(Engine):
             self._check_min_nodes(request, self.min_nodes)
         found = [] if any(option.startswith("--job-name") for option in given) else [f"--job-name={recipe.name}"]
         found.append(f"--nodes={nodes}" if self.min_nodes in (None, nodes) else f"--nodes={self.min_nodes}-{nodes}")
-        found.append(f"--ntasks-per-node={self._per_node(request) or 1}")
+        if per_node := self._per_node(request):
+            # For one task on each node it is left out: Slurm would no longer let the number of nodes change.
+            found.append(f"--ntasks-per-node={per_node}")
         return [*found, *([f"--time={self.time}"] if self.time else []), *given]
 
     def _check_min_nodes(self, request: Request, least: int) -> None:

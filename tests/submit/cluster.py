@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "srun")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "srun", "setpriv")
 _PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 CONF = """\
@@ -104,15 +104,19 @@ class Cluster:
         return self.job(number)
 
     def stop(self) -> None:
+        """Ends the jobs, then the programs."""
+        words = ["timeout", "10", "scancel", "--full", "--signal=KILL", "--user", _user()]
+        subprocess.run(words, capture_output=True, env=self.environ, check=False)
         self._started.close()
 
     def _run(self, *words: str) -> None:
         log = self._started.enter_context((self.folder / f"{words[0]}.out").open("ab"))
-        process = subprocess.Popen(words, env=self.environ, stdout=log, stderr=log, start_new_session=True)
+        command = ["setpriv", "--pdeathsig", "TERM", *words]  # ends with us, even if we are killed
+        process = subprocess.Popen(command, env=self.environ, stdout=log, stderr=log, start_new_session=True)
         self._started.callback(_end, process)
 
     def _idle(self) -> int:
-        words = ["timeout", "10", "sinfo", "--noheader", "--Node", "--format=%t"]
+        words = ["timeout", "10", "sinfo", "--noheader", "--partition=main", "--Node", "--format=%t"]
         done = subprocess.run(words, capture_output=True, text=True, env=self.environ, check=False)
         return done.stdout.split().count("idle")
 

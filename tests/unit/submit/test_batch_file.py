@@ -15,7 +15,7 @@ from fullshard.submit.batch_file import BatchFile
 from fullshard.submit.engine import Request
 
 HERE = Path(__file__).parent
-DIRECTIVES = ("--job-name=my-model", "--nodes=4", "--ntasks-per-node=1", "--time=4:00:00", "--comment=a b")
+DIRECTIVES = ("--job-name=my-model", "--nodes=4", "--time=4:00:00", "--comment=a b")
 
 
 def batch_file(folder: Path, **changes: Any) -> BatchFile:

@@ -90,8 +90,8 @@ def test_a_dry_run_prints_the_file_and_writes_nothing() -> None:
 
 def test_options_of_sbatch_go_on_as_they_are() -> None:
     found = directives("--partition", "gpu", "--gres=gpu:8", "--exclusive", "--cpus_per_task", "4", "--gpus", "16")
-    assert found[3:8] == ["--partition=gpu", "--gres=gpu:8", "--exclusive", "--cpus-per-task=4", "--gpus=16"]
-    assert directives("--sbatch=--x11", "--sbatch", "#SBATCH --array=1-4%1")[3:5] == ["--x11", "--array=1-4%1"]
+    assert found[2:7] == ["--partition=gpu", "--gres=gpu:8", "--exclusive", "--cpus-per-task=4", "--gpus=16"]
+    assert directives("--sbatch=--x11", "--sbatch", "#SBATCH --array=1-4%1")[2:4] == ["--x11", "--array=1-4%1"]
     assert "--job-name=mine" in (named := directives("--job-name", "mine"))
     assert "--job-name=my-model" not in named
 
@@ -181,6 +181,22 @@ def test_one_job_trains_all_stages_or_one() -> None:
         assert done.exit_code == 0, done.output
         assert done.stdout.count("#!/bin/bash") == 1
         assert ("--stage reasoning" in done.stdout) == ("--stage" in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        (("llm", "--fsdp-config", "single_node_fsdp", "--devices", "8"), 1),
+        (("llm", "--fsdp-config", "multi_node_fsdp", "--num-nodes", "4", "--devices", "8"), 4),
+        (("llm", "--fsdp-config", "large_scale_fsdp", "--num-nodes", "8", "--devices", "8"), 8),
+        (("staged", "--stage", "stage2", "--fsdp-config", "multi_node_fsdp", "--devices", "8"), 4),
+    ],
+)
+def test_presets_and_stages_by_the_flags_of_other_scripts(words: tuple[str, ...], nodes: int) -> None:
+    options = ("--on", "slurm", "--tasks", "rank", "--no-check", "--dry-run")
+    done = CliRunner().invoke(app, ["submit", *words, *options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=8\n" in done.stdout
 
 
 def test_help_lists_every_option_of_the_engine() -> None:
