@@ -9,6 +9,8 @@ from pathlib import Path
 
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
+from fullshard.dist import reduce
+from fullshard.faults.parts import stragglers, watch
 from fullshard.log.report import Report
 from fullshard.loop import Parts
 from fullshard.recipe import Recipe
@@ -27,7 +29,7 @@ def build(
     workers = num_workers(recipe, world)
     train, held_out = loaders(recipe, inputs, world, workers=workers)
     proofs = proven(recipe, model, train, world, learner.aux)
-    quantities = inputs.data.quantities
+    quantities, ids = inputs.data.quantities, recipe.log.sample_ids
     report.measure(progress, flops=model.flops, quantities=quantities, workers=workers)
     parts = Parts(
         learner=learner,
@@ -40,8 +42,9 @@ def build(
         saves=saves,
         report=report,
         log_every=recipe.log.every_steps,
-        log_sample_ids=recipe.log.sample_ids,
         progress=progress,
+        watch=watch(recipe.guard, learner.guard, saves, progress, recipe.folder, sample_ids=ids, collectives=reduce),
+        stragglers=stragglers(learner.optimizer, world, report, reduce),
         rank=world.rank,
         seed=recipe.seed,
         folder=recipe.folder,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from fullshard.control.best import BestRule
 from fullshard.control.saves import Saves
 from fullshard.control.triggers import Due
 from fullshard.dist import reduce
-from fullshard.errors import NumericalError
+from fullshard.faults.stragglers import Stragglers
+from fullshard.faults.watch import Watch
 from fullshard.log.report import Report
 from fullshard.step import Learner, StepResult, refuse_logged, seed_everything, train_step
 
@@ -48,17 +49,19 @@ class Parts:
     lr: float
     lr_factor: Callable[[int, int], float]
     """The schedule: the factor of the learning rate at a step, of all steps."""
-    windows: Callable[[int], Iterator[Any]]
-    """The micro-batches of each step, from a step on."""
+    windows: Callable[[int, Collection[int]], Iterator[Any]]
+    """The micro-batches of each step, from a step on, without windows that are left out."""
     steps_per_epoch: int
     total_steps: int
     validation: Validation
     saves: Saves
     report: Report
     log_every: int
-    log_sample_ids: bool
     progress: Progress
     """How far the run is; a checkpoint keeps it."""
+    watch: Watch
+    """What to do about steps with NaN, Inf or a loss spike."""
+    stragglers: Stragglers
     rank: int
     seed: int
     folder: Path
@@ -86,21 +89,28 @@ class State:
 def fit(parts: Parts, *, stop_asked: Callable[[], bool]) -> Result:
     """Trains until the last step, the end of patience, or until some rank is asked to stop."""
     progress, saves, state = parts.progress, parts.saves, State(stop_asked, parts.progress.step)
-    parts.report.console.run_begin(parts.total_steps, done=progress.step)
-    windows = parts.windows(progress.step)
     saves.begin(progress.step)
     if parts.validation.due.at_start and progress.step == 0:
         _judge(parts, state, _evaluate(parts, state))
-    stopped = "done" if progress.settled else _settle(parts, state)
-    while progress.step < parts.total_steps and stopped == "done":
-        stopped = _epoch(parts, state, windows)
-        progress.seconds = parts.report.meters.seconds
+    stopped = parts.watch.until_done(lambda: _epochs(parts, state))
     if saves.step != progress.step and (saves.at_end or stopped == "signal"):
         _save(parts, state)
     saves.settle()
     if progress.finished:
         _at_end(parts, state, progress.seconds)
     return progress.result(parts.folder, validation=state.numbers, stopped=stopped)
+
+
+def _epochs(parts: Parts, state: State) -> str:
+    """Trains from where progress is; returns why it ended."""
+    progress, windows = parts.progress, parts.windows(parts.progress.step, parts.watch.left_out)
+    parts.report.console.run_begin(parts.total_steps, done=progress.step)
+    state.pending.clear()
+    stopped = "done" if progress.settled else _settle(parts, state)
+    while progress.step < parts.total_steps and stopped == "done":
+        stopped = _epoch(parts, state, windows)
+        progress.seconds = parts.report.meters.seconds
+    return stopped
 
 
 def _epoch(parts: Parts, state: State, windows: Iterator[Any]) -> str:
@@ -129,7 +139,7 @@ def _step(parts: Parts, state: State, windows: Iterator[Any]) -> None:
     progress, saves = parts.progress, parts.saves
     with parts.report.phase("data", progress.step):
         window = next(windows)
-    with parts.report.phase("compute"):
+    with parts.stragglers.step(), parts.report.phase("compute"):
         seed_everything(parts.seed, progress.step, parts.rank)
         result = train_step(
             parts.learner,
@@ -147,13 +157,11 @@ def _step(parts: Parts, state: State, windows: Iterator[Any]) -> None:
     parts.report.meters.step(
         samples=window.num_samples, tokens=window.num_tokens, quantities=window.quantities, **window.numbers
     )
-    if parts.log_sample_ids:
-        ids = [i for part in reduce.gather_objects(window.sample_ids()) for i in part]
-        parts.report.event("samples", progress.step, sample_ids=ids)
-    if state.last is not None:
-        # The flags of the step before: reading this step's would make the host wait for the device.
-        state.stop, failed, overdue, near = (number > 0 for number in state.last.flags.read())
-        saves.follow(progress.step, failed=failed, overdue=overdue, near=near)
+    # The flags of the step before: reading this step's would make the host wait for the device.
+    with parts.stragglers.waiting():
+        state.stop, failed, overdue, near = parts.watch.heed()
+    saves.follow(progress.step, failed=failed, overdue=overdue, near=near)
+    parts.watch.trained(window, result)
     state.last = result
 
 
@@ -163,9 +171,12 @@ def _lr_factor(parts: Parts) -> float:
 
 def _flush(parts: Parts, state: State) -> float:
     """Adds the sums on the device, over all ranks, to those of progress; the host waits. Returns the unlogged loss."""
-    progress, names = parts.progress, sorted(state.pending)
+    progress, names, pairs = parts.progress, sorted(state.pending), []
     with parts.report.phase("compute"):
-        pairs = reduce.sum_over_ranks(torch.stack([state.pending[name] for name in names])).tolist() if names else []
+        parts.watch.heed()
+        if names:
+            rows = parts.stragglers.beside(torch.stack([state.pending[name] for name in names]))
+            pairs = parts.stragglers.compare(reduce.sum_over_ranks(rows).tolist(), step=progress.step)
     state.pending.clear()
     for name, (total, count) in zip(names, pairs, strict=True):
         for sums in (progress.epoch_sums, progress.unlogged):
@@ -183,6 +194,7 @@ def _log(parts: Parts, state: State) -> None:
     assert state.last is not None
     progress = parts.progress
     loss, grad_norm = _flush(parts, state), float(state.last.grad_norm)
+    loss = loss if progress.unlogged["loss"][1] else math.nan  # every step since the last line was left out
     averages = {name: _average(progress.unlogged, name) for name in progress.unlogged if name != "loss"}
     progress.unlogged = {}
     parts.report.log(
@@ -192,29 +204,12 @@ def _log(parts: Parts, state: State) -> None:
         lr=float(parts.learner.optimizer.param_groups[0]["lr"]),
         grad_norm=grad_norm,
         **averages,
-        **_scaling(parts),
+        **parts.watch.counts(parts.learner.scaler),
     )
-    _require_finite(parts, state, loss)
 
 
 def _epochs_done(parts: Parts) -> float:
     return round(parts.progress.step / parts.steps_per_epoch, 4)
-
-
-def _scaling(parts: Parts) -> dict[str, float]:
-    """Under fp16 the loss scale, and how many steps have overflowed so far."""
-    skipped, scaler = parts.progress.step - parts.progress.schedule_step, parts.learner.scaler
-    return {"loss_scale": scaler.get_scale(), "skipped_steps": skipped} if scaler else {}
-
-
-def _require_finite(parts: Parts, state: State, loss: float) -> None:
-    """Raises on NaN or Inf; called before every save, so that no checkpoint holds them."""
-    norm = 0.0 if state.last is None or state.last.skipped else float(state.last.grad_norm)
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise NumericalError(
-            f"At step {parts.progress.step} the loss is {loss} and the gradient norm {norm}; both must be finite. "
-            f"Lower optimizer.lr, lengthen schedule.warmup, or look at the last {parts.log_every} steps' samples."
-        )
 
 
 def _settle(parts: Parts, state: State) -> str:
@@ -241,7 +236,7 @@ def _after_step(parts: Parts, state: State) -> str:
 def _after_epoch(parts: Parts, state: State, epoch: int, steps: Steps, *, seconds: float) -> str:
     """What is due at the end of an epoch, or of a run that ends within one."""
     progress, due = parts.progress, parts.validation.due
-    _require_finite(parts, state, _flush(parts, state))
+    _flush(parts, state)
     train_loss = _average(progress.epoch_sums, "loss")
     ended = progress.step >= parts.total_steps
     numbers: dict[str, float] = {}
@@ -299,7 +294,8 @@ def _judge(parts: Parts, state: State, numbers: dict[str, float]) -> tuple[str, 
 
 
 def _save(parts: Parts, state: State, *, best: bool = False) -> None:
-    _require_finite(parts, state, _flush(parts, state))
+    _flush(parts, state)  # the guard sees every step first, so no checkpoint holds NaN or Inf
+    parts.watch.remember()
     parts.saves.save(parts.progress, best=best)
 
 
@@ -317,8 +313,5 @@ def _at_end(parts: Parts, state: State, seconds: float) -> None:
     rows = [("best", best.outcome(rule, progress)), ("model", exported), ("run folder", str(parts.folder))]
     if rule and (line := best.only_worse(rule, progress)):
         rows.insert(0, ("warning", line))
-    if skipped := _scaling(parts).get("skipped_steps"):
-        rows.insert(
-            1, ("skipped", f"{skipped:,} of {progress.step:,} steps overflowed in fp16 and did not update the weights")
-        )
+    rows[1:1] = parts.watch.summary()
     parts.report.console.finished(seconds, rows)

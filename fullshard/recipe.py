@@ -26,6 +26,7 @@ from fullshard.contracts.schedule import Schedule
 from fullshard.contracts.sink import Sink
 from fullshard.dialects.foreign_keys import NO_EFFECT, NoEffect
 from fullshard.dist.precision import check_word
+from fullshard.faults.guard import Guard
 
 Precision = Annotated[str, BeforeValidator(check_word)]
 
@@ -200,6 +201,8 @@ class Recipe(Section):
     """When and how the model is validated."""
     log: Log = Field(default_factory=Log)
     """What is logged during the run."""
+    guard: Guard = Field(default_factory=Guard)
+    """What to do about NaN, Inf and loss spikes."""
     start: Start | None = None
     """What the run takes over from an earlier one."""
     stages: list[Recipe] | None = None

@@ -168,19 +168,24 @@ def _writing(
         return
     recipe, place = reading.recipe, reading.place
     folder, name = recipe.folder, place.label if place else recipe.name
-    with contextlib.closing(Metrics(folder / FILE, step=progress.step)) as metrics:
-        opened = Sinks(recipe.log.sinks, folder, name=name, recipe=plain(recipe), warn=console.warn)
-        with contextlib.closing(opened) as sinks:
+    with contextlib.ExitStack() as opened:
 
-            def write(record: dict[str, Any]) -> None:
-                record = place.marked(record) if place else record
-                metrics.write(record)
-                sinks.write(record)
-                caller.write(record)
+        def open_at(step: int) -> list[Callable[[dict[str, Any]], None]]:
+            metrics = opened.enter_context(contextlib.closing(Metrics(folder / FILE, step=step)))
+            sinks = Sinks(recipe.log.sinks, folder, name=name, recipe=plain(recipe), warn=console.warn)
+            return [metrics.write, opened.enter_context(contextlib.closing(sinks)).write, caller.write]
 
-            for record in restarts.records(folder / FILE):
-                write({"step": progress.step, **record})
-            yield write
+        def write(record: dict[str, Any]) -> None:
+            if record.get("event") == "rollback":  # as for a run that resumes there: no curve doubles back
+                opened.close()
+                writers[:] = open_at(record["step"])
+            for each in writers:
+                each(place.marked(record) if place else record)
+
+        writers = open_at(progress.step)
+        for found in restarts.records(folder / FILE):
+            write({"step": progress.step, **found})
+        yield write
 
 
 @contextlib.contextmanager

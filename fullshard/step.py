@@ -19,14 +19,13 @@ from fullshard.dist import reduce
 from fullshard.dist.average import Average
 from fullshard.dist.gradients import clip_global_norm, not_finite, one_by_one
 from fullshard.dist.upload import to_device, upload
-from fullshard.errors import NumericalError, SetupError
+from fullshard.errors import SetupError
+from fullshard.faults.judge import SMALLEST_SCALE, Judge, Verdict, overflow, poisoned, update
 from fullshard.proofs.first_update import FirstUpdate
 
-SMALLEST_SCALE = 1.0
-"""A loss scale below this means that gradients overflow even without scaling."""
-
 LOGGED = {"kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "seconds", "time"}
-LOGGED |= {"data_wait", "mfu", "memory_gib", "host_memory_gib", "loss_scale", "skipped_steps", "stage", "total_step"}
+LOGGED |= {"data_wait", "mfu", "memory_gib", "host_memory_gib", "stage", "total_step"}
+LOGGED |= {"loss_scale", "skipped_steps", "rollbacks"}
 """Keys of a logged step. No term, metric or number of an evaluation may have one of these names."""
 
 
@@ -42,6 +41,7 @@ class Learner:
     clip: float | None
     first_update: FirstUpdate
     average: Average | None
+    guard: Judge
     device: torch.device
 
 
@@ -50,12 +50,14 @@ class StepResult:
     """The result of a step: tensors that are still on the device, so that the host does not wait."""
 
     sums: dict[str, torch.Tensor]
-    """(sum, count) of the loss and each metric over this rank's micro-batches."""
+    """(sum, count) of the loss and each metric over this rank's micro-batches; zeros if the guard left out the step."""
+    loss: torch.Tensor
+    """Of the step; the sum over ranks is the whole."""
     grad_norm: torch.Tensor
     skipped: bool
     """The scaler found an overflow and skipped the update."""
     flags: reduce.HostCopy
-    """How many ranks raised each flag; flags are summed with the counts, so they cost no extra collective."""
+    """How many ranks raised each flag, then the verdict. Flags are summed with the counts: no extra collective."""
 
 
 def train_step(
@@ -72,34 +74,38 @@ def train_step(
     model, optimizer, scaler, device = learner.model, learner.optimizer, learner.scaler, learner.device
     if not model.training:  # `train` visits every module
         model.train()
+    learner.guard.begin()
     counts = count_terms(learner.objective, batches)
     agreed = reduce.sum_over_ranks(upload(torch.tensor([float(n) for n in (*counts.values(), *flags)]), device))
-    totals, agreed_flags = agreed[: len(counts)].clamp(min=1.0), reduce.HostCopy(agreed[len(counts) :])
+    totals = agreed[: len(counts)].clamp(min=1.0)
     total = totals[0] if is_single(counts) else totals
     on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else lambda loss: loss
-    terms = learner.objective.backward(model, on_device, total, learner.aux, scale)
+    terms = learner.objective.backward(model, on_device, total, learner.aux, lambda loss: scale(poisoned(loss)))
     _check_names(learner.objective, terms, counts)
     if scaler:
         scaler.unscale_(optimizer)
     grad_norm = clip_global_norm(optimizer, ceiling=learner.clip, scaled=scaler is not None)
+    loss = torch.stack([t.over(total).double() for t in terms]).sum()
+    verdict = learner.guard.judge(grad_norm, lambda: reduce.sum_over_ranks(loss.clone()), scaled=scaler is not None)
+    found = reduce.HostCopy(torch.cat([agreed[len(counts) :], verdict.numbers]))
     _set_learning_rates(optimizer, lr_factor)
     before_update()
     learner.first_update.remember()
-    skipped = _update(optimizer, scaler)
+    skipped = _update(optimizer, scaler, verdict)
     if not skipped:
-        learner.first_update.prove()
+        learner.first_update.prove(lambda: learner.guard.forgives(verdict))
         if learner.average:
-            learner.average.update()
+            learner.average.update(verdict.bad)
     elif scaler and scaler.get_scale() < SMALLEST_SCALE:
-        raise _overflow(model, scaler.get_scale())
+        raise overflow(scaler.get_scale(), not_finite(model))
     optimizer.zero_grad(set_to_none=True)
     sums = sum_terms(terms, counts, device)
     if not is_single(counts):
         # Each rank has its share of the step's loss, and the average over ranks must be the whole loss.
-        share = torch.stack([t.over(total).double() for t in terms]).sum()
-        sums["loss"] = torch.stack([share * reduce.place()[0], torch.ones_like(share)])
-    return StepResult(sums, grad_norm, skipped, agreed_flags)
+        sums["loss"] = torch.stack([loss * reduce.place()[0], torch.ones_like(loss)])
+    sums = {name: verdict.whole(pair) for name, pair in sums.items()}
+    return StepResult(sums, loss, grad_norm, skipped, found)
 
 
 def count_terms(objective: Objective, batches: Sequence[Batch]) -> dict[str, int]:
@@ -149,25 +155,16 @@ def _set_learning_rates(optimizer: torch.optim.Optimizer, factor: float) -> None
             group["lr"] = lr
 
 
-def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> bool:
-    """Updates the weights; True if the scaler skipped the update because of an overflow."""
+def _update(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, verdict: Verdict) -> bool:
+    """Updates the weights, unless the verdict is bad; True if the scaler skipped the update because of an overflow."""
     if scaler is None:
-        optimizer.step()
+        update(optimizer, verdict)
         return False
     before = scaler.get_scale()
-    scaler.step(optimizer)
+    if not verdict.bad:
+        scaler.step(optimizer)
     scaler.update()
     return scaler.get_scale() < before
-
-
-def _overflow(model: nn.Module, scale: float) -> NumericalError:
-    """Every rank raises this in the same step: the scale follows from an overflow that they agreed on."""
-    names = not_finite(model)
-    return NumericalError(
-        f"The loss scale fell to {scale:g} after repeated overflows (allowed: at least {SMALLEST_SCALE:g}): in fp16 "
-        f"the gradients of {len(names)} parameters are not finite even without scaling, first {', '.join(names[:3])}. "
-        "Use precision: bf16 if the GPU has it, or fp32; else lower optimizer.lr or lengthen schedule.warmup."
-    )
 
 
 def sum_terms(terms: Sequence[Terms], counts: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:

@@ -39,6 +39,7 @@ def look(reading: Reading, ranks: Ranks, inputs: RunInputs | None) -> Iterator[F
     yield from _origin(reading)
     yield from guarded("batch", lambda: arithmetic(recipe, ranks, inputs))
     yield from mesh(recipe, ranks, layout)
+    yield ok("guard", recipe.guard.describe())
     found = [
         *conflicts(recipe, ranks, inputs),
         *best_model(recipe, inputs),

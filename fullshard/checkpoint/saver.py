@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.checkpoint import folder as files
-from fullshard.checkpoint import load, paths
+from fullshard.checkpoint import integrity, load, paths
 from fullshard.checkpoint.background import Background, shortage, sizes_of
 from fullshard.checkpoint.tensors import Tensors, all_tensors, materialise_state, squares
 from fullshard.checkpoint.write import Snapshot, Target, Written, write
@@ -62,7 +62,7 @@ class Saver:
     background: Background | None = None
     _agreed: bool = field(default=False, init=False)
     """All ranks have the host memory for a save in the background."""
-    _newest: Path | None = field(default=None, init=False)
+    newest_checkpoint: Path | None = field(default=None, init=False)
     """The newest checkpoint: the one that the run resumed from, or its own last one."""
 
     def save_in_background(self, wanted: bool | None) -> None:
@@ -158,9 +158,9 @@ class Saver:
         """A sentence about what to resume from; waits for the save under way."""
         with contextlib.suppress(CheckpointError):  # after a failed save the previous one remains
             self.settle()
-        if self._newest is None:
+        if self.newest_checkpoint is None:
             return "No checkpoint has been saved yet."
-        return f"The last checkpoint before it is {self._newest}."
+        return f"The last checkpoint before it is {self.newest_checkpoint}."
 
     def close(self) -> None:
         """Ends the background thread; a save that is still under way is finished first."""
@@ -168,6 +168,16 @@ class Saver:
             if self.background.busy:
                 self.console.note("Waiting for the save that is under way.")
             self.background.close()
+
+    def restore_newest(self) -> Progress:
+        """Goes back to the newest checkpoint, whose every byte is verified again; returns how far it is."""
+        newest, world = self.newest_checkpoint, self.world
+        assert newest is not None
+        with all_or_fail(f"The run cannot go back to {newest}"):
+            if found := integrity.problems(newest, rank=world.rank, world=world.size):
+                raise CheckpointError(found[0])
+        self.restore(newest)
+        return Progress(**files.read_state(newest)["progress"])
 
     def restore(self, checkpoint: Path) -> None:
         """Loads weights, optimizer state and loss scale."""
@@ -181,7 +191,7 @@ class Saver:
         load.load(checkpoint, model=self.model, optimizer=self.optimizer, average=self.average, left_out=self.left_out)
         if self.scaler and state.get("scaler"):
             self.scaler.load_state_dict(state["scaler"])
-        self._newest = checkpoint
+        self.newest_checkpoint = checkpoint
 
     def export(self, progress: Progress) -> str:
         """Writes `model/` and says whose weights it holds; for the best ones they are loaded back first."""
@@ -227,7 +237,7 @@ class Saver:
         return values.fingerprints({name: parameters[name] for name in sorted(self.left_out)})
 
     def _announce(self, written: Written) -> None:
-        self._newest = written.path
+        self.newest_checkpoint = written.path
         if self.world.is_main:
             paths.send_texts(self.folder, self.target.run, warn=self.console.warn)
         self.console.saved(written.path, seconds=written.seconds, size_bytes=written.size_bytes)

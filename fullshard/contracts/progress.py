@@ -40,6 +40,8 @@ class Progress:
     """Loss sum and count of the epoch so far, so that its average survives a resume."""
     unlogged: dict[str, list[float]] = field(default_factory=dict)
     """The same since the last logged step."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What the guard has skipped and left out so far (fullshard/faults/watch.py)."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -35,7 +35,7 @@ _HARMLESS = (
     "model.attention",
     "model.trust_remote_code",
 )
-_SILENT = ("output", "name", "log.", "topology.launcher", "checkpoint.store", "batch.", "duration.")
+_SILENT = ("output", "name", "log.", "guard.", "topology.launcher", "checkpoint.store", "batch.", "duration.")
 """Not noted. The identity has the rows per step, which `batch` decides; a run may always be made longer."""
 _AUTO = ("data.workers", "sharding.strategy", "sharding.compile", "precision", "topology.", "checkpoint.asynchronous")
 """Chosen by fullshard where a recipe leaves them open: a resolved recipe, which has the choice, changes nothing."""

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from fullshard.contracts.data import Collator, Features, Quantity
 from fullshard.data.order import FILLER, FIXED, draws, permutation, rank_slices
 from fullshard.data.pack import Samples
 from fullshard.errors import DataError, FullshardError
+from fullshard.faults.watch import kept_windows
 
 Batch = dict[str, Any]
 Turn = tuple[int, np.ndarray, bool]
@@ -37,6 +37,7 @@ class Window:
     """One optimizer step: this rank's micro-batches."""
 
     step: int
+    """Its number in the order of the data."""
     epoch: int
     num_samples: int
     """Rows over all ranks, without fillers; a packed row counts once."""
@@ -109,11 +110,11 @@ class Loader:
         """Batches of `once`; equal on all ranks."""
         return -(-self.num_samples // (self._per_device * self._world))
 
-    def windows(self, start_step: int = 0) -> Iterator[Window]:
-        """Every step from `start_step` on, endlessly."""
-        stream = _Stream(self._open(self.turns(start_step)))
+    def windows(self, start_step: int = 0, left_out: Collection[int] = ()) -> Iterator[Window]:
+        """Every step from `start_step` on, endlessly; windows that are left out are no steps."""
+        stream = _Stream(self._open(self.turns(start_step, left_out)))
         try:
-            for step in count(start_step):
+            for step in kept_windows(start_step, left_out):
                 epoch, rows = self.rows(step)
                 quantities = {each.name: each.amounts[rows].sum().item() for each in self._quantities}
                 batches = [stream.take() for _ in self._slices(rows)]
@@ -153,8 +154,8 @@ class Loader:
         """The micro-batch of these samples, made in this process."""
         return _or_raise(self._batches[FIXED, places, bool(self._media.any())])
 
-    def turns(self, start_step: int) -> Iterator[Turn]:
-        for step in count(start_step):
+    def turns(self, start_step: int, left_out: Collection[int] = ()) -> Iterator[Turn]:
+        for step in kept_windows(start_step, left_out):
             epoch, rows = self.rows(step)
             yield from ((epoch, *turn) for turn in self._slices(rows))
 

@@ -50,13 +50,14 @@ class Average:
                 parameter.copy_(value)
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Moves the average towards the weights, after an update of them."""
+    def update(self, left_out: torch.Tensor) -> None:
+        """Moves the average towards the weights, after an update of them; not if that was left out (1)."""
         self.materialise()
         weight = 1 - self.settings.decay_at(self._progress.schedule_step + 1)
         parameters = self._averaged()
         averages = [local(self._optimizer.state[p][KEY]) for p in parameters]
-        torch._foreach_lerp_(averages, [local(p.detach()).float() for p in parameters], weight)
+        weights = [weight * (1 - left_out.to(average.device)) for average in averages[:1]] * len(averages)
+        torch._foreach_lerp_(averages, [local(p.detach()).float() for p in parameters], weights)
 
     @torch.no_grad()
     def materialise(self) -> None:

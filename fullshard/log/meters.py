@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from fullshard.faults.data_wait import DataWait
+
 PHASES = ("data", "compute", "log", "evaluate", "save")
 PAUSES = ("evaluate", "save")
 """Phases that are not training: they count towards the length of the run, never towards a rate."""
-ADVICE_STEPS = 10
-"""The advice about data wait needs this many measured steps."""
 _PEAKS = {  # dense bf16 operations per second; fp16 where a device has no bf16
     2500e12: "GB200",
     2250e12: "B200",
@@ -79,9 +79,8 @@ class Meters:
         self._clock, self._began, self._warmup = clock, clock() - seconds, warmup
         self._window = _Window(clock())
         self._peaks: dict[str, float] = {}
-        self._heard = (0, 0.0, 0.0)
-        """Measured steps since the last advice, their seconds, and the seconds of waiting for data."""
-        self._windows_quiet: int | None = None
+        self._data_wait = DataWait()
+        self.advice = self._data_wait.advice
 
     @property
     def seconds(self) -> float:
@@ -143,28 +142,8 @@ class Meters:
             rates["mfu"] = round(flops / seconds / (self._peak_flops * self._ranks), 4)
         waited = window.time.get("data", 0.0)
         rates["data_wait"] = round(waited / seconds, 4)
-        heard = self._heard
-        self._heard = (heard[0] + window.steps, heard[1] + seconds, heard[2] + waited)
+        self._data_wait.add(window.steps, seconds=seconds, waited=waited)
         return rates
-
-    def advice(self, *, workers: int | None = None, every: int = 50) -> str | None:
-        """A line if data wait is above 5 % over at least `ADVICE_STEPS` measured steps, once per `every` windows."""
-        if self._windows_quiet is not None:
-            self._windows_quiet += 1
-        steps, seconds, waited = self._heard
-        if steps < ADVICE_STEPS:
-            return None
-        # Rounded as it is printed, so that the line never contradicts itself.
-        share = round(waited / seconds, 3)
-        self._heard = (0, 0.0, 0.0)
-        if share <= 0.05 or (self._windows_quiet is not None and self._windows_quiet < every):
-            return None
-        self._windows_quiet = 0
-        now = "" if workers is None else f" (now {workers})"
-        return (
-            f"{100 * share:.3g}% of the step time is spent waiting for data, more than 5%: the device is idle. "
-            f"Raise data.workers{now}, or put the data on a faster disk."
-        )
 
 
 def peak_flops(device_name: str) -> float | None:

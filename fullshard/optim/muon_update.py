@@ -26,6 +26,11 @@ BUFFER = "momentum_buffer"
 class SlicedMuon(torch.optim.Optimizer):
     """The first groups hold matrices, the others are for AdamW; they share one state."""
 
+    skips_on_device = True
+    """An update is left out if `found_inf` is 1, as by torch's fused optimizers."""
+    found_inf: torch.Tensor | None = None
+    gathers = True  # its step waits for other ranks
+
     def __init__(self, settings: Muon, matrices: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
         super().__init__([*matrices, *others], {"lr": settings.lr})
         self._settings, self._matrices = settings, len(matrices)
@@ -41,6 +46,7 @@ class SlicedMuon(torch.optim.Optimizer):
         """Updates every parameter that has a gradient."""
         assert closure is None, "the loss is computed before the step"
         if self._adamw is not None:
+            self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self._adamw.step()
         for group in self.param_groups[: self._matrices]:
             rate = float(group["lr"]) * group["factor"]
@@ -54,12 +60,14 @@ class SlicedMuon(torch.optim.Optimizer):
         assert gradient is not None
         if BUFFER not in state:
             state[BUFFER] = torch.zeros_like(gradient)
-        buffer = local(state[BUFFER]).lerp_(local(gradient), 1 - settings.momentum)
+        buffer = local(state[BUFFER]).lerp(local(gradient), 1 - settings.momentum)
         ahead = local(gradient).lerp(buffer, settings.momentum) if settings.nesterov else buffer
         step = self._orthogonal(parameter, ahead)
-        weight = local(parameter)
-        weight.mul_(1 - decay)
-        weight.add_(step, alpha=-_adjust_lr(rate, settings.adjust, parameter.shape))
+        moved = (local(parameter) * (1 - decay)).add_(step, alpha=-_adjust_lr(rate, settings.adjust, parameter.shape))
+        for place, value in ((local(state[BUFFER]), buffer), (local(parameter), moved)):
+            place.copy_(
+                value if self.found_inf is None else torch.where(self.found_inf.to(place.device) > 0, place, value)
+            )
 
     def _orthogonal(self, parameter: nn.Parameter, ahead: torch.Tensor) -> torch.Tensor:
         """This rank's rows of the orthogonal matrix nearest to the whole of `ahead`."""

@@ -14,6 +14,7 @@ from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
 from fullshard.dist.average import Average
 from fullshard.dist.precision import resolve_precision
+from fullshard.faults.judge import Judge
 from fullshard.loop import Parts
 from fullshard.proofs.first_update import FirstUpdate
 from fullshard.recipe import Recipe
@@ -54,6 +55,7 @@ def make_learner(
         scaler=torch.amp.GradScaler(world.device.type) if precision.scaler else None,
         clip=recipe.optimizer.clip,
         first_update=FirstUpdate(model.module, optimizer, say=say, resting=recipe.model.resting(model.module)),
+        guard=Judge(recipe.guard, progress.guard.get("losses", ()), device=world.device, model=model.module),
         average=Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None,
         device=world.device,
     )

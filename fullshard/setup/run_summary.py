@@ -57,6 +57,7 @@ def header_rows(
         ("evaluate", _evaluated(recipe, inputs, built)),
         ("checkpoints", _checkpoints(recipe, inputs, built)),
         ("export", _exported(recipe, built)),
+        ("guard", recipe.guard.describe()),
     ]
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:

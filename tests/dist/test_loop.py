@@ -435,6 +435,7 @@ def one_rank_overflows() -> tuple[bool, bool, float]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    from fullshard.faults.judge import Verdict
     from fullshard.step import _update
 
     torch.manual_seed(0)
@@ -445,6 +446,7 @@ def one_rank_overflows() -> tuple[bool, bool, float]:
     if os.environ["RANK"] == "1":
         model.weight.grad.to_local().fill_(math.inf)
     scaler.unscale_(optimizer)
-    skipped = _update(optimizer, scaler)
+    good = Verdict(torch.tensor(False), torch.tensor(0.0), torch.tensor(1.0))
+    skipped = _update(optimizer, scaler, good)
     moved = not torch.equal(before, model.weight.to_local())
     return skipped, moved, scaler.get_scale()

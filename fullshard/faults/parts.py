@@ -1,0 +1,55 @@
+"""Makes what watches a run out of the parts of the run. Must not know recipes, nor how those parts work."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.contracts.progress import Progress
+from fullshard.contracts.world import World
+from fullshard.faults.guard import Guard
+from fullshard.faults.judge import Judge
+from fullshard.faults.stragglers import Stragglers
+from fullshard.faults.watch import Watch
+
+
+def watch(
+    settings: Guard, judge: Judge, saves: Any, progress: Progress, folder: Path, *, sample_ids: bool, collectives: Any
+) -> Watch:
+    """`saves` are those of the run; `sample_ids`: write those of every step to metrics.jsonl."""
+    report = saves.report
+    return Watch(
+        settings=settings,
+        progress=progress,
+        folder=folder,
+        is_main=report.world.is_main,
+        warn=report.console.warn if report.world.is_main else report.console.debug,
+        event=report.event,
+        log_sample_ids=sample_ids,
+        recent=judge.recent,
+        recall=judge.recall,
+        saves=saves,
+        collectives=collectives,
+    )
+
+
+def stragglers(optimizer: torch.optim.Optimizer, world: World, report: Any, collectives: Any) -> Stragglers:
+    """Times the updates of this optimizer; ranks tell each other where they are."""
+    hosts = collectives.gather_objects(socket.gethostname())
+    places = [f"GPU {rank % world.local_size}" if world.device.type == "cuda" else "CPU" for rank in range(world.size)]
+    found = Stragglers(
+        [f"Rank {rank} (host {host}, {places[rank]})" for rank, host in enumerate(hosts)],
+        rank=world.rank,
+        device=world.device,
+        totals=lambda: report.meters.totals,
+        warn=report.console.warn if world.is_main else report.console.debug,
+        event=report.event,
+    )
+    found.time_updates(optimizer)
+    return found
+
+
+__all__ = ["stragglers", "watch"]
