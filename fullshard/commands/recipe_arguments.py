@@ -224,6 +224,7 @@ def _processor_of(recipe: Recipe) -> Any:
 
 def _starter() -> tuple[str, ...]:
     """The command that starts the same number of ranks; `...` replaces a launcher's options for several nodes."""
+    from fullshard.dialects.launch_variables import asked_for
     from fullshard.dist.env import detect
 
     launch = detect(os.environ)
@@ -233,7 +234,8 @@ def _starter() -> tuple[str, ...]:
         return ("srun", "fullshard")
     if launch.num_nodes > 1:
         return ("torchrun", "...", "-m", "fullshard")
-    return ("torchrun", "--standalone", "--nproc-per-node", str(launch.local_world), "-m", "fullshard")
+    count = max(launch.local_world, asked_for() or 0 if launch.launcher == "accelerate" else 0)
+    return ("torchrun", "--standalone", "--nproc-per-node", str(count), "-m", "fullshard")
 
 
 def _overrides(settings: list[str], options: dict[str, str]) -> list[str]:

@@ -108,7 +108,7 @@ def as_recipe(document: Document, *, name: str, path: Path) -> Document:
     if done.refused:
         raise RecipeError(report.refusal(done))
     lines = {key: document.lines[said.key] for said in done.said for key in said.settings if said.key in document.lines}
-    return Document(nested(done.settings), lines, tuple(report.short(done)))
+    return Document(nested(done.settings), lines, tuple(report.short(done)), done.left_out)
 
 
 def launchers(path: str | None, environ: Mapping[str, str]) -> list[Translation]:

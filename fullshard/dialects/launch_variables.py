@@ -83,6 +83,11 @@ def _other_strategy(section: Mapping[str, Any], *, version: str) -> str:
     return "fsdp_reshard_after_forward"
 
 
+def asked_for() -> int | None:
+    """The number of processes that accelerate was asked for, if it says so."""
+    return _asked_for()[0]
+
+
 def notes(world: int) -> list[str]:
     """A line for ranks that accelerate was asked for and did not start."""
     return list(_too_few(world))

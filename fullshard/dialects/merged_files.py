@@ -13,7 +13,7 @@ from typing import Any
 from fullshard.dialects.files import translated
 from fullshard.dialects.readers import EXCLUSIVE
 from fullshard.dialects.rows import Settings, nested
-from fullshard.dialects.translate import RANKS, Translation
+from fullshard.dialects.translate import Translation, wins
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import shown
 
@@ -37,6 +37,7 @@ def read(paths: Sequence[str]) -> Merged:
     found = [_recognised(path) for path in paths]
     settings: Settings = {}
     source: dict[str, str] = {}
+    left_out = [key for done in found if not done.dialect.launches for key in done.left_out]
     for done in sorted(found, key=lambda each: each.dialect.launches):
         for key, value in done.settings.items():
             if key in settings and settings[key] != value and not done.dialect.launches:
@@ -45,7 +46,7 @@ def read(paths: Sequence[str]) -> Merged:
                     "Keep one "
                     "of them."
                 )
-            if key in RANKS or not _taken(key, settings):
+            if wins(key, left_out if done.dialect.launches else ()) or not _taken(key, settings):
                 settings[key], source[key] = value, done.name
     return Merged(tuple(found), settings)
 

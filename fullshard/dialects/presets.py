@@ -11,6 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from fullshard.dialects import files, report
+from fullshard.dialects.rows import Dialect, nested
+from fullshard.dialects.trainer_arguments import FSDP_ROWS
+from fullshard.dialects.translate import translate
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import parse, shown
 
@@ -58,7 +62,9 @@ def path_of(name: str, recipe: object = None) -> Path:
 
 
 def values_of(name: str, recipe: object = None) -> dict[str, Any]:
-    """The settings of a preset."""
+    """The settings of a preset; of a FILE.json, those of the HF Trainer's `--fsdp-config FILE.json`."""
+    if name.endswith(".json"):
+        return _fsdp_settings(name)
     path = path_of(name, recipe)
     try:
         values = parse(path.read_text(encoding="utf-8"), name=f"preset {name} ({path})").values
@@ -67,3 +73,12 @@ def values_of(name: str, recipe: object = None) -> dict[str, Any]:
     if KEY in values:
         raise RecipeError(f"preset {name} ({path}): a preset cannot name other presets. Name all in the recipe.")
     return values
+
+
+def _fsdp_settings(name: str) -> dict[str, Any]:
+    values = files.load(name).values
+    dialect = Dialect(name="the HF Trainer", title="", rows=FSDP_ROWS)
+    done = translate(dialect, {"fsdp_config": values.get("fsdp_config", values)}, name=name)
+    if done.refused:
+        raise RecipeError(report.refusal(done))
+    return nested(done.settings)

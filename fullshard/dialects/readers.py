@@ -149,6 +149,13 @@ def dataset(name: str, *, split: str | None = None, config: str | None = None) -
     return {"kind": "hub", "name": name, **{key: value for key, value in more.items() if value is not None}}
 
 
+def mixture(sources: list[Any]) -> str:
+    """Why several data sets are refused that are not all files, and what to write: how much of each is not known."""
+    percent = 100 / len(sources)
+    parts = ", ".join(f"{{source: {json.dumps(source)}, percent: {percent:.4g}}}" for source in sources)
+    return f"several data sets are mixed by percentage: write data.train: {{kind: mixture, parts: [{parts}]}}"
+
+
 def warmup(value: Any, file: File) -> Outcome | Settings:
     """Steps, or a share of the run."""
     other = file.get("warmup_steps")

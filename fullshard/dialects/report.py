@@ -9,8 +9,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fullshard.dialects.rows import UNSET, Dialect, Row
-from fullshard.dialects.translate import Said, Translation
+from fullshard.dialects.rows import UNSET, Dialect, Row, Said
+from fullshard.dialects.translate import Translation
 from fullshard.formatting.plural import counted
 from fullshard.formatting.yaml_text import parse_value, render, shown
 
@@ -62,7 +62,8 @@ def short(done: Translation) -> list[str]:
     lines = [f"{done.name} is read as a file of {done.dialect.name}; `fullshard import {done.name}` shows every key"]
     renamed = [said for said in done.said if said.settings and said.verdict != "default"]
     lines += [f"{said.key}: {_value(said)} → {_settings(said)}" for said in renamed if said.verdict == "renamed"]
-    defaults = [_settings(said) for said in done.said if said.verdict == "default" and said.settings]
+    left_out = [said for said in done.said if said.verdict == "default" and said.settings]
+    defaults = [_settings(said) + (f" ({said.why})" if said.why else "") for said in left_out]
     if defaults:
         lines.append(f"left out, and in force as {done.dialect.name} does it: {', '.join(defaults)}")
     lines += [
@@ -173,6 +174,7 @@ def markdown(dialect: Dialect, *, without: Sequence[Row] = ()) -> str:
             continue
         theirs = ", ".join(f"`{name}`" for name in row.theirs)
         ours = f"`{row.ours.replace('=', ': ', 1).replace('$', '...')}`" if row.ours else f"*{row.verdict}*"
+        ours = "" if row.read_with else ours
         default = f"left out: `{shown(row.default)}`, as there" if row.default is not UNSET else ""
         remark = "; ".join(filter(None, (row.why, default)))
         lines.append(f"| {theirs} | {ours} | {remark.replace('|', chr(92) + '|')} |")

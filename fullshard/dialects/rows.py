@@ -48,6 +48,17 @@ class Outcome:
     why: str = ""
 
 
+@dataclass(frozen=True)
+class Said:
+    """One key of a file, and what it means here."""
+
+    key: str
+    value: Any
+    verdict: Verdict
+    settings: Settings
+    why: str = ""
+
+
 Reader = Callable[[Any, File], "Outcome | Settings"]
 
 
@@ -92,7 +103,7 @@ class Row:
             quiet = any(value == each and (value is not True or each is True) for each in self.asks_nothing)
             return Outcome(verdict="no effect" if quiet else self.verdict, why="" if quiet else self.why)
         try:
-            return self._meaning(self.takes.read(value), file)
+            return self._meaning(None if value is None else self.takes.read(value), file)
         except BadValue as error:
             return refused(str(error))
 
@@ -126,10 +137,10 @@ class Dialect:
     """What the documentation says before the table."""
     prepare: Callable[[File], File] | None = None
     """Brings a file into the form that the rows describe."""
-    finish: Callable[[Settings, File], Settings] | None = None
-    """Settings that follow from several keys together."""
-    has_adapters: Callable[[File], bool] | None = None
-    """Whether a file trains adapters. If not, its keys for them have no effect."""
+    finish: Callable[[Settings, File], Iterator[Said]] | None = None
+    """What follows from several keys together, or from their absence."""
+    no_adapters: Callable[[File], str] | None = None
+    """Why a file trains no adapters, so that its keys for them have no effect; empty if it does."""
     always: Mapping[str, Any] = field(default_factory=dict)
     """Settings of ours for what this trainer always does, unless a key of its file says otherwise."""
     stages: Callable[[File], dict[str, File]] | None = None

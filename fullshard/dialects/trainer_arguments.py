@@ -5,6 +5,7 @@ Must not know the recipe.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fullshard.dialects import readers
@@ -22,6 +23,7 @@ from fullshard.dialects.kinds import (
 from fullshard.dialects.rows import (
     File,
     Outcome,
+    Said,
     Settings,
     ignored,
     part_of,
@@ -216,12 +218,25 @@ def holdout(value: Any, file: File) -> Settings:
     return {"data.holdout": value / 100}
 
 
-def precision_off(settings: Settings, file: File) -> Settings:
-    """Both kinds of half precision switched off is fp32."""
-    switches = [file.get(key) for key in ("bf16", "fp16")]
-    if "precision" not in settings and all(value is False for value in switches):
-        return {**settings, "precision": "fp32"}
-    return settings
+def precision(settings: Settings, file: File) -> Iterator[Said]:
+    """Neither kind of half precision asked for is fp32; TRL asks for bf16 unless told otherwise."""
+    if "precision" in settings:
+        return
+    if is_trl(file) and file.get("bf16") is None and not file.get("fp16"):
+        yield Said("bf16", True, "default", {"precision": "bf16"}, "TRL computes in bf16 unless told otherwise")
+    else:
+        yield Said("bf16", False, "default", {"precision": "fp32"}, "neither bf16 nor fp16 is on; bf16: true is faster")
+
+
+_OF_TRL = (
+    *("use_peft", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "dataset_text_field", "packing"),
+    *("assistant_only_loss", "completion_only_loss", "dataset_train_split", "dataset_config", "dataset_num_proc"),
+)
+
+
+def is_trl(file: File) -> bool:
+    """Whether a file is for TRL's SFTTrainer, whose defaults differ."""
+    return any(file.get(key) is not None for key in _OF_TRL)
 
 
 def accelerator(value: Any, file: File) -> Outcome | Settings:
@@ -306,7 +321,14 @@ COMMON = (
         takes=readers.INTERVAL,
         note="no, epoch or steps",
     ),
-    to("checkpoint.keep", "save_total_limit"),
+    reads(
+        "checkpoint.keep",
+        lambda value, file: {"checkpoint.keep": value or None},
+        "save_total_limit",
+        takes=WHOLE,
+        default=None,
+        note="null: all are kept",
+    ),
     reads("checkpoint.best.metric", metric, "metric_for_best_model"),
     part_of("greater_is_better", "metric_for_best_model", takes=SWITCH),
     to("checkpoint.export=best", "load_best_model_at_end"),

@@ -6,7 +6,7 @@ Nothing is dropped silently: a key that no row knows is refused. Must not know t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,22 +14,16 @@ from typing import Any
 
 from fullshard.dialects.kinds import BadValue
 from fullshard.dialects.readers import EXCLUSIVE
-from fullshard.dialects.rows import UNSET, Dialect, File, Outcome, Row, Settings, Verdict, nested
+from fullshard.dialects.rows import UNSET, Dialect, File, Outcome, Row, Said, Settings, Verdict, nested
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import shown
 
 RANKS = ("topology.devices", "topology.nodes")
 
 
-@dataclass(frozen=True)
-class Said:
-    """One key of a file, and what it means here."""
-
-    key: str
-    value: Any
-    verdict: Verdict
-    settings: Settings
-    why: str = ""
+def wins(key: str, left_out: Sequence[str]) -> bool:
+    """Whether a launcher's key is in force over a training file that leaves these out."""
+    return key in RANKS or (key == "precision" and key in left_out)
 
 
 @dataclass(frozen=True)
@@ -43,10 +37,16 @@ class Translation:
     file: File = field(default_factory=File)
     """Its values as they were understood."""
 
-    def layers(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A launcher's settings: those that fill in what the recipe leaves open, and its ranks, which are in force."""
-        ranks = {key: value for key, value in self.settings.items() if key in RANKS}
-        return nested({key: value for key, value in self.settings.items() if key not in RANKS}), nested(ranks)
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Our keys whose values the file leaves to its trainer."""
+        return tuple(key for said in self.said if said.verdict == "default" for key in said.settings)
+
+    def layers(self, left_out: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A launcher's settings: those that fill in what the recipe leaves open, and those that are in force: its
+        ranks, and its precision over one that a training file leaves out."""
+        over = {key: value for key, value in self.settings.items() if wins(key, left_out)}
+        return nested({key: value for key, value in self.settings.items() if key not in over}), nested(over)
 
     @property
     def refused(self) -> list[Said]:
@@ -63,8 +63,9 @@ def translate(
         return _staged(dialect, file, stages, name)
     given, file = file.values, File(of_their_kind(dialect, file.values), folder)
     said = list(_each(dialect, given, file, ""))
-    if dialect.has_adapters and not dialect.has_adapters(file):
-        said = [_without_adapters(entry) for entry in said]
+    why_none = dialect.no_adapters(file) if dialect.no_adapters else ""
+    if why_none:
+        said = [_without_adapters(entry, why_none) for entry in said]
     settings: Settings = {}
     source: dict[str, Said] = {}
     for entry in said:
@@ -75,11 +76,9 @@ def translate(
                     f"set {key}. Keep one of them."
                 )
             settings[key], source[key] = value, entry
-    for entry in _defaults(dialect, file, said, settings):
+    for entry in _defaults(dialect, file, said, settings, adapters=not why_none):
         said.append(entry)
         settings |= entry.settings
-    if dialect.finish:
-        settings = dialect.finish(settings, file)
     return Translation(dialect, name, tuple(said), settings, file)
 
 
@@ -108,7 +107,7 @@ def _each(dialect: Dialect, values: Mapping[str, Any], file: File, where: str) -
         elif isinstance(value, Mapping):
             yield from _each(dialect, value, file, path)
         else:
-            yield Said(path, value, "refused", {}, _unknown(dialect, path))
+            yield Said(path, value, "refused", {}, _unknown(dialect, path, value, file.folder))
 
 
 def _said(path: str, value: Any, outcome: Outcome) -> Said:
@@ -120,30 +119,34 @@ def _said(path: str, value: Any, outcome: Outcome) -> Said:
     return Said(path, value, verdict, outcome.settings, outcome.why)
 
 
-def _without_adapters(entry: Said) -> Said:
+def _without_adapters(entry: Said, why: str) -> Said:
     """A rank or targets beside a switch that is off: a recipe with them would train adapters."""
     if not any(key.startswith("model.lora.") for key in entry.settings):
         return entry
-    return replace(entry, verdict="no effect", settings={}, why="the file trains no adapters")
+    return replace(entry, verdict="no effect", settings={}, why=why)
 
 
-def _unknown(dialect: Dialect, path: str) -> str:
+def _unknown(dialect: Dialect, path: str, value: Any, folder: Path) -> str:
     if path in dialect.sections or any(spelling.startswith(f"{path}.") for spelling in dialect.spellings):
+        if isinstance(value, str) and value.endswith((".json", ".yaml", ".yml")):
+            return f"there is no file {value} here or in {folder}"
         return "a section of keys is needed here"
     near = get_close_matches(path, dialect.spellings, n=1, cutoff=0.75)
     meant = f" Did you mean {near[0]}?" if near else ""
     return f"no key of {dialect.name} that fullshard knows.{meant}"
 
 
-def _defaults(dialect: Dialect, file: File, said: list[Said], settings: Settings) -> Iterator[Said]:
+def _defaults(dialect: Dialect, file: File, said: list[Said], settings: Settings, *, adapters: bool) -> Iterator[Said]:
     """What the trainer uses for keys that its file leaves out, unless another key of the file decides the same."""
-    given = [dialect.row(entry.key) for entry in said]
+    if dialect.finish:
+        yield from dialect.finish(settings, file)
+    given = [dialect.row(entry.key) for entry in said if entry.verdict not in ("refused", "default")]
     for row in dialect.rows:
         if row.default is UNSET or row in given or _decided(row, settings):
             continue
-        found = row.read(row.default, file).settings
-        if found:
-            yield Said(row.theirs[0], row.default, "default", found)
+        found = row.read(row.default, file)
+        if found.settings and (adapters or not row.key.startswith("model.lora")):
+            yield Said(row.theirs[0], row.default, "default", found.settings, found.why)
     for key, value in dialect.always.items():
         if key not in settings:
             yield Said(key, value, "default", {key: value})

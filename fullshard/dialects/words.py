@@ -28,7 +28,7 @@ SAME: dict[str, dict[str, str]] = {
     "optimizer.kind": {
         "adamw": (
             "adamw_torch, adamw_torch_fused, adamw_hf, adamw_fused, torch.optim.adamw, paged_adamw, paged_adamw_32bit, "
-            "adamw"
+            "bitsandbytes.optim.adamw, bitsandbytes.optim.pagedadamw, adamw"
         ),
         "adamw_8bit": (
             "adamw_bnb_8bit, adamw_8bit_bnb, adamw_torch_8bit, paged_adamw_8bit, adamw8bit, adamw_8bit, "

@@ -48,6 +48,8 @@ class Document:
     """Key path (`log.sinks[0].kind`, hyphens as underscores) to line number, from 1."""
     notes: tuple[str, ...] = ()
     """What a run says about the document."""
+    left_out: tuple[str, ...] = ()
+    """Key paths whose values another trainer's file leaves to its trainer."""
 
 
 def parse(text: str, *, name: str) -> Document:

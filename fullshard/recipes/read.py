@@ -102,10 +102,10 @@ def read(
     for one in under:
         settings.lay(presets.values_of(one, source), f"preset {one}")
     for done in launchers:
-        settings.lay(done.layers()[0], done.name)
+        settings.lay(done.layers(document.left_out)[0], done.name)
     settings.lay({key: value for key, value in document.values.items() if key not in (RUN_KEY, presets.KEY)}, "recipe")
     for done in launchers:
-        settings.lay(done.layers()[1], done.name)
+        settings.lay(done.layers(document.left_out)[1], done.name)
     for path, value in parsed:
         if path != (presets.KEY,):
             settings.set(path, value, COMMAND_LINE)

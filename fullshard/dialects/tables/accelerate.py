@@ -33,14 +33,31 @@ def _by_option(option: str) -> Reader:
 
     def read(value: Any, file: File) -> Outcome | Settings:
         if file.get("num_machines", 1) > 1:
-            return ignored(f"on several machines it is {option}")
+            return Outcome(why=f"in force with --config-file; as an option it is {option}")
         return ignored("the file says one machine" if value else "")
+
+    return read
+
+
+def _replicates(file: File) -> bool:
+    return bool(file.get("parallelism_config.parallelism_config_dp_replicate_size", 1) > 1)
+
+
+def _unless_replicated(reader: Reader) -> Reader:
+    """Replicas of sharded groups are hybrid, whatever else the file says about sharding."""
+
+    def read(value: Any, file: File) -> Outcome | Settings:
+        if _replicates(file):
+            return ignored("parallelism_config_dp_replicate_size is more than 1: hybrid")
+        return reader(value, file)
 
     return read
 
 
 def _distributed_type(value: Any, file: File) -> Outcome | Settings:
     kind = shown(value).upper()
+    if kind == "FSDP" and _replicates(file):
+        return ignored("")
     if kind == "FSDP":
         keys = ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward")
         named = any(file.get(key) is not None for key in keys)
@@ -176,14 +193,14 @@ DIALECT = Dialect(
         to("topology.device", "compute_device", note="no key of accelerate, but seen in its files; gpu is cuda"),
         reads(
             "sharding.strategy",
-            readers.sharding_strategy,
+            _unless_replicated(readers.sharding_strategy),
             "fsdp_sharding_strategy",
             takes=TEXT,
             note="by name or number",
         ),
         reads(
             "sharding.strategy",
-            readers.reshard_after_forward,
+            _unless_replicated(readers.reshard_after_forward),
             "fsdp_reshard_after_forward",
             takes=SWITCH | TEXT,
             note="true: full; false: grad_op; in files for FSDP1 the strategy's name",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
@@ -18,6 +19,7 @@ from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
+    Said,
     Settings,
     ignored,
     inherited,
@@ -39,7 +41,7 @@ def _datasets(value: Any, file: File) -> Outcome | Settings:
     found = [_one(entry) for entry in entries]
     settings: Settings = {"data.train": found[0] if len(found) == 1 else found}
     if len(found) > 1 and not all(isinstance(source, str) for source in found):
-        return refused("several data sets of the hub are mixed by percentage: write data.train: {kind: mixture, ...}")
+        return refused(readers.mixture(found))
     kinds = [entry.get("type") for entry in entries]
     if kinds and all(str(kind).split(":")[0] in ("completion", "pretrain") for kind in kinds):
         column = entries[0].get("field", "text")
@@ -133,11 +135,21 @@ def _recompute(value: Any, file: File) -> Outcome | Settings:
     return {"sharding.activation_checkpointing": "full" if value else "none"}
 
 
-def _finish(settings: Settings, file: File) -> Settings:
-    """A section of FSDP without a strategy is full."""
+def _warmup(value: Any, file: File) -> Outcome | Settings:
+    """Left out it is 3% of the run, and at most 100 steps."""
+    if file.get("warmup_ratio") is not None:
+        return readers.warmup(value, file)
+    if file.get("max_steps", 0) > 0:
+        return {"schedule.warmup": min(int(value * file.get("max_steps")), 100)}
+    return Outcome({"schedule.warmup": value}, why="axolotl stops at 100 steps")
+
+
+def _left_out(settings: Settings, file: File) -> Iterator[Said]:
+    """A section of FSDP without a strategy is full; both kinds of half precision switched off is fp32."""
     if file.get("fsdp_config") and "sharding.strategy" not in settings:
-        settings = {**settings, "sharding.strategy": "full"}
-    return trainer_arguments.precision_off(settings, file)
+        yield Said("fsdp_config", "a section", "default", {"sharding.strategy": "full"}, "it names no strategy")
+    if "precision" not in settings and (file.get("bf16", file.get("bfloat16")) is False):
+        yield Said("fp16", False, "default", {"precision": "fp32"}, "neither bf16 nor fp16 is on")
 
 
 OWN = (
@@ -193,7 +205,9 @@ OWN = (
         unless=([], None),
     ),
     refuse("peft_use_dora peft_use_rslora", "not available: adapters are plain LoRA, scaled by alpha / r"),
+    refuse("unfrozen_parameters", "write the other parameters, which stay frozen, as model.freeze", unless=([],)),
     refuse("lora_model_dir", "to train an adapter further write model.path: its folder", unless=("",)),
+    to("checkpoint.keep", "save_total_limit", default=4),
     to("batch.per_device", "micro_batch_size", default=1),
     refuse(
         "batch_size",
@@ -205,7 +219,7 @@ OWN = (
     reads("optimizer.kind", trainer_arguments.optimizer, "optimizer"),
     reads("schedule.kind", trainer_arguments.schedule, "lr_scheduler", default="cosine"),
     to("schedule.floor", "cosine_min_lr_ratio"),
-    reads("schedule.warmup", readers.warmup, "warmup_ratio", default=0.03, note="there at most 100 steps if left out"),
+    reads("schedule.warmup", _warmup, "warmup_ratio", default=0.03, note="left out: at most 100 steps there"),
     refuse(
         "cosine_constant_lr_ratio lr_quadratic_warmup lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio",
         "not available: optimizer.groups sets rates by parameter name",
@@ -219,6 +233,7 @@ OWN = (
         takes=SWITCH | one_of("offload", "offload_disk"),
     ),
     to("model.attention=flash_attention_2", "flash_attention flash_attn"),
+    to("model.attention", "attn_implementation"),
     to("model.attention=sdpa", "sdp_attention"),
     to("model.attention=eager", "eager_attention"),
     to("model.attention=flex_attention", "flex_attention"),
@@ -298,7 +313,9 @@ DIALECT = Dialect(
         "dataset_prepared_path",
     ),
     prepare=trainer_arguments.load_fsdp_config,
-    has_adapters=lambda file: file.get("adapter") in ("lora", "qlora"),
-    finish=_finish,
+    no_adapters=lambda file: (
+        "" if file.get("adapter") in ("lora", "qlora") else "adapter is not set, so axolotl trains the whole model"
+    ),
+    finish=_left_out,
     rows=(*OWN, *inherited(OWN, trainer_arguments.COMMON)),
 )

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from fullshard.dialects import trainer_arguments as arguments
-from fullshard.dialects.kinds import ANY_WHOLE, SECTION, SWITCH, TEXT, number
-from fullshard.dialects.rows import Dialect, part_of, reads, refuse, to, unused
+from fullshard.dialects.kinds import ANY_WHOLE, SECTION, SWITCH, TEXT, TEXTS, number
+from fullshard.dialects.rows import Dialect, File, Outcome, Said, Settings, part_of, reads, refuse, to, unused
+
+_TARGETS = ["q_proj", "v_proj"]
+
+
+def _targets(value: Any, file: File) -> Outcome | Settings:
+    found = arguments.lora_targets(value, file)
+    if file.get("lora_target_modules") is None:
+        return Outcome(found, why="peft's default for most decoders")
+    return found
+
+
+def _left_out(settings: Settings, file: File) -> Iterator[Said]:
+    """TRL recomputes activations unless told otherwise, and has a learning rate of its own."""
+    yield from arguments.precision(settings, file)
+    if arguments.is_trl(file) and "sharding.activation_checkpointing" not in settings:
+        yield Said("gradient_checkpointing", True, "default", {"sharding.activation_checkpointing": "full"}, "as TRL")
+    if arguments.is_trl(file) and file.get("learning_rate") is None:
+        yield Said("learning_rate", 2e-5, "default", {"optimizer.lr": 2e-5}, "as TRL")
+
 
 DIALECT = Dialect(
     name="the HF Trainer",
@@ -12,7 +34,9 @@ DIALECT = Dialect(
     intro=(
         "A JSON or YAML file of TrainingArguments, alone or with the model and data arguments of the scripts that use\n"
         "it. What the file leaves out is as Transformers does it: a learning rate of 5e-5, linear decay, no weight\n"
-        "decay, three epochs, no packing, nothing held out."
+        "decay, three epochs, fp32, no packing, nothing held out, every checkpoint kept. A file with keys of TRL\n"
+        "(`packing`, `use_peft`, `dataset_text_field` and others) is as TRL does it: 2e-5, bf16, activations\n"
+        "recomputed, and adapters only with `use_peft: true`."
     ),
     marks=(
         "per_device_train_batch_size",
@@ -33,8 +57,10 @@ DIALECT = Dialect(
         "max_grad_norm",
     ),
     prepare=arguments.load_fsdp_config,
-    has_adapters=lambda file: file.get("use_peft", file.get("use_lora", True)),
-    finish=arguments.precision_off,
+    no_adapters=lambda file: (
+        "" if file.get("use_peft", file.get("use_lora")) else "use_peft is not on, so TRL trains the whole model"
+    ),
+    finish=_left_out,
     rows=(
         to("batch.per_device", "per_device_train_batch_size per_gpu_train_batch_size", default=8),
         to("evaluate.per_device", "per_device_eval_batch_size per_gpu_eval_batch_size"),
@@ -54,8 +80,8 @@ DIALECT = Dialect(
         to("model.lora=true", "use_peft use_lora"),
         to("model.lora.r", "lora_r"),
         to("model.lora.alpha", "lora_alpha"),
-        to("model.lora.dropout", "lora_dropout"),
-        reads("model.lora.targets", arguments.lora_targets, "lora_target_modules"),
+        to("model.lora.dropout", "lora_dropout", default=0.05),
+        reads("model.lora.targets", _targets, "lora_target_modules", takes=TEXTS, default=_TARGETS),
         unused("lora_task_type", "adapters are trained on the layers of model.lora.targets", quiet=("CAUSAL_LM",)),
         refuse(
             "lora_modules_to_save", "modules are either frozen or adapted, never trained beside adapters", unless=([],)

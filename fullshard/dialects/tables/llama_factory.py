@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
-from fullshard.dialects.kinds import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, TEXTS, one_of
+from fullshard.dialects.kinds import COUNT, NOT_NEGATIVE, POSITIVE, SWITCH, TEXT, TEXTS, one_of
 from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
+    Said,
     Settings,
     ignored,
     inherited,
@@ -40,7 +42,7 @@ def _dataset(value: Any, file: File) -> Outcome | Settings:
         return refused(f"{missing[0]} is not in {_info(file)}: write data.train, a path or {{kind: hub, name: ...}}")
     found = [_source(known[name], file) for name in value]
     if len(found) > 1 and not all(isinstance(source, str) for source in found):
-        return refused("several data sets of the hub are mixed by percentage: write data.train: {kind: mixture, ...}")
+        return refused(readers.mixture(found))
     settings: Settings = {"data.train": found[0] if len(found) == 1 else found}
     if file.get("stage") == "pt":
         settings["data.encode"] = "text"
@@ -92,20 +94,55 @@ def _holdout(value: Any, file: File) -> Outcome | Settings:
     return {"data.holdout": value}
 
 
+def _pack(value: Any, file: File) -> Outcome | Settings:
+    """Left out, only pre-training packs; neat_packing keeps documents apart, as rows here always do."""
+    if file.get("packing") is None and file.get("neat_packing") is None and file.get("stage") == "pt":
+        return Outcome({"data.pack": True}, why="pre-training packs")
+    if file.get("neat_packing") or file.get("packing"):
+        why = "" if file.get("neat_packing") else "documents in a row do not see each other, as with neat_packing"
+        return Outcome({"data.pack": True}, why=why)
+    return {"data.pack": False}
+
+
+def _left_out(settings: Settings, file: File) -> Iterator[Said]:
+    """Without bf16 and fp16 the model computes in the dtype of its file there."""
+    if "precision" in settings:
+        return
+    if file.get("bf16") is False and file.get("fp16") is False:
+        yield Said("bf16", False, "default", {"precision": "fp32"}, "both are off")
+    else:
+        why = "neither bf16 nor fp16 is on: LLaMA-Factory computes in the dtype of the model's file"
+        yield Said("bf16", False, "default", {"precision": "auto"}, why)
+
+
 OWN = (
     reads("", _stage, "stage", takes=one_of("sft", "pt", *_OTHER_STAGES), note="sft and pt; others are refused"),
     reads("model.lora", _finetuning, "finetuning_type", takes=TEXT, default="lora", note="lora or full"),
     part_of("lora_rank", "finetuning_type", takes=COUNT),
     part_of("lora_alpha", "finetuning_type", takes=POSITIVE),
-    to("model.lora.dropout", "lora_dropout"),
-    reads("model.lora.targets", trainer_arguments.lora_targets, "lora_target", note="all is all-linear"),
+    to("model.lora.dropout", "lora_dropout", default=0.0),
+    reads(
+        "model.lora.targets",
+        trainer_arguments.lora_targets,
+        "lora_target",
+        takes=TEXTS,
+        default="all",
+        note="all is all-linear",
+    ),
     reads("data.train", _dataset, "dataset", takes=TEXTS, note="names in dataset_info.json"),
     part_of("dataset_dir", "dataset", takes=TEXT),
     reads("data.train", _samples, "max_samples", takes=COUNT),
     unused("template default_system enable_thinking", "the tokenizer's own chat template is used", quiet=()),
     to("data.sequence_length", "cutoff_len", default=2048),
     reads("data.holdout", _holdout, "val_size", takes=NOT_NEGATIVE, default=0.0),
-    to("data.pack", "packing neat_packing", default=False),
+    reads("data.pack", _pack, "packing neat_packing", default=False, note="for pt: true"),
+    reads(
+        "sharding.activation_checkpointing",
+        lambda value, file: {"sharding.activation_checkpointing": "none" if value else "full"},
+        "disable_gradient_checkpointing",
+        takes=SWITCH,
+        default=False,
+    ),
     reads(
         "model.attention",
         _flash,
@@ -121,13 +158,20 @@ OWN = (
     ),
     refuse("use_dora use_galore use_badam use_apollo use_rslora pissa_init loraplus_lr_ratio", "not available"),
     refuse("additional_target", "modules are either frozen or adapted, never trained beside adapters", unless=("", [])),
+    refuse("pref_beta pref_loss pref_ftx reward_model ref_model", "preference and reward training are not available"),
+    unused(
+        "ray_num_workers ray_storage_path ray_init_kwargs resources_per_worker placement_strategy",
+        "it says how Ray starts processes",
+        quiet=(),
+    ),
+    refuse("mask_history", "every answer of a conversation is learned, not only the last one"),
     refuse("resize_vocab", "resize the embedding with model.resize_embedding"),
     unused("image_max_pixels video_max_pixels", "the model's own processor decides the size of images", quiet=()),
     unused("freeze_vision_tower freeze_multi_modal_projector", "model.freeze freezes parameters by name", quiet=()),
     refuse("adapter_name_or_path", "to train an adapter further write model.path: its folder", unless=("",)),
     unused(
         "plot_loss overwrite_cache preprocessing_num_workers preprocessing_batch_size save_only_model "
-        "upcast_layernorm use_unsloth enable_liger_kernel disable_gradient_checkpointing ray_run_name cache_dir "
+        "upcast_layernorm use_unsloth enable_liger_kernel ray_run_name cache_dir "
         "use_fast_tokenizer include_num_input_tokens_seen use_swanlab tokenized_path",
         "it does not change what is learned",
         quiet=(True, False),
@@ -154,7 +198,9 @@ DIALECT = Dialect(
         "lora_rank",
     ),
     prepare=trainer_arguments.load_fsdp_config,
-    has_adapters=lambda file: file.get("finetuning_type", "lora") == "lora",
-    finish=trainer_arguments.precision_off,
+    no_adapters=lambda file: (
+        "" if file.get("finetuning_type", "lora") == "lora" else f"finetuning_type is {file.get('finetuning_type')}"
+    ),
+    finish=_left_out,
     rows=(*OWN, *inherited(OWN, hf_trainer.DIALECT.rows)),
 )

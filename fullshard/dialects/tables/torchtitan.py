@@ -262,7 +262,7 @@ DIALECT = Dialect(
             "it belongs to parallelism that is not in use",
             quiet=(),
         ),
-        to("sharding.activation_checkpointing", "activation_checkpoint.mode"),
+        to("sharding.activation_checkpointing", "activation_checkpoint.mode", default="selective"),
         unused(
             "activation_checkpoint.selective_ac_option "
             "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns",
@@ -282,6 +282,7 @@ DIALECT = Dialect(
             lambda value, file: {"checkpoint.keep": value or None},
             "checkpoint.keep_latest_k",
             takes=WHOLE,
+            default=10,
         ),
         unused(
             "checkpoint.folder checkpoint.model_weights_only checkpoint.export_dtype "

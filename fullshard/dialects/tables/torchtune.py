@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from fullshard.dialects import readers, trainer_arguments
@@ -10,6 +12,7 @@ from fullshard.dialects.rows import (
     Dialect,
     File,
     Outcome,
+    Said,
     Settings,
     ignored,
     part_of,
@@ -30,6 +33,8 @@ _KNOWN_SETS = {
     "slimorca_dataset": "Open-Orca/SlimOrca-Dedup",
 }
 
+_REFERENCE = r"\$\{([\w.]+)\}"
+
 
 def _model(value: Any, file: File) -> Outcome | Settings:
     name = value.rpartition(".")[2]
@@ -47,18 +52,14 @@ def _model(value: Any, file: File) -> Outcome | Settings:
 
 def _dataset(value: Any, file: File) -> Outcome | Settings:
     name = value.rpartition(".")[2]
-    if name in _KNOWN_SETS:
-        source = {"kind": "hub", "name": _KNOWN_SETS[name]}
-    elif file.get("dataset.data_files") is not None:
+    if file.get("dataset.data_files") is not None:
         return {"data.train": file.get("dataset.data_files")} | _column(name, file)
-    elif file.get("dataset.source") is not None:
-        split = file.get("dataset.split")
-        source = readers.dataset(
-            file.get("dataset.source"), split=None if split == "train" else split, config=file.get("dataset.name")
-        )
-    else:
+    source = file.get("dataset.source", _KNOWN_SETS.get(name))
+    if source is None:
         return refused(f"the data of {name} is not known: write data.train, a path or {{kind: hub, name: ...}}")
-    return {"data.train": source} | _column(name, file)
+    split = file.get("dataset.split")
+    found = readers.dataset(source, split=None if split == "train" else split, config=file.get("dataset.name"))
+    return {"data.train": found} | _column(name, file)
 
 
 def _column(name: str, file: File) -> Settings:
@@ -107,9 +108,27 @@ def _logger(value: Any, file: File) -> Outcome | Settings:
     return {"log.sinks": ["tensorboard"]} if name == "TensorBoardLogger" else ignored("metrics.jsonl has every number")
 
 
-def _finish(settings: Settings, file: File) -> Settings:
-    """Without a scheduler the rate is constant."""
-    return settings if "schedule.kind" in settings else {**settings, "schedule.kind": "constant"}
+def _interpolated(file: File) -> File:
+    """`${batch_size}` stands for the value of another key."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(inner) for key, inner in value.items()}
+        whole = re.fullmatch(_REFERENCE, value) if isinstance(value, str) else None
+        if whole:
+            return file.get(whole[1], value)
+        if not isinstance(value, str):
+            return value
+        return re.sub(_REFERENCE, lambda name: str(file.get(name[1], name[0])), value)
+
+    return File(filled(dict(file.values)), file.folder)
+
+
+def _left_out(settings: Settings, file: File) -> Iterator[Said]:
+    """torchtune sets no limit on the tokens of a sample; a row here has a length."""
+    if "data.sequence_length" not in settings:
+        why = "torchtune sets no limit; longer samples are cut here, so set it to your longest"
+        yield Said("tokenizer.max_seq_len", None, "default", {"data.sequence_length": 1024}, why)
 
 
 DIALECT = Dialect(
@@ -127,7 +146,8 @@ DIALECT = Dialect(
         "dataset._component_",
         "tokenizer._component_",
     ),
-    finish=_finish,
+    prepare=_interpolated,
+    finish=_left_out,
     always={"data.holdout": 0},
     rows=(
         to("model.path", "checkpointer.checkpoint_dir"),
@@ -148,7 +168,7 @@ DIALECT = Dialect(
         to("model.lora.dropout", "model.lora_dropout"),
         unused(
             "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.special_tokens_path "
-            "tokenizer.prompt_template tokenizer.truncation_type",
+            "tokenizer.prompt_template tokenizer.truncation_type tokenizer.vocab_path tokenizer.merges_path",
             "the tokenizer beside the model is used",
             quiet=(),
         ),
@@ -192,7 +212,7 @@ DIALECT = Dialect(
             default=0,
             note="left out: no clipping",
         ),
-        reads("schedule.kind", _schedule, "lr_scheduler._component_", note="left out: constant"),
+        reads("schedule.kind", _schedule, "lr_scheduler._component_", default="none"),
         to("schedule.warmup", "lr_scheduler.num_warmup_steps"),
         unused("lr_scheduler.num_cycles", "one half cosine", quiet=(0.5,)),
         reads("precision", _dtype, "dtype", note="bf16: bf16-pure, as there; for LoRA bf16"),
@@ -221,7 +241,7 @@ DIALECT = Dialect(
         unused(
             "log_peak_memory_stats log_level profiler save_adapter_weights_only enable_async_checkpointing "
             "enable_activation_offloading custom_sharded_layers memory_efficient_fsdp_wrap ac_mode ac_option "
-            "cudnn_deterministic_mode max_validation_batches keep_last_n_checkpoints",
+            "cudnn_deterministic_mode max_validation_batches keep_last_n_checkpoints low_cpu_ram",
             "it does not change what is learned",
             quiet=(True, False),
         ),

@@ -32,7 +32,11 @@ _LOSSES = {
 
 
 def _lora(value: Any, file: File) -> Outcome | Settings:
-    return {f"model.lora.{key}": word for key, word in _LORA.items()} if value else ignored("")
+    if not value:
+        return ignored("")
+    found = {f"model.lora.{key}": file.get(f"lora_{key}", word) for key, word in _LORA.items()}
+    targets = file.get("lora_target_modules")
+    return found if targets is None else found | trainer_arguments.lora_targets(targets, file)
 
 
 def _lora_key(value: Any, file: File) -> Outcome:
@@ -74,18 +78,6 @@ def _loss(value: Any, file: File) -> Outcome | Settings:
     return {"objective.loss.kind": found}
 
 
-def _finish(settings: Settings, file: File) -> Settings:
-    """Its models embed, its loss contrasts; the values of LoRA's own keys replace its defaults."""
-    settings = {"model.kind": "sentence_transformer", "objective.kind": "contrastive", **settings}
-    if file.get("use_lora"):
-        for theirs, ours in (("lora_r", "r"), ("lora_alpha", "alpha"), ("lora_dropout", "dropout")):
-            if file.get(theirs) is not None:
-                settings[f"model.lora.{ours}"] = file.get(theirs)
-        if (targets := file.get("lora_target_modules")) is not None:
-            settings |= trainer_arguments.lora_targets(targets, file)
-    return settings
-
-
 DIALECT = Dialect(
     name="an embedding trainer",
     title="A flat training YAML for embeddings",
@@ -107,7 +99,7 @@ DIALECT = Dialect(
         "batch_size",
         "epochs",
     ),
-    finish=_finish,
+    always={"model.kind": "sentence_transformer", "objective.kind": "contrastive"},
     rows=(
         to("model.path", "model_name model_name_or_path"),
         to("data.train", "data_path train_data_path"),

@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from fullshard.dialects import report
+from fullshard.cli import app
+from fullshard.dialects import merged_files, report
 from fullshard.dialects.foreign_keys import of_key
 from fullshard.dialects.readers import deepspeed
 from fullshard.dialects.rows import Dialect, File, nested
 from fullshard.dialects.tables import dialects
 from fullshard.dialects.translate import Translation, translate
 from fullshard.errors import FullshardError, RecipeError
+from fullshard.formatting.yaml_text import parse_value
+from fullshard.recipes.read import read
 
 JUNK: list[Any] = [
     *(True, False, 0, -1, 1.5, "x", "", "auto", "1"),
@@ -63,7 +67,8 @@ def test_adapters_that_are_refused_do_not_become_a_training_of_the_whole_model()
 
 
 def test_llama_factory_trains_adapters_if_the_file_does_not_say() -> None:
-    assert nested(done("llama_factory", lora_rank=32).settings)["model"] == {"lora": {"r": 32, "alpha": 64}}
+    lora = nested(done("llama_factory", lora_rank=32).settings)["model"]["lora"]
+    assert lora == {"r": 32, "alpha": 64, "dropout": 0.0, "targets": "all-linear"}
 
 
 def test_a_default_does_not_replace_a_value_that_asks_for_nothing() -> None:
@@ -190,3 +195,138 @@ def test_the_table_fits_the_terminal() -> None:
     assert max(map(len, lines)) <= 80
     assert "cosine and linear decay over the whole run" in " ".join(" ".join(lines).split())
     assert len(report.table(found).splitlines()) == len(found.said) + 1
+
+
+DEFAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    # What each trainer does with a key that its file leaves out, as its own source says.
+    ("hf_trainer", {}, {"precision": "fp32", "optimizer.lr": 5e-5, "sharding.activation_checkpointing": None}),
+    ("hf_trainer", {}, {"checkpoint.keep": None, "schedule.kind": "linear", "duration.epochs": 3.0}),
+    ("hf_trainer", {"fp16": True}, {"precision": "fp16"}),
+    ("hf_trainer", {"bf16": False}, {"precision": "fp32"}),
+    (
+        "hf_trainer",
+        {"packing": True},  # a key of TRL
+        {"precision": "bf16", "optimizer.lr": 2e-5, "sharding.activation_checkpointing": "full"},
+    ),
+    ("hf_trainer", {"packing": True, "bf16": False}, {"precision": "fp32"}),
+    ("hf_trainer", {"lora_r": 8}, {"model.lora": None, "model.lora.r": None, "model.lora.dropout": None}),
+    (
+        "hf_trainer",
+        {"use_peft": True, "lora_r": 8},
+        {"model.lora.r": 8, "model.lora.dropout": 0.05, "model.lora.targets": ["q_proj", "v_proj"]},
+    ),
+    ("axolotl", {}, {"schedule.warmup": 0.03, "schedule.kind": "cosine", "checkpoint.keep": 4, "precision": None}),
+    ("axolotl", {"max_steps": 1000}, {"schedule.warmup": 30}),
+    ("axolotl", {"max_steps": 10_000}, {"schedule.warmup": 100}),
+    ("axolotl", {"max_steps": 10_000, "warmup_ratio": 0.1}, {"schedule.warmup": 0.1}),
+    ("axolotl", {"bf16": False}, {"precision": "fp32"}),
+    ("axolotl", {"lora_r": 8}, {"model.lora.r": None}),
+    (
+        "llama_factory",
+        {},
+        {"data.pack": False, "data.sequence_length": 2048, "model.lora.r": 8, "model.lora.alpha": 16},
+    ),
+    ("llama_factory", {}, {"sharding.activation_checkpointing": "full", "model.lora.targets": "all-linear"}),
+    ("llama_factory", {"disable_gradient_checkpointing": True}, {"sharding.activation_checkpointing": "none"}),
+    ("llama_factory", {"stage": "pt"}, {"data.pack": True}),
+    ("llama_factory", {"stage": "pt", "packing": False}, {"data.pack": False}),
+    ("llama_factory", {"packing": False, "neat_packing": True}, {"data.pack": True}),
+    ("torchtune", {}, {"schedule.kind": "constant", "optimizer.clip": None, "data.sequence_length": 1024}),
+    ("torchtune", {}, {"optimizer.weight_decay": 0.01, "data.pack": False}),
+    ("torchtitan", {}, {"precision": "bfloat16", "schedule.warmup": 200, "optimizer.lr": 8e-4}),
+    ("torchtitan", {}, {"sharding.activation_checkpointing": "selective", "batch.per_device": 8}),
+    ("lightning", {}, {"optimizer.clip": None}),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "expected"), DEFAULTS)
+def test_what_a_file_leaves_out_is_as_its_own_trainer_does_it(
+    name: str, values: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = done(name, **values)
+    assert not found.refused
+    assert {key: found.settings.get(key) for key in expected} == expected
+    said = {key for entry in found.said for key in entry.settings}
+    assert set(found.settings) == said  # nothing is set that no line says
+
+
+def test_the_rank_of_adapters_that_trl_would_not_train_says_so() -> None:
+    [entry] = [entry for entry in done("hf_trainer", lora_r=8).said if entry.key == "lora_r"]
+    assert (entry.verdict, entry.why) == ("no effect", "use_peft is not on, so TRL trains the whole model")
+
+
+def test_a_set_of_torchtune_may_have_another_source() -> None:
+    component = "torchtune.datasets.alpaca_dataset"
+    found = done("torchtune", dataset___component_=component, dataset__source="yahma/alpaca-cleaned")
+    assert found.settings["data.train"] == {"kind": "hub", "name": "yahma/alpaca-cleaned"}
+
+
+def test_fsdp_settings_may_be_in_a_json_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`fsdp_config: FILE.json` in a file, and `--fsdp-config FILE.json` on the command line."""
+    section = {"reshard_after_forward": False, "cpu_offload": "yes", "version": 2, "activation_checkpointing": True}
+    (tmp_path / "fsdp.json").write_text(json.dumps(section))
+    expected = {"strategy": "grad_op", "cpu_offload": True, "activation_checkpointing": "full"}
+    found = translate(dialects()["hf_trainer"], {"fsdp": True, "fsdp_config": "fsdp.json"}, folder=tmp_path)
+    assert not found.refused
+    assert nested(found.settings)["sharding"] == expected
+    monkeypatch.chdir(tmp_path)
+    sharding = read("quickstart", preset="fsdp.json").recipe.sharding
+    assert {key: getattr(sharding, key) for key in expected} == expected
+    shown = CliRunner().invoke(app, ["train", "quickstart", "--dry-run", "--fsdp-config", "fsdp.json"]).output
+    assert "grad_op" in shown
+
+
+def test_fsdp_settings_in_a_file_that_is_missing_or_wrong_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [entry] = translate(dialects()["hf_trainer"], {"fsdp_config": "fsdp.json"}, folder=tmp_path).refused
+    assert entry.why == f"there is no file fsdp.json here or in {tmp_path}"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"fsdp.json cannot be read: No such file"):
+        read("quickstart", preset="fsdp.json")
+    (tmp_path / "fsdp.json").write_text('{"cpu_offload": "maybe", "reshard": 1}')
+    with pytest.raises(RecipeError) as caught:
+        read("quickstart", preset="fsdp.json")
+    assert "fsdp.json (the HF Trainer), fsdp_config.cpu_offload: it must be true or false, not 'maybe'." in str(
+        caught.value
+    )
+    assert "fsdp_config.reshard: no key of the HF Trainer that fullshard knows." in str(caught.value)
+
+
+def test_a_reference_of_torchtune_is_the_value_of_the_other_key() -> None:
+    found = done("torchtune", batch_size=4, batch_size_val="${batch_size}", root="/data", output_dir="${root}/out")
+    assert found.settings["evaluate.per_device"] == 4
+    assert (found.settings["output"], found.settings["name"]) == ("/data", "out")
+    assert verdict(done("torchtune", batch_size_val="${nothing}"), "batch_size_val") == "refused"
+
+
+def test_replicas_of_sharded_groups_are_hybrid() -> None:
+    section = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    replicas = {"parallelism_config_dp_replicate_size": 2}
+    found = done("accelerate", distributed_type="FSDP", fsdp_config=section, parallelism_config=replicas)
+    assert found.settings == {"sharding.strategy": "hybrid"}
+
+
+def test_several_data_sets_are_refused_with_what_to_write() -> None:
+    listed = [{"path": "a/one", "type": "alpaca"}, {"path": "b/two", "split": "train[:5%]"}]
+    [entry] = done("axolotl", datasets=listed).refused
+    _, _, text = entry.why.partition("write data.train: ")
+    source = parse_value(text, where="data.train")
+    assert [part["source"]["name"] for part in source["parts"]] == ["a/one", "b/two"]
+    base = {"model": "m", "data": {"train": source}}
+    assert read(base).recipe.data.train.kind() == "mixture"
+
+
+@pytest.mark.parametrize("said", [{}, {"bf16": False, "fp16": False}])
+def test_the_precision_of_a_launcher_is_over_one_that_the_training_file_leaves_out(
+    tmp_path: Path, said: dict[str, Any]
+) -> None:
+    """As under `accelerate launch`: TrainingArguments without bf16 and fp16 compute in its mixed precision."""
+    train, launch = tmp_path / "train.json", tmp_path / "launch.json"
+    train.write_text(json.dumps({"model_name_or_path": "m", "train_file": "d.jsonl", "num_train_epochs": 1, **said}))
+    launch.write_text(json.dumps({"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 2}))
+    assert read(str(train)).recipe.precision == "fp32"
+    assert read(str(train), launch_file=str(launch)).recipe.precision == "bf16"
+    assert read(str(train), "precision=fp16", launch_file=str(launch)).recipe.precision == "fp16"
+    merged = merged_files.read([str(train), str(launch)])
+    assert merged.settings["precision"] == "bf16"
