@@ -83,10 +83,10 @@ def train_in_turn(
     chosen = [named(recipe, only)] if only else stages_of(recipe)
     for stage, how in zip(chosen, _resumes(chosen, resume), strict=True):
         stage = replace(stage, place=replace(stage.place, before=_before(stages, stage)))
-        with _pointed(recipe), _unchanged_environment():
+        with _pointed(recipe, say), _unchanged_environment():
             if only or how != "auto" or not _is_done(stage, stages, say=say):
                 require_start(stage.recipe, stages, command=command)
-                if how != "never" and has_other_start(stage.recipe, left := standing(stage.recipe)):
+                if how != "never" and has_other_start(stage.recipe, left := standing(stage.recipe), stages):
                     _say_other_start(stage, left, say=say, anyway=anyway)
                 run(stage, how)
                 trained.append(stage.place.name)
@@ -125,7 +125,7 @@ def _is_done(stage: Stage, stages: Sequence[Recipe], *, say: Callable[[str], Non
             f"{'; '.join(left.changed)}. To train it again: --stage {place.name} --resume never, which moves it and "
             "the stages after it aside."
         )
-    if has_other_start(stage.recipe, left):
+    if has_other_start(stage.recipe, left, stages):
         say(
             f"warning: {_earlier(stage)} has been trained again since, and {place.name} comes from what it was before. "
             f"To train it again from there: --stage {place.name} --resume never, which moves it and the stages after "
@@ -152,15 +152,18 @@ def _earlier(stage: Stage) -> str:
 
 
 @contextlib.contextmanager
-def _pointed(recipe: Recipe) -> Iterator[None]:
+def _pointed(recipe: Recipe, say: Callable[[str], None]) -> Iterator[None]:
     """Points the run at the last stage that has a checkpoint, however a stage ends; rank 0 does it."""
     try:
         yield
     finally:
         if env.detect(os.environ).rank == 0:
-            trained = (each for each in reversed(recipe.stages or []) if files.pointed(each.checkpoints, "last"))
-            if latest := next(trained, None):
-                point(recipe.folder, latest)
+            try:
+                trained = (each for each in reversed(recipe.stages or []) if files.pointed(each.checkpoints, "last"))
+                if latest := next(trained, None):
+                    point(recipe.folder, latest)
+            except CheckpointError as error:  # of a store: what the stage has saved is there
+                say(f"warning: model, best and last of {recipe.name} could not be updated: {error}")
 
 
 @contextlib.contextmanager

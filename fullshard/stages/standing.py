@@ -6,7 +6,7 @@ Must not import torch, start anything or change a file.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +72,12 @@ def identity_of(checkpoint: Path) -> str:
     return hashlib.sha256("".join(tensors).encode()).hexdigest()[:16]
 
 
-def has_other_start(recipe: Recipe, left: Standing | None) -> bool:
-    """Whether the checkpoint that a stage started from is now another one: the earlier stage was trained again."""
+def has_other_start(recipe: Recipe, left: Standing | None, stages: Sequence[Recipe]) -> bool:
+    """Whether the checkpoint that a stage started from is now another one: the earlier stage was trained again. A run
+    that is not one of the `stages` may go on by itself."""
     if recipe.start is None or left is None or left.start is None:
+        return False
+    if not any(place_of(each) == recipe.start.source for each in stages):
         return False
     try:
         return identity_of(files.named(checkpoint_of(recipe.start))) != left.start

@@ -322,6 +322,17 @@ def test_a_run_in_a_store_has_pointers_there(ranks: RankPool, folder: Path, kind
     assert chosen_run.choose(str(local), None, here=lambda recipe, checkpoint: recipe).checkpoint == files.named(place)
 
 
+def test_a_store_that_refuses_the_pointers_does_not_fail_the_run(ranks: RankPool, folder: Path) -> None:
+    store = bucket.url(folder / "refusing")
+    (folder / "refusing" / bucket.REFUSING).write_text(".model-of")
+    once = {"duration": {"steps": 1}}
+    found = ranks.run(
+        train_stages, settings(folder, "refused", checkpoint={"store": store}, first=once, second=once), world=1
+    )[0]
+    assert found["trained"] == ["first", "second"]
+    assert "warning: model, best and last of refused could not be updated: " in found["said"][0]
+
+
 @pytest.mark.slow  # starts ranks three times
 def test_a_run_that_is_killed_in_its_second_stage_resumes_there_bitwise(folder: Path, straight: dict[str, Any]) -> None:
     run = settings(folder, "killed", topology={"device": "cpu", "devices": 2})

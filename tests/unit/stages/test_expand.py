@@ -235,8 +235,8 @@ def test_presets_lie_under_the_recipe_its_stages_and_the_command_line(tmp_path: 
         for each in fullshard.read(path, "batch.per_device=5", preset=["a", "b"]).stages or []
     ]
     assert found == [(2, 1e-3, 4, 5), (2, 1e-4, 4, 5)]
-    found = [
+    other = [
         (each.seed, each.optimizer.lr, each.optimizer.clip)
         for each in fullshard.read(path, "stages.sft.seed=7", preset=["b", "a"]).stages or []
     ]
-    assert found == [(1, 1e-3, 2), (7, 1e-4, 2)]
+    assert other == [(1, 1e-3, 2), (7, 1e-4, 2)]
