@@ -42,7 +42,7 @@ def test_its_commands_run(here: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
     for line in blocks("bash", PAGE)[0].splitlines():
         call(line, monkeypatch)
     run = Path("runs/my-model")
-    drawn = re.findall(r"^  (\w+)/? ", blocks("text", PAGE)[1], flags=re.MULTILINE)
+    drawn = re.findall(r"^  (\w+)/? ", blocks("text", PAGE)[0], flags=re.MULTILINE)
     assert {path.name for path in run.iterdir() if not re.search(r"^\.|old", path.name)} == {*drawn, "best", "last"}
     assert (run / "model").readlink().as_posix() == "sft/model"
     records = [json.loads(line) for line in (run / "sft" / "metrics.jsonl").read_text().splitlines()]
