@@ -70,16 +70,16 @@ def _train(reading: Reading, *, resume: str, anyway: bool, stop: Callable[[], bo
     """Trains a recipe, or one stage, on the ranks that it asks for."""
     from fullshard.own_loop.ranks import numbered_by_group
 
-    topology, here = reading.recipe.topology, {"resume": resume, "anyway": anyway, "stop": stop or bool}
+    topology, asked = reading.recipe.topology, stop or bool
     with signals.in_library(), shown_in_notebook(), numbered_by_group(reading.recipe) as connected:
         if connected:
-            return _in_this_process(reading, connected=True, **here)
+            return _in_this_process(reading, resume=resume, anyway=anyway, connected=True, stop=asked)
         number, place = engine_nodes.meeting(
             os.environ, nodes=topology.nodes, chosen=True, timeout_s=topology.timeout_s
         )
         ranks = on_ranks.ranks_of(topology, node_rank=number, master=place)
         if env.detect(os.environ).world > 1 or ranks.per_node * ranks.nodes == 1:
-            return _in_this_process(reading, connected=False, **here)
+            return _in_this_process(reading, resume=resume, anyway=anyway, connected=False, stop=asked)
         if stop is not None:
             raise SetupError(
                 f"stop = {stop!r} cannot be asked: this call starts {ranks.per_node * ranks.nodes} processes of its "

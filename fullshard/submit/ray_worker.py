@@ -60,13 +60,14 @@ def ask_to_stop(run: Path) -> None:
 
 
 def forget_stop(run: Path) -> bool:
-    """Whether the run was asked to stop; the request is gone then."""
+    """Whether the run was asked to stop, or the one that it is a stage of; the request is gone then."""
     from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get
 
-    asked = _internal_kv_get(str(run), namespace=_NAMESPACE) is not None
-    if asked:
-        _internal_kv_del(str(run), namespace=_NAMESPACE)
-    return asked
+    for asked in (str(run), str(run.parent)):
+        if _internal_kv_get(asked, namespace=_NAMESPACE) is not None:
+            _internal_kv_del(asked, namespace=_NAMESPACE)
+            return True
+    return False
 
 
 def refuse_lost_folder(recipe: Recipe) -> None:
