@@ -23,9 +23,11 @@ def _left_out(settings: Settings, file: File) -> Iterator[Said]:
     """TRL recomputes activations unless told otherwise, and has a learning rate of its own."""
     yield from arguments.precision(settings, file)
     if arguments.is_trl(file) and "sharding.activation_checkpointing" not in settings:
-        yield Said("gradient_checkpointing", True, "default", {"sharding.activation_checkpointing": "full"}, "as TRL")
+        yield Said(
+            "gradient_checkpointing", True, "default", {"sharding.activation_checkpointing": "full"}, "TRL's default"
+        )
     if arguments.is_trl(file) and file.get("learning_rate") is None:
-        yield Said("learning_rate", 2e-5, "default", {"optimizer.lr": 2e-5}, "as TRL")
+        yield Said("learning_rate", 2e-5, "default", {"optimizer.lr": 2e-5}, "TRL's default")
 
 
 DIALECT = Dialect(

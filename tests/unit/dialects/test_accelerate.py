@@ -34,11 +34,13 @@ FSDP: dict[str, Any] = {
 }
 TELL = """
 import json, os, sys
+from fullshard.commands.recipe_arguments import _starter
 from fullshard.dialects.launch_variables import notes, settings
 from fullshard.dist.env import detect
 launch = detect(os.environ)
 if launch.rank == 0:
-    print(json.dumps([launch.launcher, settings(os.environ).settings, notes(launch.world)]))
+    said = [*notes(launch.world), "again: " + " ".join(_starter())]
+    print(json.dumps([launch.launcher, settings(os.environ).settings, said]))
 """
 
 
@@ -88,6 +90,7 @@ def test_processes_that_accelerate_did_not_start_are_named(tmp_path: Path) -> No
     assert notes == [
         "accelerate was asked for 2 processes (--num_processes 2) and started one. To train on 2, leave accelerate "
         "out: fullshard train RECIPE --devices 2.",
+        "again: torchrun --standalone --nproc-per-node 2 -m fullshard",
     ]
     assert found == {"topology.device": "cpu"}
 

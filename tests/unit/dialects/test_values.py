@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from fullshard.cli import app
 from fullshard.dialects.command_line import read_words
 from fullshard.dialects.kinds import ANYTHING, OF_KEYS, PRECISIONS, SWITCH, BadValue
-from fullshard.dialects.rows import Dialect, File, Row, kind_of, nested
+from fullshard.dialects.rows import Dialect, File, Row, Said, kind_of, nested
 from fullshard.dialects.tables import dialects
-from fullshard.dialects.translate import Said, translate
+from fullshard.dialects.translate import translate
 from fullshard.dist.precision import SPELLINGS
 from fullshard.errors import RecipeError
 from fullshard.formatting.yaml_text import shown
