@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class Beat:
             "units": [],
         }
         self.count, self.step, self.first_step, self.phase = 0, -1, -1, 0
+        self.on_second_step: Callable[[], None] | None = None
+        """Called once, when a rank has proven that it moves."""
         self.collectives: deque[tuple[int, int]] = deque(maxlen=_KEPT)
         """(unit, act) of the latest collectives of FSDP units, in order."""
         self._unit, self._act = -1, 0
@@ -77,6 +80,9 @@ class Beat:
         self.phase = PHASES.index(phase) if phase in PHASES else self.phase
         self.step = self.step if step is None else step
         self.first_step = self.step if self.first_step < 0 else self.first_step
+        if self.step > self.first_step and self.on_second_step is not None:
+            self.on_second_step()
+            self.on_second_step = None
         self.write()
 
     def collective(self, unit: int, act: int) -> None:

@@ -1,7 +1,7 @@
 """Notes which FSDP unit each all-gather and reduce-scatter belongs to, when it is issued.
 
-FSDP2 keeps one object per unit that issues its collectives; calling it also notes the unit, which costs about a
-microsecond. Must not change what a collective does, nor wait for one.
+FSDP2 keeps one object per unit that issues its collectives; calling it also notes the unit, which costs one or two
+microseconds. Must not change what a collective does, nor wait for one.
 """
 
 from __future__ import annotations

@@ -84,6 +84,8 @@ class Watchdog:
 
     def start(self) -> None:
         self._thread.start()
+        # Native code may take the GIL before this thread has looked even once.
+        self.beat.on_second_step = self._rearm
 
     def stop(self, how: str) -> None:
         """Ends the watch. A run that finished leaves nothing; one that failed leaves its last heartbeat."""

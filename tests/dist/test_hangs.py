@@ -104,6 +104,7 @@ def test_ctrl_backslash_asks_and_the_launcher_reports_the_hang(tmp_path: Path) -
     recipe = settings(tmp_path, "data")
     recipe["topology"] |= {"devices": 2, "timeout_s": 30}
     recipe["data"]["workers"] = 1
+    recipe["duration"]["steps"] = 24  # a worker reads some steps ahead
     file, run = tmp_path / "data.yaml", tmp_path / "runs" / "data"
     file.write_text(json.dumps(recipe))
     command = [sys.executable, "-m", "fullshard", "train", str(file)]

@@ -108,6 +108,18 @@ def test_the_latest_stack_of_each_thread_counts() -> None:
     assert found["0x7f02"] == [stacks.Frame("b c.py", 2, "main")]
 
 
+def test_the_timer_is_set_with_the_second_step_without_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native code may take the GIL before the watchdog's thread has looked once."""
+    called: list[int] = []
+    pulse = heartbeat(tmp_path)
+    pulse.on_second_step = lambda: called.append(pulse.step)
+    for step in (5, 5, 6, 7):
+        pulse.enter("data", step)
+    assert called == [6]
+
+
 class Comm:
     def __call__(self, value: int) -> int:
         return value + 1
