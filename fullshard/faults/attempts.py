@@ -51,9 +51,8 @@ def run(
                     raise
                 say(f"The nodes did not meet again for restart {history.attempt}. {error}")
                 return 1
-            try:
-                ended = start(ranks, place, name, neighbours.stopped_here)
-            finally:
+            ended = start(ranks, place, name, neighbours.stopped_here)
+            if ended.code and not ended.is_final:
                 leftovers.end_all(name)
             ended = replace(ended, devices=ranks_left(ranks) if ended.code else ranks.per_node)
             verdict = history.judge(neighbours.exchange(ended, ranks), ranks)

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterable, MutableMapping
 
 from fullshard.errors import SetupError
+from fullshard.faults.interface import note
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -76,19 +77,25 @@ def address_towards(host: str) -> str | None:
     return None
 
 
-def choose_interface(master: str, others: Iterable[str | None], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Names the interface for gloo, unless the user has; `others` are the addresses of all ranks."""
+def choose_interface(
+    master: str, others: Iterable[str | None], environ: MutableMapping[str, str] = os.environ
+) -> str | None:
+    """Names the interface for gloo, unless the user has; `others` are the addresses of all ranks. Returns a line that
+    says so, if gloo would have chosen another."""
     import psutil  # type: ignore[import-untyped]
 
     if environ.get(GLOO):
-        return
+        return None
     interfaces = psutil.net_if_addrs()
     name = _named_for_nccl(environ.get(NCCL, ""), sorted(interfaces))
     if name is None and (address := _own_address(master, others)):
         mine = _bare(address)
         name = next((n for n, known in interfaces.items() if mine in {_bare(each.address) for each in known}), None)
-    if name:
-        environ[GLOO] = name
+    if not name:
+        return None
+    environ[GLOO] = name
+    families = socket.AF_INET, socket.AF_INET6
+    return note(name, {_bare(each.address) for each in interfaces[name] if each.family in families})
 
 
 def _named_for_nccl(names: str, present: list[str]) -> str | None:

@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from fullshard.errors import EXIT_PREEMPTED
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, hand_over
+from fullshard.faults.orphans import end_soon_after
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 ECHO_S = 2.0
@@ -37,7 +38,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(starter: int) -> None:
-    """Has the system send SIGTERM when the process that started this one ends, even by SIGKILL; only on Linux.
+    """Has the system send SIGTERM when the process that started this one ends, even by SIGKILL; only on Linux. A rank
+    that hangs ends a moment later.
 
     Before `listen`, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to return, and
     its traceback is useless beside the launcher's message."""
@@ -49,6 +51,7 @@ def end_with(starter: int) -> None:
             os.kill(starter, 0)
         except ProcessLookupError:  # it ended before we asked
             signal.raise_signal(signal.SIGTERM)
+    end_soon_after(starter)
 
 
 @contextlib.contextmanager

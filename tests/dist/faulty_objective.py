@@ -52,6 +52,7 @@ ACTS: dict[str, Callable[[], Any]] = {
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(7),
+    "sleep": lambda: time.sleep(3600),
     "memory": out_of_memory,
 }
 

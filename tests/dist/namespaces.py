@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+HOSTS = ("first", "second")
 
 
 class NotPermitted(Exception):
@@ -29,14 +29,15 @@ class Nodes:
         self.folder, self.names = folder, names
 
     def start(self, node: int, command: Sequence[str], **settings: Any) -> subprocess.Popen[str]:
-        """A process on a node."""
+        """A process on a node. `env` adds variables."""
+        environ = {**_environ(), **settings.pop("env", {})}
         hosts = self.folder / f"hosts-{node}"
         zero = "127.0.1.1" if node == 0 else ADDRESSES[0]
-        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n{zero} zero\n")
-        mount = f'mount --bind "{hosts}" /etc/hosts && exec "$@"'
-        inside = ["ip", "netns", "exec", self.names[node], "unshare", "--mount", "sh", "-c", mount, "sh"]
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {HOSTS[node]}\n{zero} zero\n")
+        mount = f'hostname {HOSTS[node]} && mount --bind "{hosts}" /etc/hosts && exec "$@"'
+        inside = ["ip", "netns", "exec", self.names[node], "unshare", "--mount", "--uts", "sh", "-c", mount, "sh"]
         return subprocess.Popen(
-            [*inside, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environ(), **settings
+            [*inside, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, **settings
         )
 
     def cut(self) -> None:

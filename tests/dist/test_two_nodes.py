@@ -1,4 +1,5 @@
-"""Two nodes, each with its own network, whose host names resolve to the loopback: they meet, and a cut is reported."""
+"""Two nodes, each with its own network, whose host names resolve to the loopback: they meet, train what one node does,
+restart together, and notice when the other one is gone."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,15 @@ import pytest
 
 from fullshard.log.metrics import FILE, last_step, read
 from tests.dist.namespaces import ADDRESSES, Nodes, NotPermitted, two_nodes
-from tests.small import model_folder, recipe, token_file
+from tests.dist.restarted_runs import KEYS, assert_equal_runs, inputs, restarts, settings
+from tests.near import assert_near
+from tests.small import curve
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30
+STEPS = 6
+MET = ("--node-rank", "1", "--master", "zero:29500")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
@@ -31,86 +38,130 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
         pytest.skip(f"network namespaces are not permitted here: {reason}")
 
 
-def train(nodes: Nodes, folder: Path, node: int, *options: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "fullshard",
-        "train",
-        str(folder / "recipe.yaml"),
-        "--devices",
-        "1",
-        "--nodes",
-        "2",
-    ]
-    return nodes.start(node, [*command, *options], cwd=ROOT, start_new_session=True)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return inputs(tmp_path_factory.mktemp("nodes"))
 
 
-@pytest.mark.slow
-def test_two_nodes_meet_train_and_notice_a_cut(nodes: Nodes, tmp_path: Path) -> None:
-    model_folder(tmp_path / "model", num_hidden_layers=1)
-    token_file(tmp_path / "train.jsonl", records=64)
+def words(folder: Path, name: str, *options: str, steps: int = STEPS) -> list[str]:
     sections: dict[str, Any] = {
-        "duration": {"steps": 1_000_000},
+        "duration": {"steps": steps},
         "topology": {"device": "cpu", "timeout_s": TIMEOUT_S},
+        "schedule": {"kind": "constant"},
+        "data": {"shuffle": True, "workers": 0},
+        "sharding": {"strategy": "hybrid"},
     }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe(tmp_path, name="two", **sections)))
-    nameless = train(nodes, tmp_path, 1, "--master", f"{ADDRESSES[0]}:29500")
-    assert "--node-rank is missing, and 10.77.0.1 is not an address of this machine" in nameless.communicate()[1]
-    assert nameless.returncode == 2
+    (folder / f"{name}.yaml").write_text(json.dumps(settings(folder, name, **sections)))
+    return [sys.executable, "-m", "fullshard", "train", str(folder / f"{name}.yaml"), *options]
+
+
+def train(nodes: Nodes, command: Sequence[str], node: int, *options: str, **more: str) -> subprocess.Popen[str]:
+    return nodes.start(node, [*command, *options], cwd=ROOT, env=more, start_new_session=True)
+
+
+@contextmanager
+def both(nodes: Nodes, command: Sequence[str], **more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """The command on both nodes; the first one finds by itself that it is node 0: zero is its own name."""
     running = [
-        train(nodes, tmp_path, 0, "--master", "zero:29500"),  # without --node-rank: zero is this machine
-        train(nodes, tmp_path, 1, "--node-rank", "1", "--master", "zero:29500"),
+        train(nodes, command, 0, "--nodes", "2", "--master", "zero:29500", **more),
+        train(nodes, command, 1, "--nodes", "2", *MET, **more),
     ]
     try:
-        metrics = tmp_path / "runs" / "two" / FILE
-        while not (metrics.exists() and (last_step(metrics) or 0) >= 2):
-            assert all(process.poll() is None for process in running), [p.communicate() for p in running]
-            time.sleep(0.1)
-        second = train(nodes, tmp_path, 1, "--node-rank", "0", "--master", "zero:29500")
-        assert "Two nodes claim --node-rank 0: host" in second.communicate()[1]
-        nodes.cut()
-        ends = [process.communicate() for process in running]
+        yield running
     finally:
         for process in running:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert [process.returncode for process in running] == [1, 1], ends
-    for rank, (_, err) in enumerate(ends):
-        assert f"Rank {rank} (process" in err
+            process.communicate()
+
+
+def await_step(running: list[subprocess.Popen[str]], run: Path, step: int) -> None:
+    while not ((run / FILE).exists() and (last_step(run / FILE) or 0) >= step):
+        assert all(process.poll() is None for process in running), [p.communicate() for p in running]
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def one_node(folder: Path) -> Path:
+    """Four ranks on one node."""
+    done = subprocess.run(words(folder, "one", "--devices", "4"), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "one"
+
+
+def losses(run: Path) -> list[tuple[float, ...]]:
+    return curve(read(run / FILE), "loss", "grad_norm")
+
+
+def test_two_nodes_equal_one_and_restart_together(nodes: Nodes, folder: Path, one_node: Path) -> None:
+    straight, faulty = folder / "runs" / "two", folder / "runs" / "restarted"
+    with both(nodes, words(folder, "two", "--devices", "2")) as running:
+        ends = [process.communicate(timeout=200) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ends
+    for node, (_, err) in enumerate(ends):
+        host = ("first", "second")[node]
+        assert (
+            f"gloo uses the interface cable{node}, which leads to the other nodes: the name of this host, {host}" in err
+        )
+    assert "hybrid: 2 x 2 (replicate x shard)" in ends[0][0]
+    ours, theirs = losses(straight), losses(one_node)
+    assert len(ours) == STEPS
+    for found, expected in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
+        assert_near(found, expected)  # gradients are added up in another order
+
+    faults = json.dumps([{"do": "kill", "rank": 3, "step": 4, "attempt": 0}])
+    with both(nodes, words(folder, "restarted", "--devices", "2", "--restarts", "2"), FAULTS=faults) as running:
+        ends = [process.communicate(timeout=200) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ends
+    for _, err in ends:
+        assert err.count("Restart 1 of 2: rank 3 on node 1 (host second) was ended by SIGKILL in step 4.") == 1
+        assert "All 4 ranks start again" in err
+    assert_equal_runs(faulty, straight, steps=STEPS)
+    assert len(restarts(faulty)) == 1
+
+
+def cut(nodes: Nodes, running: list[subprocess.Popen[str]]) -> list[int]:
+    nodes.cut()
+    return [0, 1]
+
+
+def kill_a_node(nodes: Nodes, running: list[subprocess.Popen[str]]) -> list[int]:
+    os.killpg(running[1].pid, signal.SIGKILL)
+    return [0]
+
+
+@pytest.mark.parametrize("lose", [cut, kill_a_node])
+def test_a_lost_node_is_named_and_the_run_continues_on_one(
+    nodes: Nodes, folder: Path, one_node: Path, lose: Callable[..., list[int]]
+) -> None:
+    name = lose.__name__
+    run, command = folder / "runs" / name, words(folder, name, "--devices", "2", "--restarts", "2", steps=100_000)
+    if lose is cut:
+        nameless = train(nodes, command, 1, "--nodes", "2", "--master", f"{ADDRESSES[0]}:29500")
+        assert "--node-rank is missing, and 10.77.0.1 is not an address of this machine" in nameless.communicate()[1]
+        assert nameless.returncode == 2
+    with both(nodes, command, STEP_S="0.2") as running:
+        await_step(running, run, 2)
+        if lose is cut:
+            second = train(nodes, command, 1, "--nodes", "2", "--node-rank", "0", "--master", "zero:29500")
+            assert "Two nodes claim --node-rank 0: host" in second.communicate()[1]
+        left = lose(nodes, running)
+        ends = {node: running[node].communicate(timeout=TIMEOUT_S + 60) for node in left}
+    assert [running[node].returncode for node in left] == [1] * len(left), ends
+    for node, (_, err) in ends.items():
+        other = 1 - node
+        assert f"Node {other} (host {('first', 'second')[other]}) has not answered for" in err, err
+        assert "it has ended, or the network between the nodes is cut." in err
+        assert "with --nodes on those that are left: it continues from the last checkpoint." in err
         assert "lost the connection to another rank, and no rank of this node ended before it" in err
-        assert "(collective-timeout)" in err
-        assert "network between the nodes" in " ".join(err.split())
         assert "traceback is above" not in err
         assert "Crash folder: " in err
-
-
-@pytest.mark.slow
-def test_variables_of_an_engine_are_enough(nodes: Nodes, tmp_path: Path) -> None:
-    """As in pods of Kubeflow Trainer: the same command on every node, without a flag. Losses are those of one node."""
-    model_folder(tmp_path / "model", num_hidden_layers=1)
-    token_file(tmp_path / "train.jsonl", records=64)
-    sections = {"duration": {"steps": 3}, "topology": {"device": "cpu", "timeout_s": 2 * TIMEOUT_S}}
-    for name in ("engine", "alone"):
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(recipe(tmp_path, name=name, **sections)))
-    command = [sys.executable, "-m", "fullshard", "train"]
-    job = {"PET_NNODES": 2, "PET_NPROC_PER_NODE": 2, "PET_MASTER_ADDR": "zero", "PET_MASTER_PORT": 29400}
-    running = []
-    for node in (1, 0):  # in a cluster any pod may be the first
-        variables = [f"{name}={value}" for name, value in {**job, "PET_NODE_RANK": node}.items()]
-        words = ["env", *variables, *command, str(tmp_path / "engine.yaml")]
-        running.append(nodes.start(node, words, cwd=ROOT, start_new_session=True))
-    alone = subprocess.run([*command, str(tmp_path / "alone.yaml")], cwd=ROOT, capture_output=True, text=True)
-    ends = [process.communicate() for process in running]
-    assert [process.returncode for process in running] == [0, 0], ends
-    assert alone.returncode == 0, alone.stderr
-    said = ends[1][0]
-    assert "topology.nodes: 2 (Kubernetes) over 1 (default)" in said
-    assert "4 ranks" in said
-    losses = [_losses(tmp_path / "runs" / name / FILE) for name in ("engine", "alone")]
-    assert len(losses[0]) == 3
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-
-
-def _losses(path: Path) -> list[float]:
-    return [record["loss"] for record in read(path) if record["kind"] == "train"]
+        assert "Restart" not in err
+    done = (last_step(run / FILE) or 0) + 2
+    again = words(folder, name, "--devices", "4", steps=done)
+    ended = subprocess.run(again, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "Resuming from" in ended.stdout
+    ours, theirs = curve(read(run / FILE), *KEYS), curve(read(one_node / FILE), *KEYS)
+    assert [row[0] for row in ours] == list(range(1, done + 1))
+    assert_near([row[1] for row in ours][:STEPS], [row[1] for row in theirs][: len(ours)])

@@ -1,0 +1,34 @@
+"""Ends a rank whose launcher is gone, even if it hangs: it first has a moment to save by itself.
+
+Must not know how a rank saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+from fullshard.errors import EXIT_PREEMPTED
+
+_EVERY_S, _GRACE_S = 0.5, 8.0
+
+
+def end_soon_after(starter: int, *, grace_s: float = _GRACE_S) -> None:
+    """Watches the process that started this one, in a thread. When it has ended, this one and its children end too."""
+    if os.getppid() == starter:
+        threading.Thread(target=_follow, args=(starter, grace_s), name="orphan", daemon=True).start()
+
+
+def _follow(starter: int, grace_s: float) -> None:
+    while os.getppid() == starter:
+        time.sleep(_EVERY_S)
+    time.sleep(grace_s)
+    with contextlib.suppress(Exception):
+        import psutil  # type: ignore[import-untyped]
+
+        for child in psutil.Process().children(recursive=True):
+            child.send_signal(signal.SIGKILL)
+    os._exit(EXIT_PREEMPTED)
