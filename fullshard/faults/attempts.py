@@ -55,7 +55,7 @@ def run(
             if ended.code and not ended.is_final:
                 leftovers.end_all(name)
             ended = replace(ended, devices=ranks_left(ranks) if ended.code else ranks.per_node)
-            verdict = history.judge(neighbours.exchange(ended, ranks), ranks)
+            verdict = history.judge(neighbours.exchange(ended), ranks)
             for line in verdict.lines:
                 say(line)
             if verdict.ranks is None:
@@ -79,15 +79,18 @@ class _Neighbours:
             store, members = self._meet(ranks, attempt, {"name": self._name})
             self._name = str(members[0]["name"])
             if self._nodes is None:
-                self._nodes = Nodes(store, ranks.node_rank, members, stop=lambda: leftovers.kill(self._name))
+                self._nodes = Nodes(store, ranks.node_rank, members, timeout_s=ranks.timeout_s, stop=self._stop)
             self._nodes.begin(attempt)
         return self._name
+
+    def _stop(self) -> None:
+        leftovers.kill(self._name)
 
     def stopped_here(self) -> bool:
         return self._nodes is not None and self._nodes.stopped_here
 
-    def exchange(self, mine: Ended, ranks: Ranks) -> list[Ended]:
-        return [mine] if self._nodes is None else self._nodes.exchange(mine, timeout_s=ranks.timeout_s)
+    def exchange(self, mine: Ended) -> list[Ended]:
+        return [mine] if self._nodes is None else self._nodes.exchange(mine)
 
     def close(self) -> None:
         if self._nodes is not None:

@@ -1,7 +1,7 @@
 """The launchers of all nodes, which show each other that they are alive, and tell each other how their ranks ended.
 
 One thread talks to the store on node 0: where the network is cut, its calls do not return, and the launcher must still
-end. Must not know how nodes meet, nor what follows from an end.
+end. A second one watches what the first one hears. Must not know how nodes meet, nor what follows from an end.
 """
 
 from __future__ import annotations
@@ -75,16 +75,23 @@ class Nodes:
     """The nodes as the launcher of one of them sees them. `stop` kills the ranks of this node."""
 
     def __init__(
-        self, store: Store, me: int, members: Sequence[Mapping[str, Any]], *, stop: Callable[[], None]
+        self,
+        store: Store,
+        me: int,
+        members: Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float,
+        stop: Callable[[], None],
     ) -> None:
-        self._store, self._me, self._members, self._stop = store, me, members, stop
+        self._store, self._me, self._members, self._timeout_s, self._stop = store, me, members, timeout_s, stop
         now = time.monotonic()
         self._others = [node for node in range(len(members)) if node != me]
         self._heard: dict[int, tuple[bytes, float]] = {node: (b"", now) for node in self._others}
         self._answered = now
         self._round = _Round(0)
         self._closed = threading.Event()
-        threading.Thread(target=self._talk, name="nodes", daemon=True).start()
+        for target in (self._talk, self._watch):
+            threading.Thread(target=target, name="nodes", daemon=True).start()
 
     def begin(self, attempt: int) -> None:
         """A new attempt: ends of the one before no longer count."""
@@ -98,12 +105,12 @@ class Nodes:
     def close(self) -> None:
         self._closed.set()
 
-    def exchange(self, mine: Ended, *, timeout_s: float) -> list[Ended]:
+    def exchange(self, mine: Ended) -> list[Ended]:
         """How the ranks of every node ended, once all have said so or are lost."""
         this, begun = self._round, time.monotonic()
         this.mine = mine
         while missing := [node for node in self._others if node not in this.ends]:
-            late = time.monotonic() - begun > timeout_s + _ALONE_S
+            late = time.monotonic() - begun > self._timeout_s + _ALONE_S
             if late or all(self.silence(node) > _SILENT_S for node in missing):
                 break
             time.sleep(0.05)
@@ -153,14 +160,17 @@ class Nodes:
                 this.read.add(node)
         if this.mine is not None and len(this.ends) == len(self._others):
             store.set(f"read-{number}-{self._me}", "yes")
-        self._end_survivors(this)
 
-    def _end_survivors(self, this: _Round) -> None:
-        """Ranks of this node cannot continue without those of another, and some would wait for them for minutes."""
-        if this.mine is not None or all(end.code == 0 or end.is_final for end in this.ends.values()):
-            return
-        now = time.monotonic()
-        this.alone_since = this.alone_since or now
-        if now - this.alone_since > _ALONE_S:
-            this.stopped_here, this.alone_since = True, now
-            self._stop()
+    def _watch(self) -> None:
+        """Ends the ranks of this node if those of another have failed, or if it is gone. They cannot continue, and some
+        would wait for it much longer than `topology.timeout_s`: a save may take half an hour."""
+        while not self._closed.wait(_EVERY_S):
+            this, now = self._round, time.monotonic()
+            failed = any(end.code and not end.is_final for end in this.ends.copy().values())
+            if this.mine is not None or not (failed or max(map(self.silence, self._others)) > self._timeout_s):
+                this.alone_since = None
+                continue
+            this.alone_since = this.alone_since or now
+            if now - this.alone_since > _ALONE_S:
+                this.stopped_here, this.alone_since = True, now
+                self._stop()

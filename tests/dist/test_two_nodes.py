@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from fullshard.log.metrics import FILE, last_step, read
@@ -72,6 +73,7 @@ def both(nodes: Nodes, command: Sequence[str], **more: str) -> Iterator[list[sub
         for process in running:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+        for process in running:
             process.communicate()
 
 
@@ -126,7 +128,9 @@ def cut(nodes: Nodes, running: list[subprocess.Popen[str]]) -> list[int]:
 
 
 def kill_a_node(nodes: Nodes, running: list[subprocess.Popen[str]]) -> list[int]:
-    os.killpg(running[1].pid, signal.SIGKILL)
+    ranks = psutil.Process(running[1].pid).children(recursive=True)
+    for process in (running[1], *ranks):
+        process.kill()
     return [0]
 
 
@@ -153,9 +157,10 @@ def test_a_lost_node_is_named_and_the_run_continues_on_one(
         assert f"Node {other} (host {('first', 'second')[other]}) has not answered for" in err, err
         assert "it has ended, or the network between the nodes is cut." in err
         assert "with --nodes on those that are left: it continues from the last checkpoint." in err
-        assert "lost the connection to another rank, and no rank of this node ended before it" in err
         assert "traceback is above" not in err
-        assert "Crash folder: " in err
+        if lose is kill_a_node:  # a cut may come in a save, which waits so long that the launcher ends the ranks
+            assert "lost the connection to another rank, and no rank of this node ended before it" in err
+            assert "Crash folder: " in err
         assert "Restart" not in err
     done = (last_step(run / FILE) or 0) + 2
     again = words(folder, name, "--devices", "4", steps=done)

@@ -219,7 +219,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> Any:
     def stop(node: int) -> Callable[[], None]:
         return lambda: killed.append(node)
 
-    made = [Nodes(store, node, members, stop=stop(node)) for node in (0, 1)]
+    made = [Nodes(store, node, members, timeout_s=1, stop=stop(node)) for node in (0, 1)]
     yield made, killed
     for each in made:
         each.close()
@@ -235,25 +235,34 @@ def in_threads(*acts: Callable[[], Any]) -> list[Any]:
 def test_nodes_tell_each_other_how_their_ranks_ended(two: Any) -> None:
     (first, second), _ = two
     ended = Ended(1, "b", 1, rank=5, why="was ended by SIGKILL", step=7)
-    found = in_threads(lambda: first.exchange(VICTIM, timeout_s=5), lambda: second.exchange(ended, timeout_s=5))
+    found = in_threads(lambda: first.exchange(VICTIM), lambda: second.exchange(ended))
     assert found == [[VICTIM, ended]] * 2
     for node in (first, second):
         node.begin(1)
-    again = in_threads(lambda: first.exchange(KILLED, timeout_s=5), lambda: second.exchange(LOST, timeout_s=5))
+    again = in_threads(lambda: first.exchange(KILLED), lambda: second.exchange(LOST))
     assert again == [[KILLED, LOST]] * 2, "what the first attempt said is not heard again"
 
 
 def test_a_silent_node_is_lost(two: Any) -> None:
     (first, second), _ = two
     second.close()
-    found = first.exchange(VICTIM, timeout_s=60)
+    found = first.exchange(VICTIM)
     assert (found[1].lost, found[1].host) == (True, "b")
     assert "it has ended, or the network between the nodes is cut" in found[1].why
 
 
+def test_ranks_that_wait_for_a_lost_node_are_ended(two: Any) -> None:
+    (first, second), killed = two
+    second.close()
+    while not killed:
+        time.sleep(0.01)
+    assert set(killed) == {0}
+    assert first.stopped_here
+
+
 def test_ranks_that_wait_for_those_of_a_failed_node_are_ended(two: Any) -> None:
     (first, second), killed = two
-    ended = in_threads(lambda: second.exchange(KILLED, timeout_s=0.5))  # node 0 has not noticed
+    ended = in_threads(lambda: second.exchange(KILLED))  # node 0 has not noticed
     while not killed:
         time.sleep(0.01)
     assert set(killed) == {0}
