@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 from datetime import timedelta
 
 import torch
@@ -82,9 +81,7 @@ def _meet(backends: str, rank: int, size: int, local_rank: int, timeout_s: float
     by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = meeting.connect(host, port, serve=rank == 0 and not by_agent)
     found = meeting.gather(store, facts(options={}, address=address_towards(host)))
-    line = choose_interface(host, [each["address"] for each in found])
-    if line and local_rank == 0:
-        sys.stderr.write(f"{line}\n")
+    choose_interface(host, [each["address"] for each in found], say=local_rank == 0)
     # Gloo waits five times its timeout for a connection; all ranks are here, so the rest of the time is enough.
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=meeting.left / 5)
     _set_pg_timeout(timeout)

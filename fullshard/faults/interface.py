@@ -7,6 +7,21 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import sys
+
+
+def explain_interface(name: str, addresses: set[str], *, say: bool) -> None:
+    """Prints the reason, if there is one and `say`. Addresses of the hardware are left out."""
+    if say and (line := note(name, set(filter(_is_address, addresses)))):
+        sys.stderr.write(f"{line}\n")
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def note(name: str, addresses: set[str], *, host: str | None = None) -> str | None:

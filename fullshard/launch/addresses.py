@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterable, MutableMapping
 
 from fullshard.errors import SetupError
-from fullshard.faults.interface import note
+from fullshard.faults.interface import explain_interface
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -78,24 +78,21 @@ def address_towards(host: str) -> str | None:
 
 
 def choose_interface(
-    master: str, others: Iterable[str | None], environ: MutableMapping[str, str] = os.environ
-) -> str | None:
-    """Names the interface for gloo, unless the user has; `others` are the addresses of all ranks. Returns a line that
-    says so, if gloo would have chosen another."""
+    master: str, others: Iterable[str | None], environ: MutableMapping[str, str] = os.environ, *, say: bool = False
+) -> None:
+    """Names the interface for gloo, unless the user has; `others` are the addresses of all ranks."""
     import psutil  # type: ignore[import-untyped]
 
     if environ.get(GLOO):
-        return None
+        return
     interfaces = psutil.net_if_addrs()
     name = _named_for_nccl(environ.get(NCCL, ""), sorted(interfaces))
     if name is None and (address := _own_address(master, others)):
         mine = _bare(address)
         name = next((n for n, known in interfaces.items() if mine in {_bare(each.address) for each in known}), None)
-    if not name:
-        return None
-    environ[GLOO] = name
-    families = socket.AF_INET, socket.AF_INET6
-    return note(name, {_bare(each.address) for each in interfaces[name] if each.family in families})
+    if name:
+        environ[GLOO] = name
+        explain_interface(name, {_bare(each.address) for each in interfaces[name]}, say=say)
 
 
 def _named_for_nccl(names: str, present: list[str]) -> str | None:

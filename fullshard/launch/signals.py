@@ -38,8 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with(starter: int) -> None:
-    """Has the system send SIGTERM when the process that started this one ends, even by SIGKILL; only on Linux. A rank
-    that hangs ends a moment later.
+    """Has the system send SIGTERM when the process that started this one ends, even by SIGKILL; only on Linux.
 
     Before `listen`, Ctrl-C ends this process at once: a KeyboardInterrupt would wait for native code to return, and
     its traceback is useless beside the launcher's message."""
