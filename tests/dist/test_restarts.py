@@ -156,17 +156,6 @@ def test_a_run_continues_on_the_gpus_that_are_left(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_torchruns_own_restarts_resume_too(folder: Path, straight: Path, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2")
-    faults = [{"do": "kill", "rank": 1, "step": 4, "attempt": 0}, {"do": "forward", "rank": 0, "step": 6, "attempt": 1}]
-    done, run = train(
-        folder, "torchrun", "--resume", "never", launcher=launcher, faults=faults, FULLSHARD_STEPS=str(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr
-    assert_equal_runs(run, straight)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("faults", [[], [{"do": "sleep", "rank": 1, "step": 3}]], ids=["training", "hanging"])
 def test_a_killed_launcher_leaves_no_process_behind(folder: Path, faults: list[dict[str, Any]]) -> None:
     name = f"orphans-{len(faults)}"
