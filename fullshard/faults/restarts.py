@@ -87,7 +87,8 @@ class History:
         if cause.code == 0 or (mine.code == 0 and cause.lost):
             return Verdict(0)
         # What failed here has been reported.
-        elsewhere = (f"{_upper(told(cause, nodes=ranks.nodes))}.",) if cause.node != mine.node else ()
+        others = [end for end in ends if end.node != mine.node and (end is cause or end.lost)]
+        elsewhere = tuple(f"{_upper(told(end, nodes=ranks.nodes))}." for end in others)
         if cause.is_final:
             return Verdict(cause.code, elsewhere)
         per_node = min(end.devices for end in ends)
