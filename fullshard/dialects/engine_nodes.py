@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class EngineNodes:
 class FromEngine(Translation):
     """Settings from an engine: the recipe may choose otherwise, and a contradiction is found when the nodes meet."""
 
-    def layers(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def layers(self, left_out: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         return nested(self.settings), {}
 
 
