@@ -21,7 +21,7 @@ test: .venv/.installed-test namespaces slurm
 	$(PYTEST) -m "not slow"
 
 # Whole matrices, lists of faults, and copies of the repository without a family.
-test-slow: .venv/.installed-test namespaces slurm
+test-slow: .venv/.installed-test namespaces slurm faketime
 	$(PYTEST) -m slow
 
 # Two nodes are two network namespaces, which only root may create, with `ip`.
@@ -36,6 +36,17 @@ slurm:
 	@test "$$(id -u)" != 0 || { export PATH="$$PATH:/usr/sbin:/sbin"; command -v slurmctld && command -v munged; } \
 		>/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge; } || \
 		echo "slurm-wlm and munge could not be installed"
+
+# A clock that jumps, for the processes of one test only.
+.PHONY: faketime
+faketime:
+	@test "$$(id -u)" != 0 || ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1 || \
+		{ apt-get update -qq && apt-get install -y -qq faketime; } || echo "faketime could not be installed"
+
+# At least 100 recoveries from faults drawn at random, with a table of them. It takes about an hour.
+.PHONY: test-faults
+test-faults: .venv/.installed-test
+	$(BIN)/python -m tests.drills.many
 
 # Every test that compares floating-point numbers, with the kernels of other processors and other numbers of threads.
 # Idle threads do not spin, since every rank of a test has its own.

@@ -143,6 +143,8 @@ class Drills:
             return f"the output does not explain it: {drill.says}"
         if drill.recovery == "skip":
             return self._finite(drill)
+        if drill.recovery == "none":
+            return self._compared(drill) if not outcome.resumed_from else "it was restarted"
         if any(step < STEP - SAVE_EVERY for step in outcome.resumed_from) or not outcome.resumed_from:
             return f"resumed from {outcome.resumed_from or 'no checkpoint'}: more is lost than the last checkpoint"
         return self._compared(drill)

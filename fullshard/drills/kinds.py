@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from fullshard.drills.fault import Where
 
-Recovery = Literal["restart", "rerun", "skip"]
+Recovery = Literal["restart", "rerun", "skip", "none"]
 """By the launcher; by running the same command again, as after a save that failed: a restart would not help; by leaving
-out one update."""
+out one update; nothing is to be recovered."""
 TIMEOUT_S = 30.0
 """After which a rank that waits for another gives up. The ranks of a drill start within a fraction of it."""
 STEP, STEPS, SAVE_EVERY = 3, 6, 2
@@ -57,7 +57,8 @@ _PLACES: dict[Where, str] = {
 _KILLED = r"[Rr]ank {last}\b.*(killed|SIGKILL)"
 _RAISED = r"DrillError: This error is part of a fault drill"
 _FULL = r"(File too large|No space left)"
-_HANG = r"[Rr]ank {last}\b"
+_STOPPED = r"Rank {last} is stopped \(process \d+, by SIGSTOP"
+_WAITED_FOR = r"Rank {last} keeps the others waiting"
 
 
 def _everywhere(what: str, happens: str, says: str, *, in_save: Recovery = "restart") -> list[Drill]:
@@ -82,13 +83,20 @@ DRILLS: tuple[Drill, ...] = (
     *_everywhere("exception", "a rank raises an error", _RAISED, in_save="rerun"),
     _once("exits", "forward", "a rank exits without a word", r"exit code 7"),
     _once("out_of_memory", "forward", "a rank runs out of memory", r"(out of memory|can't allocate memory|alloc)"),
-    _once("stopped", "forward", "a rank is stopped (SIGSTOP) in the forward pass", _HANG, waits=True),
-    _once("stopped", "data", "a rank is stopped (SIGSTOP) while it waits for data", _HANG, waits=True),
-    _once("hangs", "data", "a rank hangs while it waits for data", _HANG, waits=True),
-    _once("hangs", "backward", "a rank hangs while the others wait in a collective", _HANG, waits=True),
-    _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _HANG, waits=True),
-    _once("other_collective", "evaluate", "a rank calls a collective that the others do not", _HANG, waits=True),
-    _once("not_a_number", "backward", "a rank's gradient is NaN", r"(?i)nan|not finite|non-finite", recovery="skip"),
+    _once("stopped", "forward", "a rank is stopped (SIGSTOP) in the forward pass", _STOPPED, waits=True),
+    _once("stopped", "data", "a rank is stopped (SIGSTOP) while it waits for data", _STOPPED, waits=True),
+    _once("hangs", "data", "a rank hangs while it waits for data", r"Rank {last} is in the data loader", waits=True),
+    _once("hangs", "backward", "a rank hangs while the others wait in a collective", _WAITED_FOR, waits=True),
+    _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _WAITED_FOR, waits=True),
+    _once("other_collective", "evaluate", "a rank calls a collective that the others do not", r"(?i)collective"),
+    _once(
+        "not_a_number",
+        "backward",
+        "a gradient of one rank is NaN",
+        r"NaN or Inf",
+        recovery="skip",
+        settings=(("guard.not_finite", "skip"),),
+    ),
     _once("disk_full", "save", "the disk is full in a save of a rank", _FULL, recovery="rerun"),
     _once(
         "worker_killed",

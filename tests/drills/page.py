@@ -13,7 +13,8 @@ HEAD = """\
 
 A long run will meet a fault: a rank is killed, a disk is full, a data source hangs. A run of fullshard explains it in
 words, ends without leaving processes behind, and goes on from its last checkpoint: by itself with
-`topology.restarts: N` ([restarts](restarts.md)), or when you run the same command again.
+`topology.restarts: N` ([restarts](restarts.md)), or when you run the same command again. What a hang looks like is on
+a [page of its own](hangs.md).
 
 Try it with your own recipe, on the machine where it will train:
 
@@ -21,7 +22,7 @@ Try it with your own recipe, on the machine where it will train:
 fullshard prove quickstart --faults --cases killed-forward,exception-data
 ```
 
-Without `--cases` it runs the whole list, which takes a quarter of an hour for a small model. Each fault happens in a
+Without `--cases` it runs the whole list, which takes about ten minutes for a small model. Each fault happens in a
 run of six steps, in the step after the third. The run must explain the fault, lose no more than the steps since its
 last checkpoint, leave no process behind, and end with the losses and weights of a run without faults, bit by bit.
 
@@ -30,13 +31,30 @@ last checkpoint, leave no process behind, and end with the losses and weights of
 Every row is a test that runs on two CPU ranks over gloo. The page is made from the tests by
 `python -m tests.drills.page`.
 
-| fault | name | how the run goes on |
+| fault | drill or test | how the run goes on |
 |---|---|---|
 """
 TAIL = """
 NCCL between several GPUs was not tried: the tests run over gloo, on the CPU.
 """
 ELSEWHERE = {
+    "the system's clock jumps by a month": (
+        "tests/drills/test_clock.py::test_a_clock_that_jumps_changes_nothing",
+        "nothing happens",
+    ),
+    "the network between two nodes is cut": (
+        "tests/dist/test_two_nodes.py::test_two_nodes_meet_train_and_notice_a_cut",
+        "both nodes end and name each other; run again",
+    ),
+    "the same step fails twice": (
+        "tests/dist/test_restarts.py::test_the_same_step_twice_stops_the_run",
+        "the run stops with that fact",
+    ),
+    "GPUs are missing after a fault": (
+        "tests/dist/test_restarts.py::test_a_run_continues_on_the_gpus_that_are_left",
+        "restarted on those left",
+    ),
+    "a loss spike": ("tests/dist/test_guard.py::test_a_loss_spike_is_left_out", "skips it or goes back"),
     "a store of checkpoints is gone for a while": (
         "tests/dist/test_remote.py::test_a_store_that_is_gone_for_a_while_delays_a_save_and_loses_nothing",
         "the save is tried again",
@@ -50,7 +68,7 @@ ELSEWHERE = {
 HOW = {
     "restart": "restarted by the launcher",
     "rerun": "run the command again",
-    "skip": "goes on without that update",
+    "skip": "goes on without that update ([guard](guard.md))",
 }
 
 
