@@ -145,7 +145,8 @@ class Drills:
             return self._finite(drill)
         if drill.recovery == "none":
             return self._compared(drill) if not outcome.resumed_from else "it was restarted"
-        if any(step < STEP - SAVE_EVERY for step in outcome.resumed_from) or not outcome.resumed_from:
+        first = min((fault.after for fault in drill.faults), default=STEP) - SAVE_EVERY
+        if any(step < first for step in outcome.resumed_from) or not outcome.resumed_from:
             return f"resumed from {outcome.resumed_from or 'no checkpoint'}: more is lost than the last checkpoint"
         return self._compared(drill)
 
