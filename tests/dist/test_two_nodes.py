@@ -170,3 +170,20 @@ def test_a_lost_node_is_named_and_the_run_continues_on_one(
     ours, theirs = curve(read(run / FILE), *KEYS), curve(read(one_node / FILE), *KEYS)
     assert [row[0] for row in ours] == list(range(1, done + 1))
     assert_near([row[1] for row in ours][:STEPS], [row[1] for row in theirs][: len(ours)])
+
+
+def test_variables_of_an_engine_are_enough(nodes: Nodes, folder: Path, one_node: Path) -> None:
+    """As in pods of Kubeflow Trainer: the same command on every node, without a flag. Losses are those of one node."""
+    job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_MASTER_ADDR": "zero", "PET_MASTER_PORT": "29400"}
+    command = words(folder, "engine")
+    # In a cluster any pod may be the first.
+    running = [train(nodes, command, node, **job, PET_NODE_RANK=str(node)) for node in (1, 0)]
+    ends = [process.communicate(timeout=200) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ends
+    said = ends[1][0]
+    assert "topology.nodes: 2 (Kubernetes) over 1 (default)" in said
+    assert "4 ranks" in said
+    ours, theirs = losses(folder / "runs" / "engine"), losses(one_node)
+    assert len(ours) == STEPS
+    for found, expected in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
+        assert_near(found, expected)

@@ -42,9 +42,13 @@ ELSEWHERE = {
         "tests/drills/test_clock.py::test_a_clock_that_jumps_changes_nothing",
         "nothing happens",
     ),
-    "the network between two nodes is cut": (
-        "tests/dist/test_two_nodes.py::test_two_nodes_meet_train_and_notice_a_cut",
-        "both nodes end and name each other; run again",
+    "the network between two nodes is cut, or a node is gone": (
+        "tests/dist/test_two_nodes.py::test_a_lost_node_is_named_and_the_run_continues_on_one",
+        "each node that is left ends and names the other one; run again, also on fewer nodes",
+    ),
+    "a rank of one of two nodes is killed": (
+        "tests/dist/test_two_nodes.py::test_two_nodes_equal_one_and_restart_together",
+        "restarted on both nodes",
     ),
     "the same step fails twice": (
         "tests/dist/test_restarts.py::test_the_same_step_twice_stops_the_run",
