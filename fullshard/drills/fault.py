@@ -92,7 +92,7 @@ def _in_data(act: Callable[..., Any]) -> None:
             act()
         return usual(meters, name)
 
-    Meters.phase = phase  # type: ignore[method-assign]
+    Meters.phase = phase  # type: ignore[assignment, method-assign]
 
 
 def _in_forward(act: Callable[..., Any]) -> None:

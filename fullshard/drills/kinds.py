@@ -132,6 +132,6 @@ def chosen(names: str | None) -> tuple[Drill, ...]:
     for name in asked:
         if name not in known:
             raise RecipeError(
-                f"--cases {names}: {name!r} is not a fault{did_you_mean(name, known)}: {', '.join(known)}."
+                f"--cases {names}: {name!r} is not a fault{did_you_mean(name, list(known))}: {', '.join(known)}."
             )
     return tuple(known[name] for name in asked)
