@@ -145,12 +145,11 @@ class Watchdog:
 
     def _rearm(self) -> None:
         """Sets the timer in C again: it fires only if this thread cannot run."""
-        if self._ends and self._strict():
+        # In every phase: code that holds the GIL for so long does not come back.
+        if self._ends and self.beat.step > self.beat.first_step:
             # A single rank has nobody else to report it: its stacks go to the console.
             place = sys.__stderr__ if self.beat.facts["world"] == 1 and sys.__stderr__ else self.stacks.file
             faulthandler.dump_traceback_later(self.timeout_s + GRACE_S / 2, file=place, exit=True)
-        else:
-            faulthandler.cancel_dump_traceback_later()
 
     def _answer(self) -> None:
         """Follows SIGQUIT, whose handler has just written stacks, and requests from other nodes."""
