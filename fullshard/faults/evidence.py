@@ -77,10 +77,16 @@ def ask(folder: Path, readings: Mapping[int, Reading], *, wait_s: float = ANSWER
 
 def quit_family(folder: Path, reading: Reading) -> None:
     """SIGQUIT to a rank, and to the processes that it forked; only to those that are known to listen."""
-    rank, process = reading.facts["rank"], reading.facts["process"]
-    workers = [int(path.stem.rpartition("-")[2]) for path in folder.glob(f"rank-{rank}.worker-*.txt")]
-    for pid in (process, *workers):
-        if pid == process or (stat := beat.stat_of(pid)) and int(stat[1]) == process:
+    with contextlib.suppress(OSError):
+        os.kill(reading.facts["process"], signal.SIGQUIT)
+    quit_workers(folder, rank=reading.facts["rank"], process=reading.facts["process"])
+
+
+def quit_workers(folder: Path, *, rank: int, process: int) -> None:
+    """SIGQUIT to the processes that a rank has forked."""
+    for path in folder.glob(f"rank-{rank}.worker-*.txt"):
+        pid = int(path.stem.rpartition("-")[2])
+        if (stat := beat.stat_of(pid)) and int(stat[1]) == process:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGQUIT)
 

@@ -156,7 +156,7 @@ class Watchdog:
         size, asked = self.stacks.size(), _time_of(self.folder / evidence.ASKED)
         if size > self._size:
             self._size, self._answered = size, time.time()
-            flight.write(self.folder / f"{self._name}.flight.json", self.beat)
+            self._dump_rest()
             if evidence.first_to_make(self.folder / evidence.ASKED, stale_s=10):
                 threading.Thread(target=self._say_by_hand, name="autopsy", daemon=True).start()
         elif asked > self._answered + 2:
@@ -166,6 +166,11 @@ class Watchdog:
     def _dump(self) -> None:
         self.stacks.dump()
         self._size = self.stacks.size()
+        self._dump_rest()
+
+    def _dump_rest(self) -> None:
+        """What the signal handler cannot write: the stacks of this rank's workers, and its collectives."""
+        evidence.quit_workers(self.folder, rank=self.rank, process=os.getpid())
         flight.write(self.folder / f"{self._name}.flight.json", self.beat)
 
     def _say_by_hand(self) -> None:
