@@ -131,12 +131,11 @@ def locate(ends: np.ndarray, index: int) -> tuple[int, int]:
 
 
 class Joined:
-    """Several open sources, concatenated."""
+    """Several open sources, concatenated; of all together only the first records, with a limit."""
 
-    def __init__(self, parts: Sequence[Records], *, notes: Sequence[str] = ()) -> None:
-        self.parts = list(parts)
-        self.notes = list(notes)
-        self._ends = np.cumsum([len(part) for part in self.parts])
+    def __init__(self, parts: Sequence[Records], *, notes: Sequence[str] = (), limit: int | None = None) -> None:
+        self.parts, self.notes, self._first = list(parts), list(notes), [f"first {limit}"] if limit else []
+        self._ends = np.cumsum([len(part) for part in self.parts]).clip(max=limit or 2**62)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -150,7 +149,7 @@ class Joined:
         return part.where(local)
 
     def fingerprint(self) -> str:
-        return combine("joined", *(part.fingerprint() for part in self.parts))
+        return combine("joined", *(part.fingerprint() for part in self.parts), *self._first)
 
     def _locate(self, index: int) -> tuple[Records, int]:
         part, local = locate(self._ends, index)

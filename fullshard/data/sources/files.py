@@ -11,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from fullshard.contracts.data import Records, Source
 from fullshard.data.formats import PIECES, SUFFIXES, open_file
 from fullshard.data.records import ArrowRecords, Joined
@@ -25,6 +27,8 @@ class Files(Source):
     cut into records at line ends: of 64 KiB at most, and smaller where few files would give fewer than 20 records."""
     split: str | None = None
     """Which part of a folder: a split of a saved data set, or the files and folders whose name begins with it."""
+    limit: int | None = Field(None, ge=1)
+    """Only the first records of all files together; null: all."""
 
     def open(self) -> Records:
         paths = [self.path] if isinstance(self.path, str) else self.path
@@ -34,7 +38,7 @@ class Files(Source):
         found = [file for text in paths for path in _matches(text) for file in self._found(path, notes)]
         pieces = -(-PIECES // len(found))
         opened = (_saved_dataset(p, split=self.split) if p.is_dir() else open_file(p, pieces=pieces) for p in found)
-        return Joined(list(opened), notes=notes)
+        return Joined(list(opened), notes=notes, limit=self.limit)
 
     def _found(self, path: Path, notes: list[str]) -> list[Path]:
         """The data files and saved data sets of a path."""

@@ -65,14 +65,8 @@ def _source(entry: dict[str, Any], file: File) -> Any:
         return readers.dataset(
             entry["hf_hub_url"], split=None if split == "train" else split, config=entry.get("subset")
         )
-    return str(Path(str(file.get("dataset_dir", "data"))) / entry.get("file_name", ""))
-
-
-def _samples(value: Any, file: File) -> Outcome | Settings:
-    known = [_known(file).get(name, {}) for name in file.get("dataset", [])]
-    if all("hf_hub_url" in entry for entry in known):
-        return ignored("read with dataset: a slice of its split")
-    return refused("a limit on the records of a file is not available: give a smaller file")
+    path = str(Path(str(file.get("dataset_dir", "data"))) / entry.get("file_name", ""))
+    return {"kind": "files", "path": path, "limit": limit} if limit else path
 
 
 def _finetuning(value: Any, file: File) -> Outcome | Settings:
@@ -131,7 +125,7 @@ OWN = (
     ),
     reads("data.train", _dataset, "dataset", takes=TEXTS, note="names in dataset_info.json"),
     part_of("dataset_dir", "dataset", takes=TEXT),
-    reads("data.train", _samples, "max_samples", takes=COUNT),
+    part_of("max_samples", "dataset", takes=COUNT),
     unused("template default_system enable_thinking", "the tokenizer's own chat template is used", quiet=()),
     to("data.sequence_length", "cutoff_len", default=2048),
     reads("data.holdout", _holdout, "val_size", takes=NOT_NEGATIVE, default=0.0),

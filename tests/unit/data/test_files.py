@@ -155,6 +155,16 @@ def test_folders_globs_and_lists(tmp_path: Path) -> None:
     assert texts([str(tmp_path / "d" / "b.txt"), str(tmp_path / "d" / "a.jsonl")]) == ["b", "a"]
 
 
+def test_a_limit_takes_the_first_records_of_all_files(tmp_path: Path) -> None:
+    for name in "abc":
+        write(tmp_path / f"{name}.jsonl", "".join(f'{{"text": "{name}{i}"}}\n' for i in range(3)))
+    texts = [row["text"] for row in everything(str(tmp_path), limit=4)]
+    assert texts == ["a0", "a1", "a2", "b0"]
+    assert len(everything(str(tmp_path), limit=100)) == 9
+    prints = {Files(path=str(tmp_path), limit=limit).open().fingerprint() for limit in (None, 4, 5)}
+    assert len(prints) == 3
+
+
 def test_split_of_a_folder(tmp_path: Path) -> None:
     write(tmp_path / "train-00.txt", "t")
     write(tmp_path / "train" / "x.txt", "u")

@@ -218,6 +218,8 @@ def test_llama_factory(place: Path) -> None:
         "name": "sft",
     }
     check(place, file, expected)
+    limited = write(place, "limited.yaml", f"{file.read_text()}\nmax_samples: 5\n")
+    means(read(str(limited)), {"data.train.limit": 5})
 
 
 def test_torchtitan(place: Path) -> None:
