@@ -106,4 +106,5 @@ def _decoded(engine: type[Engine], values: dict[str, Any]) -> Engine:
         return decode(engine, {"kind": engine.kind(), **values}, where="engine")
     except RecipeError as error:
         named = re.sub(r"engine\.(\w+)(\[\d+\])?( =)?", lambda m: f"--{m[1].replace('_', '-')}", str(error))
-        raise SetupError(named) from None
+        missing = f"Give it; fullshard submit --help-on {engine.kind()} says what it is."
+        raise SetupError(named.replace("Add it to the recipe.", missing)) from None
