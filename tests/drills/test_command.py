@@ -1,0 +1,53 @@
+"""`fullshard prove --faults` as the page shows it: the lines it prints, the JSON, and mistakes in the list."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.drills.page import PAGE
+
+
+def prove(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fullshard", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow  # starts ranks five times
+def test_the_command_of_the_page_proves_that_a_run_recovers(tmp_path: Path) -> None:
+    [line] = re.findall(r"^fullshard (prove .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    done = prove(shlex.split(line), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Breaking quickstart: 2 faults, each in a run of 6 steps on 2 ranks" in done.stdout
+    assert "recovered  a rank is killed (SIGKILL) in the forward pass" in done.stdout
+    assert "recovered  a rank raises an error while it waits for data" in done.stdout
+    assert done.stdout.count("losses and weights equal those of a run without faults, bit by bit") == 2
+    assert "The run recovers from 2 kinds of faults" in done.stdout
+    assert not list(tmp_path.rglob(".prove-*")), "the runs are removed"
+
+
+@pytest.mark.slow  # starts ranks three times
+def test_a_run_that_does_not_recover_is_exit_code_3(tmp_path: Path) -> None:
+    """An objective that counts its own micro-batches cannot resume exactly."""
+    words = ["prove", "quickstart", "--faults", "--cases", "killed-forward", "--json", "--keep"]
+    done = prove([*words, "objective={kind: tests.prove.on_ranks.Counting}"], Path(__file__).parents[2])
+    report = json.loads(done.stdout)
+    try:
+        assert done.returncode == 3, done.stderr
+        assert report["recovered"] is False
+        assert "step 3 has loss" in report["drills"][0]["problem"]
+    finally:
+        subprocess.run(["rm", "-rf", report["folder"]], check=True)
+
+
+def test_an_unknown_fault_is_a_mistake(tmp_path: Path) -> None:
+    done = prove(["prove", "quickstart", "--faults", "--cases", "killed-forwards"], tmp_path)
+    assert done.returncode == 2
+    assert "--cases killed-forwards: 'killed-forwards' is not a fault, did you mean killed-forward" in done.stderr
+    assert not list(tmp_path.iterdir())
