@@ -173,23 +173,33 @@ class _Turns:
             logger.warning("Ray is about to take a node away: the run saves after this step, and goes on until then.")
         return bool(more)
 
-    def _prepare(self) -> tuple[tuple[bool, bool], tuple[dict[str, Any], Path | None]]:
+    def _prepare(self) -> tuple[tuple[bool, bool], tuple[dict[str, Any], Any]]:
         """On rank 0: whether to report, whether another turn follows, and the report."""
         with self._changed:
             if not self._ended:
                 self._changed.wait(TURN_S)
             ended = self._ended
         self._stop |= forget_stop(self._recipe.folder.absolute())
-        checkpoint = self._next_checkpoint(ended)
+        found = self._next_checkpoint(ended)
+        report = (found[0] | {"checkpoint": str(found[1])}, self._kept(found[1])) if found else None
         with self._changed:
-            due, self._new = self._new or checkpoint is not None, self._new and checkpoint is not None
-            return (due, not ended or self._new or bool(self._saved)), checkpoint or (dict(self._numbers), None)
+            due, self._new = self._new or report is not None, self._new and report is not None
+            return (due, not ended or self._new or bool(self._saved)), report or (dict(self._numbers), None)
+
+    def _kept(self, path: Path) -> Any:
+        """The checkpoint in Ray's storage. Kept before any rank reports: an error here leaves none of them waiting."""
+        try:
+            return _persist(path, f"{self._begun}/{path.name}")
+        except Exception as error:
+            logger.warning("Ray's storage does not get %s: %s. It stays in the run folder.", path, one_line(error))
+            return None
 
     def _next_checkpoint(self, ended: bool) -> tuple[dict[str, Any], Path] | None:
         """The oldest checkpoint that is published and not reported. One that is still being written comes later."""
         while self._saved:
             step, numbers = self._saved[0]
-            path = self._recipe.checkpoints / files.name_of(step)
+            place = self._recipe.checkpoints
+            path = (place if files.is_remote(place) else place.absolute()) / files.name_of(step)
             published = paths.exists(path / files.MANIFEST)
             if not published and not ended and len(self._saved) == 1:
                 return None
@@ -198,26 +208,13 @@ class _Turns:
                 return numbers, path
         return None
 
-    def _report(self, report: tuple[dict[str, Any], Path | None] | None) -> None:
+    def _report(self, report: tuple[dict[str, Any], Any] | None) -> None:
         """Reports to Ray. The numbers and the checkpoint are those of rank 0; the others keep it company."""
         import ray.train
 
-        numbers, path = report or ({}, None)
-        if path is None:
-            ray.train.report(numbers)
-            return
-        ray.train.report(
-            numbers | {"checkpoint": str(path)},
-            checkpoint=ray.train.Checkpoint(str(path)) if not files.is_remote(path) else _nothing(),
-            checkpoint_dir_name=f"{self._begun}/{path.name}",
-            checkpoint_upload_fn=lambda _, name: _persist(path, name),
-        )
-
-
-def _nothing() -> Any:
-    import ray.train
-
-    return ray.train.Checkpoint(os.getcwd())  # Ray wants one, and `_persist` leaves it alone
+        numbers, checkpoint = report or ({}, None)
+        in_place = ray.train.CheckpointUploadMode.NO_UPLOAD
+        ray.train.report(numbers, checkpoint=checkpoint, checkpoint_upload_mode=in_place)
 
 
 def _persist(path: Path, name: str) -> Any:

@@ -18,12 +18,13 @@ import yaml
 import fullshard
 from fullshard.checkpoint import integrity
 from fullshard.log.metrics import FILE, read
+from fullshard.submit import ray_worker
 from tests.docs.pages import ROOT, blocks
 from tests.small import curve, model_folder, recipe, token_file
 from tests.submit.ray_cluster import Cluster, started
 
 pytestmark = pytest.mark.slow
-STEPS = 6
+STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
     two = {"device": "cpu", "devices": 2}
-    base = recipe(folder, name=name, topology=two, checkpoint={"every_steps": 2, "best": None}, **sections)
+    usual: dict[str, Any] = {"duration": {"steps": STEPS}, "checkpoint": {"every_steps": 2}}
+    base = recipe(folder, name=name, topology=two, **usual | sections)
     return base | {"output": "runs"}  # relative: where it was submitted
 
 
@@ -65,7 +67,7 @@ def call(*words: str, folder: Path, cluster: Cluster) -> str:
     return done.stdout
 
 
-def wait_for(found: Callable[[], Any], what: str, *, seconds: float = 120) -> Any:
+def wait_for(found: Callable[[], Any], what: str, *, seconds: float = 240) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := found():
@@ -141,13 +143,13 @@ def test_a_killed_worker_is_restarted_and_ends_like_a_straight_run(
     assert "Resuming from" in (run / "log.txt").read_text()
     assert losses(run) == straight
     assert found["returned"] == {"step": STEPS, "stopped": "done", "group": True}
-    assert found["metrics"]["checkpoint"] == str(run / "checkpoint-6")
+    assert found["metrics"]["checkpoint"] == str(run / "checkpoint-8")
     assert (found["metrics"]["step"], found["metrics"]["train/loss"]) == (STEPS, straight[-1][1])
     kept = Path(found["checkpoint"])
     assert kept.is_relative_to(storage / "killed")
-    assert [Path(path).name for path in found["every"]] == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    assert kept.name == "checkpoint-8"
     assert integrity.problems(kept) == []
-    assert (kept / "manifest.json").samefile(run / "checkpoint-6" / "manifest.json")  # linked, not copied
+    assert (kept / "manifest.json").samefile(run / "checkpoint-8" / "manifest.json")  # linked, not copied
 
 
 def test_a_submitted_job_stops_with_a_save_and_goes_on(
@@ -164,19 +166,22 @@ def test_a_submitted_job_stops_with_a_save_and_goes_on(
     wait_for((folder / "held-3").exists, "step 3")
     assert "RUNNING" in call(*commands["look"].split(), folder=folder, cluster=cluster)
     stopping = subprocess.Popen(commands["save, stop"].split(), env=cluster.environ, stdout=subprocess.DEVNULL)
-    time.sleep(3)  # until the request has gone from the job to the driver, and from there to the worker
+    logs = commands["output"].replace(" --follow", "").split()
+    wait_for(lambda: "A second signal stops at once" in call(*logs, folder=folder, cluster=cluster), "the request")
+    time.sleep(2 * ray_worker.TURN_S + 1)  # until the worker has asked, which it does once per turn
     (folder / "go-3").touch()
     assert stopping.wait(120) == 0
-    logs = call(*commands["output"].replace(" --follow", "").split(), folder=folder, cluster=cluster)
-    assert "Stopped at step" in logs
-    assert "and saved" in logs
+    said = call(*logs, folder=folder, cluster=cluster)
+    assert "Stopped at step" in said
+    assert "no longer" not in said  # Ray was told about everything
+    assert list((run / "submit-1" / "ray").glob("*/checkpoint-*/manifest.json"))
     ended = read(run / FILE)[-1]
-    assert (ended["event"], ended["stopped"]) == ("finished", "signal")
+    assert (ended["event"], ended["stopped"], ended["step"]) == ("finished", "signal", 6)
     assert (run / f"checkpoint-{ended['step']}" / "manifest.json").exists()
 
     said = call(sys.executable, "-m", "fullshard", *submit, "--no-check", folder=folder, cluster=cluster)
     status = next(line for line in said.splitlines() if line.startswith("  look")).split()[1:]
-    wait_for(lambda: "SUCCEEDED" in call(*status, folder=folder, cluster=cluster), "the end")
+    wait_for(lambda: "succeeded" in call(*status, folder=folder, cluster=cluster), "the end")
     assert losses(run) == straight
 
 
