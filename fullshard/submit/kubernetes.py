@@ -58,7 +58,7 @@ class Kubernetes(Engine):
     """A secret for the registry of the image; can be repeated."""
     queue: str | None = None
     """The queue of Kueue that the job waits in, until all its nodes are free."""
-    max_restarts: int = Field(3, ge=0)
+    job_restarts: int = Field(3, ge=0)
     """How often a failed job starts again by itself; stops for the cluster's sake are not counted."""
     grace_s: int = Field(300, ge=1)
     """Seconds between the signal to stop and the kill: one step and one save must fit in."""
@@ -95,7 +95,7 @@ class Kubernetes(Engine):
             labels={"app.kubernetes.io/managed-by": "fullshard", "fullshard/run": label_value(recipe.name)},
             queue=self.queue,
             namespace=self.namespace,
-            max_restarts=self.max_restarts,
+            max_restarts=self.job_restarts,
         )
         made = objects.as_trainjob() if self.api == "trainjob" else objects.as_jobset()
         return Job({FILE: _yaml(made)}, ["kubectl", "apply", "-f", str(request.folder / FILE)])

@@ -24,7 +24,7 @@ FULL = [
     *("--namespace", "team", "--volume", "runs:/workspace", "--volume", "data:/data", "--secret", "s3-keys"),
     *("--secret", "hub", "--env", "HF_HOME=/data/hf", "--env", "LEVEL=a=b", "--cpus", "32", "--memory", "512Gi"),
     *("--shared-memory", "64Gi", "--node-selector", "gpu=h100", "--service-account", "trainer"),
-    *("--pull-secret", "registry", "--queue", "research", "--max-restarts", "7", "--grace-s", "900"),
+    *("--pull-secret", "registry", "--queue", "research", "--job-restarts", "7", "--grace-s", "900"),
 ]
 
 
