@@ -87,12 +87,16 @@ class Drills:
         """What the commands of a drill have printed."""
         return (self.folder / f"{name}.txt").read_text(encoding="utf-8", errors="replace")
 
+    @property
+    def _steps(self) -> int:
+        return self.recipe.duration.steps or STEPS
+
     def _of(self, name: str) -> Path:
         return self.folder / name
 
     def _settings(self, name: str, drill: Drill | None = None) -> dict[str, Any]:
         settings: dict[str, Any] = plain(self.recipe.model_copy(update={"name": name, "output": self.folder}))
-        settings["topology"] |= {"timeout_s": TIMEOUT_S, "restarts": 2}
+        settings["topology"] |= {"timeout_s": TIMEOUT_S, "restarts": max(2, len(drill.faults) if drill else 0)}
         if drill is None:
             return settings
         kind = "fullshard.drills.fault.Fault"
@@ -130,7 +134,7 @@ class Drills:
     def _judge(self, drill: Drill, outcome: Outcome, left: list[int]) -> str | None:
         """What is wrong, or None."""
         said, expected = self.output(drill.name), len(drill.faults) or 1
-        outcome.resumed_from = [int(step) for step in re.findall(r"Resuming from \S+checkpoint-(\d+)", said)]
+        outcome.resumed_from = [int(step) for step in re.findall(r"Resuming from\s+\S+checkpoint-(\d+)", said)]
         found = re.search(drill.says.format(last=self.world - 1), said)
         outcome.explained = said[said.rfind("\n", 0, found.start()) + 1 :].split("\n")[0].strip() if found else ""
         if outcome.happened != expected:
@@ -145,25 +149,25 @@ class Drills:
             return self._finite(drill)
         if drill.recovery == "none":
             return self._compared(drill) if not outcome.resumed_from else "it was restarted"
-        first = min((fault.after for fault in drill.faults), default=STEP) - SAVE_EVERY
-        if any(step < first for step in outcome.resumed_from) or not outcome.resumed_from:
+        least = [fault.after - SAVE_EVERY for fault in drill.faults if fault.where != "start"] or [STEP - SAVE_EVERY]
+        if len(outcome.resumed_from) != len(least) or any(map(int.__lt__, outcome.resumed_from, least)):
             return f"resumed from {outcome.resumed_from or 'no checkpoint'}: more is lost than the last checkpoint"
         return self._compared(drill)
 
     def _compared(self, drill: Drill) -> str | None:
         """The first difference from the straight run, bit by bit."""
         ours, theirs = (steps_of(read(self._of(name) / FILE)) for name in (drill.name, "straight"))
-        tensors = [open_tensors(self._of(name) / files.name_of(STEPS)) for name in (drill.name, "straight")]
+        tensors = [open_tensors(self._of(name) / files.name_of(self._steps)) for name in (drill.name, "straight")]
         looks = (
             compare_samples(ours, theirs, within=EXACT),
             compare_numbers(ours, theirs, within=EXACT),
-            compare_tensors(*tensors, within=EXACT, step=STEPS),
+            compare_tensors(*tensors, within=EXACT, step=self._steps),
         )
         return next((look.drift for look in looks if look.drift), None)
 
     def _finite(self, drill: Drill) -> str | None:
         """The last checkpoint of a run that left out an update is whole, and verify finds only finite weights in it."""
-        return next(iter(problems(self._of(drill.name) / files.name_of(STEPS))), None)
+        return next(iter(problems(self._of(drill.name) / files.name_of(self._steps))), None)
 
 
 def _after_step(metrics: Path, process: subprocess.Popen[bytes]) -> None:

@@ -5,7 +5,8 @@ Must not start anything.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fullshard.drills.fault import Where
@@ -93,7 +94,7 @@ DRILLS: tuple[Drill, ...] = (
         "not_a_number",
         "backward",
         "a gradient of one rank is NaN",
-        r"gradient norm nan.*The update is skipped",
+        r"gradient norm\s+nan;",
         recovery="skip",
         settings=(("guard.not_finite", "skip"),),
     ),
@@ -120,6 +121,13 @@ DRILLS: tuple[Drill, ...] = (
     ),
 )
 """Each happens to the last rank, which holds no part of the run that the others lack."""
+
+
+def in_one_run(name: str, drills: Sequence[Drill]) -> Drill:
+    """Several drills as one run, which restarts after each: a fault every second step, each with its own words."""
+    faults = tuple(replace(drill.faults[0], after=STEP + 2 * number) for number, drill in enumerate(drills))
+    says = "".join(f"(?=[\\s\\S]*(?:{drill.says}))" for drill in drills)
+    return Drill(name, "; ".join(drill.title for drill in drills), faults, says)
 
 
 def chosen(names: str | None) -> tuple[Drill, ...]:

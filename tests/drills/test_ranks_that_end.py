@@ -1,4 +1,7 @@
-"""Every drill in which a rank ends, or the launcher: each explained, recovered, and equal to the run without faults."""
+"""Every drill in which a rank ends, or the launcher: each explained, recovered, and equal to the run without faults.
+
+Faults that cost only a restart share a run, which saves half of the starts.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,33 @@ from pathlib import Path
 import pytest
 
 from fullshard.drills.drill import Drills
-from fullshard.drills.kinds import DRILLS, Drill
+from fullshard.drills.kinds import DRILLS, Drill, in_one_run
 from tests.drills.broken_runs import prepared
 
-pytestmark = pytest.mark.slow  # each drill starts ranks twice
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # starts ranks many times
+STEPS = 18
+TOGETHER = {
+    kind: [
+        drill for drill in DRILLS if drill.name.startswith(names) and drill.recovery == "restart" and not drill.waits
+    ]
+    for kind, names in {"killed": ("killed-",), "raised": ("exception-", "exits-", "out-of-memory-")}.items()
+}
+ALONE = [drill for drill in DRILLS if not drill.waits and all(drill not in each for each in TOGETHER.values())]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Drills:
-    return prepared(tmp_path_factory.mktemp("ended"))
+    return prepared(tmp_path_factory.mktemp("ended"), steps=STEPS)
 
 
-@pytest.mark.parametrize("drill", [drill for drill in DRILLS if not drill.waits], ids=lambda drill: drill.name)
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_a_run_recovers_from_one_fault_after_another(kind: str, runs: Drills) -> None:
+    outcome = runs.run(in_one_run(kind, TOGETHER[kind]))
+    assert outcome.problem is None, runs.output(kind)
+    assert outcome.happened == len(TOGETHER[kind]) >= 6
+
+
+@pytest.mark.parametrize("drill", ALONE, ids=lambda drill: drill.name)
 def test_a_run_recovers(drill: Drill, runs: Drills) -> None:
     outcome = runs.run(drill)
     assert outcome.problem is None, runs.output(drill.name)

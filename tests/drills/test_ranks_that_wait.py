@@ -1,22 +1,20 @@
-"""Every drill in which ranks wait until a timeout: each explained, recovered, and equal to the run without faults."""
+"""Every drill in which ranks wait until a timeout, in one run, which equals the run without faults in the end."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from fullshard.drills.drill import Drills
-from fullshard.drills.kinds import DRILLS, Drill
+from fullshard.drills.kinds import DRILLS, in_one_run
 from tests.drills.broken_runs import prepared
 
-pytestmark = pytest.mark.slow  # each drill starts ranks twice
 
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Drills:
-    return prepared(tmp_path_factory.mktemp("waiting"))
-
-
-@pytest.mark.parametrize("drill", [drill for drill in DRILLS if drill.waits], ids=lambda drill: drill.name)
-def test_a_run_recovers(drill: Drill, runs: Drills) -> None:
-    outcome = runs.run(drill)
-    assert outcome.problem is None, runs.output(drill.name)
+@pytest.mark.slow  # starts ranks seven times, and waits for five timeouts
+@pytest.mark.timeout(900)
+def test_a_run_recovers_from_one_hang_after_another(tmp_path: Path) -> None:
+    drills = [drill for drill in DRILLS if drill.waits]
+    runs = prepared(tmp_path, steps=14)
+    outcome = runs.run(in_one_run("waiting", drills))
+    assert outcome.problem is None, runs.output("waiting")
+    assert outcome.happened == len(drills) == 5
