@@ -22,7 +22,7 @@ test: .venv/.installed-test namespaces slurm
 
 # Whole matrices, lists of faults, and copies of the repository without a family.
 test-slow: .venv/.installed-test namespaces slurm faketime
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not faults"
 
 # Two nodes are two network namespaces, which only root may create, with `ip`.
 .PHONY: namespaces
@@ -43,9 +43,11 @@ faketime:
 	@test "$$(id -u)" != 0 || ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1 || \
 		{ apt-get update -qq && apt-get install -y -qq faketime; } || echo "faketime could not be installed"
 
-# At least 100 recoveries from faults drawn at random, with a table of them. It takes about an hour.
+# Every fault in every place, then at least 100 recoveries from faults drawn at random, with a table of them. It takes
+# more than an hour.
 .PHONY: test-faults
-test-faults: .venv/.installed-test
+test-faults: .venv/.installed-test faketime
+	$(PYTEST) -m faults
 	$(BIN)/python -m tests.drills.many
 
 # Every test that compares floating-point numbers, with the kernels of other processors and other numbers of threads.

@@ -28,8 +28,8 @@ last checkpoint, leave no process behind, and end with the losses and weights of
 
 ## The list
 
-Every row is a test that runs on two CPU ranks over gloo. The page is made from the tests by
-`python -m tests.drills.page`.
+Every row is a test on two CPU ranks over gloo: `make test-slow` runs most kinds, `make test-faults` all of them in
+every place. The page is made from the tests by `python -m tests.drills.page`.
 
 | fault | drill or test | how the run goes on |
 |---|---|---|

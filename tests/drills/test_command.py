@@ -22,6 +22,7 @@ def prove(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow  # starts ranks five times
+@pytest.mark.timeout(900)
 def test_the_command_of_the_page_proves_that_a_run_recovers(tmp_path: Path) -> None:
     [line] = re.findall(r"^fullshard (prove .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     done = prove(shlex.split(line), tmp_path)
@@ -35,6 +36,7 @@ def test_the_command_of_the_page_proves_that_a_run_recovers(tmp_path: Path) -> N
 
 
 @pytest.mark.slow  # starts ranks three times
+@pytest.mark.faults
 def test_a_run_that_does_not_recover_is_exit_code_3(tmp_path: Path) -> None:
     """An objective that counts its own micro-batches cannot resume exactly."""
     words = ["prove", "quickstart", "--faults", "--cases", "killed-forward", "--json"]

@@ -29,19 +29,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Drills:
     return prepared(tmp_path_factory.mktemp("ended"), steps=STEPS)
 
 
-@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("kind", ["killed", pytest.param("raised", marks=pytest.mark.faults)])
 def test_a_run_recovers_from_one_fault_after_another(kind: str, runs: Drills) -> None:
     outcome = runs.run(in_one_run(kind, TOGETHER[kind]))
     assert outcome.problem is None, runs.output(kind)
     assert outcome.happened == len(TOGETHER[kind]) >= 6
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("drill", ALONE, ids=lambda drill: drill.name)
 def test_a_run_recovers(drill: Drill, runs: Drills) -> None:
     outcome = runs.run(drill)
     assert outcome.problem is None, runs.output(drill.name)
 
 
+@pytest.mark.faults
 def test_a_drill_whose_run_differs_is_a_failure(runs: Drills, tmp_path: Path) -> None:
     """The judge itself: a run with another seed recovers, and is not equal."""
     other = runs.recipe.model_copy(update={"seed": runs.recipe.seed + 1})

@@ -11,6 +11,7 @@ from tests.drills.broken_runs import prepared
 
 
 @pytest.mark.slow  # starts ranks seven times, and waits for five timeouts
+@pytest.mark.faults
 @pytest.mark.timeout(900)
 def test_a_run_recovers_from_one_hang_after_another(tmp_path: Path) -> None:
     drills = [drill for drill in DRILLS if drill.waits]
