@@ -21,7 +21,7 @@ test: .venv/.installed-test namespaces slurm
 	$(PYTEST) -m "not slow"
 
 # Whole matrices, lists of faults, and copies of the repository without a family.
-test-slow: .venv/.installed-test namespaces slurm faketime
+test-slow: .venv/.installed-test namespaces slurm
 	$(PYTEST) -m "slow and not faults"
 
 # Two nodes are two network namespaces, which only root may create, with `ip`.
@@ -37,16 +37,10 @@ slurm:
 		>/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge; } || \
 		echo "slurm-wlm and munge could not be installed"
 
-# A clock that jumps, for the processes of one test only.
-.PHONY: faketime
-faketime:
-	@test "$$(id -u)" != 0 || ls /usr/lib/*/faketime/libfaketime.so.1 >/dev/null 2>&1 || \
-		{ apt-get update -qq && apt-get install -y -qq faketime; } || echo "faketime could not be installed"
-
 # Every fault in every place, then at least 100 recoveries from faults drawn at random, with a table of them. It takes
 # more than an hour.
 .PHONY: test-faults
-test-faults: .venv/.installed-test faketime
+test-faults: .venv/.installed-test
 	$(PYTEST) -m faults
 	$(BIN)/python -m tests.drills.many
 

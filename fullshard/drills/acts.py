@@ -8,10 +8,9 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-_LONG_S, _MONTH_S = 3600, 30 * 24 * 3600
+_LONG_S = 3600
 
 
 class DrillError(RuntimeError):
@@ -90,14 +89,6 @@ def worker_killed(_: Any) -> None:
             return
 
 
-def clock_jumps(_: Any) -> None:
-    """By a month, for every process of the run: they were started under libfaketime."""
-    before = time.time()
-    Path(os.environ["FAKETIME_TIMESTAMP_FILE"]).write_text(os.environ["FULLSHARD_DRILL_CLOCK"], encoding="ascii")
-    if abs(time.time() - before) < _MONTH_S / 2:
-        raise DrillError("The clock did not jump.")
-
-
 ACTS: dict[str, Callable[[Any], Any]] = {
     "killed": killed,
     "stopped": stopped,
@@ -110,5 +101,4 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "other_collective": other_collective,
     "disk_full": disk_full,
     "worker_killed": worker_killed,
-    "clock_jumps": clock_jumps,
 }

@@ -147,8 +147,6 @@ class Drills:
             return f"the output does not explain it: {drill.says}"
         if drill.recovery == "skip":
             return self._finite(drill)
-        if drill.recovery == "none":
-            return self._compared(drill) if not outcome.resumed_from else "it was restarted"
         least = [fault.after - SAVE_EVERY for fault in drill.faults if fault.where != "start"] or [STEP - SAVE_EVERY]
         if len(outcome.resumed_from) != len(least) or any(map(int.__lt__, outcome.resumed_from, least)):
             return f"resumed from {outcome.resumed_from or 'no checkpoint'}: more is lost than the last checkpoint"

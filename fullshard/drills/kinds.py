@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from fullshard.drills.fault import Where
 
-Recovery = Literal["restart", "rerun", "skip", "none"]
+Recovery = Literal["restart", "rerun", "skip"]
 """By the launcher; by running the same command again, as after a save that failed: a restart would not help; by leaving
-out one update; nothing is to be recovered."""
+out one update."""
 TIMEOUT_S = 30.0
 """After which a rank that waits for another gives up. The ranks of a drill start within a fraction of it."""
 STEP, STEPS, SAVE_EVERY = 3, 6, 2

@@ -38,10 +38,6 @@ TAIL = """
 NCCL between several GPUs was not tried: the tests run over gloo, on the CPU.
 """
 ELSEWHERE = {
-    "the system's clock jumps by a month": (
-        "tests/drills/test_clock.py::test_a_clock_that_jumps_changes_nothing",
-        "nothing happens",
-    ),
     "the network between two nodes is cut, or a node is gone": (
         "tests/dist/test_two_nodes.py::test_a_lost_node_is_named_and_the_run_continues_on_one",
         "each node that is left ends and names the other one; run again, also on fewer nodes",
