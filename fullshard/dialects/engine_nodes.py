@@ -51,7 +51,7 @@ class FromEngine(Translation):
 
 
 def nodes_of(environ: Mapping[str, str]) -> EngineNodes | None:
-    """The nodes of the engine that started this process; None if there is none, or a launcher has started ranks."""
+    """The nodes of the engine that started this process; None without an engine, or if a launcher started the ranks."""
     if "LOCAL_RANK" in environ:
         return None
     return _kubeflow(environ) or _skypilot(environ) or _dstack(environ)

@@ -1,6 +1,6 @@
 """What a value in another trainer's file may be: a switch, a count, a share, text, a section.
 
-A word that is none of these is refused: it is never taken for on, off or some number. The kinds of our own keys are
+Any other word is refused: it is never read as on, off or a number. The kinds of our own keys are
 here too; a test compares them with the recipe, which this file must not know.
 """
 

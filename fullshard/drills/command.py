@@ -97,8 +97,9 @@ def _shrunk(recipe: Recipe, ranks: Ranks, folder: Path) -> tuple[Recipe, tuple[s
     short = plan.straight.recipe
     if place.device == "cuda" and ranks.per_node > place.num_gpus:
         short = short.model_copy(update={"topology": short.topology.model_copy(update={"backend": "gloo"})})
-    if not short.sharding.compile:
-        return short, plan.notes
-    # A fault in the forward pass is a hook of a module, which a compiled block does not call.
-    sharding = short.sharding.model_copy(update={"compile": False})
-    return short.model_copy(update={"sharding": sharding}), (*plan.notes, "Without compilation.")
+    return uncompiled(short), (*plan.notes, *(["Without compilation."] if place.device == "cuda" else []))
+
+
+def uncompiled(recipe: Recipe) -> Recipe:
+    """A fault in the forward pass is a hook of a module, which a compiled block does not call."""
+    return recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"compile": False})})

@@ -29,6 +29,7 @@ from fullshard.drills.kinds import SAVE_EVERY, STEP, STEPS, TIMEOUT_S, Drill
 from fullshard.log.metrics import FILE, last_step, read
 from fullshard.prove.compare import compare_numbers, compare_samples, compare_tensors, steps_of
 from fullshard.prove.proof import EXACT
+from fullshard.prove.runs import RunFailed
 from fullshard.recipe import Recipe
 
 TAG = "FULLSHARD_DRILL"
@@ -36,6 +37,8 @@ TAG = "FULLSHARD_DRILL"
 ORPHANS_S = 10.0
 """How long processes may take to end after their launcher."""
 _LONGEST_S = 20 * TIMEOUT_S
+_LINES = 12
+"""How many of the last lines of a failed run are shown."""
 
 
 @dataclass
@@ -68,7 +71,10 @@ class Drills:
         """Makes the run that the others must equal."""
         code = self._run("straight", self._settings("straight"), uuid.uuid4().hex)
         if code:
-            raise RuntimeError(self.output("straight"))
+            lines = "\n".join(f"    {line}" for line in self.output("straight").rstrip().splitlines()[-_LINES:])
+            failed = RunFailed(f"The run without faults ended with exit code {code}. Its last lines:\n{lines}")
+            failed.exit_code = code
+            raise failed
 
     def run(self, drill: Drill) -> Outcome:
         """One drill, judged."""

@@ -12,10 +12,14 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from fullshard.drills import acts, fault
+from fullshard.drills.command import uncompiled
+from fullshard.drills.drill import Drills
 from fullshard.drills.fault import Fault
 from fullshard.drills.kinds import DRILLS, chosen
 from fullshard.errors import RecipeError
 from fullshard.log.meters import Meters
+from fullshard.prove.runs import RunFailed
+from fullshard.recipes.read import read
 
 optimizers = importlib.import_module("torch.optim.optimizer")  # torch.optim deletes the name
 
@@ -88,3 +92,20 @@ def test_drills_are_chosen_by_name() -> None:
     assert chosen(None) == DRILLS
     with pytest.raises(RecipeError, match=r"'killed-sav' is not a fault.*killed-save"):
         chosen("killed-sav")
+
+
+@pytest.mark.parametrize("compiled", [None, True, False])
+def test_a_broken_run_is_not_compiled_also_where_that_is_automatic(compiled: bool | None) -> None:
+    recipe = read("quickstart").recipe
+    asked = recipe.model_copy(update={"sharding": recipe.sharding.model_copy(update={"compile": compiled})})
+    assert uncompiled(asked).sharding.compile is False
+
+
+def test_a_run_that_fails_without_a_fault_shows_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = Drills(read("quickstart").recipe, tmp_path, 2)
+    (tmp_path / "straight.txt").write_text("header\nError: no such file\n")
+    monkeypatch.setattr(Drills, "_run", lambda *_: 2)
+    with pytest.raises(
+        RunFailed, match=r"ended with exit code 2. Its last lines:\n    header\n    Error: no such file"
+    ):
+        runs.straight()
