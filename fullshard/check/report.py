@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +41,13 @@ class Screen:
         """Shows a status line while the body runs."""
         shown = self._on_terminal and not self._quiet
         return self._screen.status(what) if shown else contextlib.nullcontext()
+
+    def opening(self, title: str, notes: Sequence[str]) -> None:
+        """What will be run, and what differs from the recipe."""
+        self._show(Text(f"\n{title}", style="bold"))
+        for note in notes:
+            self._wrapped(note, indent="  ", style="dim")
+        self._show(Text(""))
 
     def _wrapped(self, text: str, *, indent: str, style: str = "") -> None:
         for line in textwrap.wrap(text, self._width - len(indent), break_on_hyphens=False, break_long_words=False):

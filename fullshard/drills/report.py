@@ -26,13 +26,6 @@ class Report(Screen):
     def __init__(self, *, as_json: bool) -> None:
         super().__init__(quiet=as_json, narrowest=60)
 
-    def opening(self, title: str, notes: Sequence[str]) -> None:
-        """What will be run, and what differs from the recipe."""
-        self._show(Text(f"\n{title}", style="bold"))
-        for note in notes:
-            self._wrapped(note, indent="  ", style="dim")
-        self._show(Text(""))
-
     def ended(self, outcome: Outcome) -> None:
         """One drill: what happened, how the run explained it, and how it went on."""
         word, colour = ("recovered", "green") if outcome.problem is None else ("FAILED", "bold red")

@@ -38,13 +38,6 @@ class Report(Screen):
     def __init__(self, *, as_json: bool) -> None:
         super().__init__(quiet=as_json, narrowest=60)
 
-    def opening(self, title: str, notes: Sequence[str]) -> None:
-        """What will be run, and what differs from the recipe."""
-        self._show(Text(f"\n{title}", style="bold"))
-        for note in notes:
-            self._wrapped(note, indent="  ", style="dim")
-        self._show(Text(""))
-
     @contextlib.contextmanager
     def watch(self, what: str) -> Iterator[None]:
         """Shows a status line while the body runs, then how long it took."""
