@@ -22,7 +22,7 @@ Try it with your own recipe, on the machine where it will train:
 fullshard prove quickstart --faults --cases killed-forward,exception-data
 ```
 
-Without `--cases` it runs the whole list, which takes about ten minutes for a small model. Each fault happens in a
+Without `--cases` it runs the whole list, which takes 10 to 20 minutes for a small model. Each fault happens in a
 run of six steps, in the step after the third. The run must explain the fault, lose no more than the steps since its
 last checkpoint, leave no process behind, and end with the losses and weights of a run without faults, bit by bit.
 
