@@ -20,7 +20,7 @@ from fullshard.explain import crash
 from fullshard.faults import beat, evidence, words
 from fullshard.faults.beat import FOLDER, Reading
 from fullshard.faults.evidence import Rank
-from fullshard.faults.watchdog import AUTOPSY
+from fullshard.faults.watchdog import AUTOPSY, GRACE_S, STRICT
 
 STANDS = 1
 _LOOK_S = 2.0
@@ -100,11 +100,24 @@ def _title(ranks: list[Rank]) -> str:
 
 def _outlook(ranks: list[Rank], readings: Mapping[int, Reading]) -> str:
     """When the run ends by itself, and where the stacks are."""
-    limit = max(float(reading.facts["timeout_s"]) for reading in readings.values())
-    left = limit - min(rank.age for rank in ranks)
-    ends = f"It ends by itself after {words.seconds(limit)} without progress (topology.timeout_s)"
     place = f"All stacks: {Path(FOLDER) / 'rank-*.txt'} in the run folder."
+    limit, why = _limit(ranks, max(float(reading.facts["timeout_s"]) for reading in readings.values()))
+    if limit is None:
+        return f"It does not end by itself: {why}. {place}"
+    left = limit - min(rank.age for rank in ranks)
+    ends = f"It ends by itself after {words.seconds(limit)} without progress ({why})"
     return f"{ends}, in {words.seconds(left)}. {place}" if left > 0 else f"{ends}. {place}"
+
+
+def _limit(ranks: list[Rank], timeout_s: float) -> tuple[float | None, str]:
+    """How long the run may stand still where it is, and why; None: for as long as it likes."""
+    if any(rank.phase in STRICT or rank.state == "stopped" for rank in ranks):
+        return timeout_s, "topology.timeout_s"
+    waits = [call.timeout_s - GRACE_S for rank in ranks if (call := rank.waits_in)]
+    if waits:
+        longer = max(waits) > timeout_s
+        return max(timeout_s, *waits), "ranks wait that long for each other here" if longer else "topology.timeout_s"
+    return None, "in this phase a rank may take as long as it needs"
 
 
 def _healthy(folder: Path, readings: Mapping[int, Reading]) -> str:

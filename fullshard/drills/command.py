@@ -14,7 +14,7 @@ import typer
 
 from fullshard.commands import recipe_arguments as options
 from fullshard.commands.options import json_alone
-from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL
+from fullshard.errors import EXIT_DONE, EXIT_NUMERICAL, RecipeError
 from fullshard.formatting.plural import counted
 from fullshard.prove import command as proofs
 
@@ -55,7 +55,17 @@ def prove(
     proofs.refuse_launcher(asked.launch().launcher)
     if faults:
         raise typer.Exit(run_drills(reading, cases, keep=keep, as_json=as_json))
+    refuse_faults(cases)
     raise typer.Exit(proofs.run_proofs(asked, reading, cases, keep=keep, as_json=as_json))
+
+
+def refuse_faults(cases: str | None) -> None:
+    """The names of faults, where --faults is missing."""
+    from fullshard.drills.kinds import DRILLS
+
+    names = {drill.name for drill in DRILLS} & {name.strip() for name in (cases or "").split(",")}
+    if names:
+        raise RecipeError(f"--cases {cases}: {min(names)} is a fault. Add --faults to run it.")
 
 
 def run_drills(reading: Reading, chosen: str | None, *, keep: bool, as_json: bool) -> int:

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.commands.verify import problems
 from fullshard.config.part import plain
-from fullshard.drills.kinds import SAVE_EVERY, STEP, STEPS, TIMEOUT_S, Drill
+from fullshard.drills.kinds import SAVE_EVERY, STEP, STEPS, TIMEOUT_S, Drill, Happens
 from fullshard.log.metrics import FILE, last_step, read
 from fullshard.prove.compare import compare_numbers, compare_samples, compare_tensors, steps_of
 from fullshard.prove.proof import EXACT
@@ -37,6 +38,7 @@ TAG = "FULLSHARD_DRILL"
 ORPHANS_S = 10.0
 """How long processes may take to end after their launcher."""
 _LONGEST_S = 20 * TIMEOUT_S
+"""How long a run with one fault may take, also on a machine under load."""
 _LINES = 12
 """How many of the last lines of a failed run are shown."""
 
@@ -97,19 +99,23 @@ class Drills:
     def _steps(self) -> int:
         return self.recipe.duration.steps or STEPS
 
+    def _rank(self, fault: Happens) -> int:
+        return self.world - 1 if fault.rank is None else fault.rank
+
     def _of(self, name: str) -> Path:
         return self.folder / name
 
     def _settings(self, name: str, drill: Drill | None = None) -> dict[str, Any]:
         settings: dict[str, Any] = plain(self.recipe.model_copy(update={"name": name, "output": self.folder}))
         settings["topology"] |= {"timeout_s": TIMEOUT_S, "restarts": max(2, len(drill.faults) if drill else 0)}
+        settings["batch"] |= {"on_oom": "stop"}  # every fault must reach the launcher
         if drill is None:
             return settings
         kind = "fullshard.drills.fault.Fault"
         settings["evaluate"] |= {
             "every_steps": 1,
             "parts": [
-                {"kind": kind, **vars(fault), "rank": self.world - 1, "of": str(self._of(name)), "name": f"{number}"}
+                vars(fault) | {"kind": kind, "rank": self._rank(fault), "of": str(self._of(name)), "name": f"{number}"}
                 for number, fault in enumerate(drill.faults)
             ],
         }
@@ -129,28 +135,28 @@ class Drills:
                 if kill_launcher:
                     _after_step(self._of(name) / FILE, process)
                     process.send_signal(signal.SIGKILL)
-                return process.wait(_LONGEST_S)
+                return process.wait(_LONGEST_S * max(len(settings["evaluate"].get("parts") or ()), 1))
             except subprocess.TimeoutExpired:
                 return -int(signal.SIGALRM)
             finally:
                 if process.poll() is None:
                     process.kill()
+                    process.wait()
                     _end(tag)
 
     def _judge(self, drill: Drill, outcome: Outcome, left: list[int]) -> str | None:
         """What is wrong, or None."""
         said, expected = self.output(drill.name), len(drill.faults) or 1
         outcome.resumed_from = [int(step) for step in re.findall(r"Resuming from\s+\S+checkpoint-(\d+)", said)]
-        found = re.search(drill.says.format(last=self.world - 1), said)
-        outcome.explained = said[said.rfind("\n", 0, found.start()) + 1 :].split("\n")[0].strip() if found else ""
+        outcome.explained, unexplained = _explained(said, [each.format(last=self.world - 1) for each in drill.says])
         if outcome.happened != expected:
             return f"{outcome.happened} of {expected} faults happened"
         if left:
             return f"processes {left} were still there {ORPHANS_S:g} s after the end"
         if outcome.codes[-1]:
             return f"ended with exit code {outcome.codes[-1]}"
-        if found is None:
-            return f"the output does not explain it: {drill.says}"
+        if unexplained:
+            return f"the output does not explain it: {unexplained}"
         if drill.recovery == "skip":
             return self._finite(drill)
         least = [fault.after - SAVE_EVERY for fault in drill.faults if fault.where != "start"] or [STEP - SAVE_EVERY]
@@ -172,6 +178,14 @@ class Drills:
     def _finite(self, drill: Drill) -> str | None:
         """The last checkpoint of a run that left out an update is whole, and verify finds only finite weights in it."""
         return next(iter(problems(self._of(drill.name) / files.name_of(self._steps))), None)
+
+
+def _explained(said: str, patterns: Sequence[str]) -> tuple[str, str | None]:
+    """The first line that explains a fault, and the first pattern that the output has too few of."""
+    first = re.search(patterns[0], said) if patterns else None
+    line = said[said.rfind("\n", 0, first.start()) + 1 :].split("\n")[0].strip() if first else ""
+    rare = (each for each, count in Counter(patterns).items() if len(re.findall(each, said)) < count)
+    return line, next(rare, None)
 
 
 def _after_step(metrics: Path, process: subprocess.Popen[bytes]) -> None:

@@ -27,6 +27,8 @@ class Happens:
     what: str
     where: Where
     after: int = STEP
+    rank: int | None = None
+    """None: the last one, which holds no part of the run that the others lack."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Drill:
     name: str
     title: str
     faults: tuple[Happens, ...] = ()
-    says: str = ""
-    """A pattern that the run's output must match: the explanation."""
+    says: tuple[str, ...] = ()
+    """Patterns that the run's output must match, each as often as it is here: the explanations."""
     recovery: Recovery = "restart"
     waits: bool = False
     """Nothing ends by itself: the other ranks wait for the timeout."""
@@ -62,30 +64,32 @@ _STOPPED = r"Rank {last} is stopped \(process \d+, by SIGSTOP"
 _WAITED_FOR = r"Rank {last} keeps the others waiting"
 
 
-def _everywhere(what: str, happens: str, says: str, *, in_save: Recovery = "restart") -> list[Drill]:
+def _everywhere(
+    what: str, happens: str, says: str, *, in_save: Recovery = "restart", waits: bool = False
+) -> list[Drill]:
     return [
         Drill(
             f"{what}-{where}",
             f"{happens} {place}",
             (Happens(what, where),),
-            says,
+            (says,),
             in_save if where == "save" else "restart",
+            waits,
         )
         for where, place in _PLACES.items()
     ]
 
 
 def _once(what: str, where: Where, title: str, says: str, **more: Any) -> Drill:
-    return Drill(f"{what.replace('_', '-')}-{where}", title, (Happens(what, where),), says, **more)
+    return Drill(f"{what.replace('_', '-')}-{where}", title, (Happens(what, where),), (says,), **more)
 
 
 DRILLS: tuple[Drill, ...] = (
     *_everywhere("killed", "a rank is killed (SIGKILL)", _KILLED),
     *_everywhere("exception", "a rank raises an error", _RAISED, in_save="rerun"),
-    _once("exits", "forward", "a rank exits without a word", r"exit code 7"),
+    _once("exits", "forward", "a rank exits silently", r"exit code 7"),
     _once("out_of_memory", "forward", "a rank runs out of memory", r"(out of memory|can't allocate memory|alloc)"),
-    _once("stopped", "forward", "a rank is stopped (SIGSTOP) in the forward pass", _STOPPED, waits=True),
-    _once("stopped", "data", "a rank is stopped (SIGSTOP) while it waits for data", _STOPPED, waits=True),
+    *_everywhere("stopped", "a rank is stopped (SIGSTOP)", _STOPPED, waits=True),
     _once("hangs", "data", "a rank hangs while it waits for data", r"Rank {last} is in the data loader", waits=True),
     _once("hangs", "backward", "a rank hangs while the others wait in a collective", _WAITED_FOR, waits=True),
     _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _WAITED_FOR, waits=True),
@@ -103,31 +107,44 @@ DRILLS: tuple[Drill, ...] = (
         "worker_killed",
         "data",
         "a data worker of a rank is killed",
-        r"worker \(pid \d+\) is killed",
+        r"(worker \(pid \d+\) is killed|A data loader process died)",
         settings=(("data.workers", 1),),
     ),
-    Drill("launcher-killed", "the launcher is killed (SIGKILL)", recovery="rerun", to_launcher=True),
+    Drill(
+        "launcher-killed",
+        "the launcher is killed (SIGKILL)",
+        says=(r"The launcher \(process \d+\) is gone",),
+        recovery="rerun",
+        to_launcher=True,
+    ),
     Drill(
         "two-in-a-row",
         "a rank is killed, and after the restart it raises an error",
         (Happens("killed", "forward"), Happens("exception", "backward", after=STEP + 2)),
-        _RAISED,
+        (_KILLED, _RAISED),
     ),
     Drill(
         "during-the-restart",
         "a rank is killed, and again while it restarts",
         (Happens("killed", "forward"), Happens("killed", "start")),
-        _KILLED,
+        (_KILLED, _KILLED),
     ),
 )
-"""Each happens to the last rank, which holds no part of the run that the others lack."""
 
 
-def in_one_run(name: str, drills: Sequence[Drill]) -> Drill:
-    """Several drills as one run, which restarts after each: a fault every second step, each with its own words."""
-    faults = tuple(replace(drill.faults[0], after=STEP + 2 * number) for number, drill in enumerate(drills))
-    says = "".join(f"(?=[\\s\\S]*(?:{drill.says}))" for drill in drills)
+def in_one_run(name: str, drills: Sequence[Drill], *, after: Sequence[int] | None = None) -> Drill:
+    """Several drills as one run, which restarts after each: a fault every second step or after those given, each with
+    its own words."""
+    steps = after or range(STEP, STEP + 2 * len(drills), 2)
+    faults = tuple(replace(drill.faults[0], after=step) for drill, step in zip(drills, steps, strict=True))
+    says = tuple(each for drill in drills for each in drill.says)
     return Drill(name, "; ".join(drill.title for drill in drills), faults, says)
+
+
+def to_rank(drill: Drill, rank: int) -> Drill:
+    """The same, with its faults on this rank."""
+    faults = tuple(replace(fault, rank=rank) for fault in drill.faults)
+    return replace(drill, faults=faults, says=tuple(each.replace("{last}", str(rank)) for each in drill.says))
 
 
 def chosen(names: str | None) -> tuple[Drill, ...]:
@@ -136,7 +153,7 @@ def chosen(names: str | None) -> tuple[Drill, ...]:
     from fullshard.errors import RecipeError
 
     known = {drill.name: drill for drill in DRILLS}
-    asked = [name.strip() for name in names.split(",") if name.strip()] if names is not None else list(known)
+    asked = [name.strip() for name in names.split(",")] if names is not None else list(known)
     for name in asked:
         if name not in known:
             raise RecipeError(

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from rich.table import Table
 from rich.text import Text
 
 from fullshard.check.report import Screen
@@ -44,6 +45,7 @@ class Report(Screen):
             drills = [_as_dict(outcome) for outcome in outcomes]
             sys.stdout.write(json.dumps({"recovered": not failed, **facts, "drills": drills}, indent=1) + "\n")
             return
+        self._screen.print(_table(outcomes))
         if failed:
             text = f"\n{counted(len(failed), 'fault')} of {len(outcomes)}: no exact recovery"
             self._show(Text(text, style="bold red"))
@@ -51,6 +53,19 @@ class Report(Screen):
             self._show(Text(f"\nThe run recovers from {counted(len(outcomes), 'kind')} of faults", style="bold green"))
         if "folder" in facts:
             self._show(Text(f"  The runs and their output are kept in {facts['folder']}"))
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_edge=False, header_style="bold", title=" ")
+    for name in ("  fault", "resumed from", "weights", "verdict"):
+        table.add_column(name, overflow="fold", no_wrap=name == "verdict")
+    for each in outcomes:
+        word, colour = ("recovered", "green") if each.problem is None else ("FAILED", "bold red")
+        steps = ", ".join(f"step {step}" for step in each.resumed_from) or "-"
+        equal = "finite" if each.drill.recovery == "skip" else "bitwise"
+        weights = Text("-" if each.problem else equal)
+        table.add_row(Text(f"  {each.drill.title}"), Text(steps), weights, Text(word, style=colour))
+    return table
 
 
 def how(outcome: Outcome) -> str:

@@ -50,6 +50,7 @@ class Beat:
             "units": [],
         }
         self.count, self.step, self.first_step, self.phase = 0, -1, -1, 0
+        self._moved, self._offset = time.monotonic(), time.time() - time.monotonic()
         self.on_second_step: Callable[[], None] | None = None
         """Called once, when a rank has proven that it moves."""
         self.collectives: deque[tuple[int, int]] = deque(maxlen=_KEPT)
@@ -94,8 +95,17 @@ class Beat:
     def write(self) -> None:
         """The count is written first and last: a reader that finds two different ones reads again."""
         self.count += 1
-        now = time.monotonic(), time.time()
+        self._moved = time.monotonic()
+        now = self._moved, time.time()
         _LIVE.pack_into(self._memory, 0, self.count, *now, self.step, self.phase, self._unit, self._act, self.count)
+
+    def still_s(self) -> float:
+        """Seconds since the last beat."""
+        return time.monotonic() - self._moved
+
+    def clock_was_set(self) -> bool:
+        """Whether somebody has set the clock since the start: times of day before and after cannot be compared."""
+        return abs(time.time() - time.monotonic() - self._offset) > 2
 
     def flush(self) -> None:
         """For readers on other nodes."""

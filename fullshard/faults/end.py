@@ -16,7 +16,9 @@ from fullshard.explain.crash import closing, culprit, is_victim
 from fullshard.explain.error_file import LastWords
 from fullshard.explain.match import explain
 from fullshard.explain.render import answer
-from fullshard.faults.words import HANG
+from fullshard.faults.words import HANG, waited_for_in
+
+TRACEBACK = "Traceback (most recent call last)"
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,14 @@ class End:
         """The rank to blame. One that was killed leaves no message, and is the cause."""
         if self._code < 0 or self._has_meaning:
             return self.rank
+        if self._hang and (waited_for := waited_for_in(self._hang)) in self._failures:
+            return waited_for
         return culprit(self._said, otherwise=self.rank)
+
+    @property
+    def _hang(self) -> str | None:
+        """The words about a hang, if there was one."""
+        return next((said.message for said in self._said.values() if said.message.startswith(HANG)), None)
 
     @property
     def only_victims(self) -> bool:
@@ -62,6 +71,8 @@ class End:
     def why(self, out_of_memory: str | None = None) -> str:
         """What happened to the cause, in a few words, to follow "rank 1 "."""
         failure, words = self._failures[self.cause], self._said[self.cause]
+        if self._hang and waited_for_in(self._hang) == self.cause:
+            return f"kept the others waiting ({self._hang.splitlines()[0].partition(': ')[2].rstrip('.')})"
         if failure.code < 0 or self.only_victims:
             killed = f" ({out_of_memory})" if out_of_memory and failure.code == -signal.SIGKILL else ""
             return ended.how(failure.code, victim=self.only_victims).partition(":")[0] + killed
@@ -76,9 +87,8 @@ class End:
     def report(self, *, killed: str) -> Iterator[str]:
         """The launcher's last lines, unless the rank printed them itself. `killed` is the reason, if it was SIGKILL."""
         message = self._said[self.rank].message
-        hang = next((said.message for said in self._said.values() if said.message.startswith(HANG)), None)
-        if hang:
-            yield hang
+        if self._hang:
+            yield self._hang
         elif self._code == EXIT_PREEMPTED:
             if message:
                 yield message
@@ -87,7 +97,7 @@ class End:
                 yield f"Error: rank {self.rank}: {message}"
         else:
             rank = self.cause
-            failure, traced = self._failures[rank], bool(self._said[rank].text)
+            failure, traced = self._failures[rank], TRACEBACK in self._said[rank].text
             how = ended.how(failure.code, traced=traced, victim=rank in self._victims, killed=killed)
             line = f"Rank {rank} (process {failure.process}) {how}."
             yield f"{line} The other ranks were stopped." if len(self._failures) > 1 else line
@@ -122,9 +132,9 @@ def explained(said: Mapping[int, LastWords], *, rank: int, line: str) -> str:
     if crash is not None and not words.text:
         with contextlib.suppress(OSError), (crash / f"rank-{rank}.txt").open("x", encoding="utf-8") as file:
             file.write(line + "\n")
-    if words.text:
+    if words.text and (TRACEBACK in words.text or explain(words.text)):
         return closing(explain(words.text), crash)
-    # No rank survived to write one.
+    # No rank survived to write one, or its message says all.
     place = f"\nCrash folder: {crash}" if crash else ""
     matches = explain(line)
     return f"\n{answer(matches)}{place and chr(10)}{place}" if matches else place

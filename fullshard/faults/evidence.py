@@ -7,6 +7,7 @@ stacks first. Must not import torch, and must not judge.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -26,6 +27,8 @@ ANSWER_S = 4.0
 """How long ranks may take to write their dumps."""
 _COARSE_S = 3.0
 """File systems keep coarse times, servers have their own clocks, and a rank that noticed a hang was not asked."""
+CLOCKS_APART_S = 60.0
+"""A file whose time is further ahead was written before somebody set the clock back."""
 _STATES = {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone", "D": "blocked"}
 
 
@@ -65,7 +68,7 @@ def ask(folder: Path, readings: Mapping[int, Reading], *, wait_s: float = ANSWER
     """Has the ranks write their dumps, and waits for them; returns the time of the question."""
     asked = time.time()
     with contextlib.suppress(OSError):
-        (folder / ASKED).write_text(f"{os.getpid()}\n", encoding="utf-8")
+        (folder / ASKED).write_text(json.dumps([beat.boot(), os.getpid()]), encoding="utf-8")
     for reading in readings.values():
         if reading.here and state_of(reading) in ("running", "blocked"):
             quit_family(folder, reading)
@@ -157,15 +160,23 @@ def _text(path: Path, since: float) -> str:
 
 
 def first_to_make(path: Path, *, stale_s: float) -> bool:
-    """Whether this process makes the file; False if another has made it within `stale_s`."""
+    """Whether this process makes the file; False if another has made it within `stale_s`, and is still there."""
     with contextlib.suppress(OSError):
-        if time.time() - path.stat().st_mtime > stale_s:
+        if _is_over(path) or not -CLOCKS_APART_S <= time.time() - path.stat().st_mtime <= stale_s:
             path.unlink()
     try:
         path.open("x").close()
     except OSError:
         return False
     return True
+
+
+def _is_over(path: Path) -> bool:
+    """Whether whoever asked with this file has ended, as `fullshard autopsy` does at once."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        machine, process = json.loads(path.read_text(encoding="utf-8"))
+        return bool(machine == beat.boot() and not beat.stat_of(process))
+    return False
 
 
 def wait_for(met: Callable[[], Any], *, seconds: float) -> bool:

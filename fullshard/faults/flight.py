@@ -80,7 +80,8 @@ def write(path: Path, beat: Beat) -> None:
     """Dumps the recorder of this process; the file appears complete."""
     kept = [entry | {"frames": entry.get("frames", [])[:40]} for entry in entries()[-_KEPT:]]
     notes = [[unit, ACTS[act]] for unit, act in tuple(beat.collectives)]
-    found = {"wall": time.time(), "units": beat.facts["units"], "noted": notes, "entries": kept}
+    still_s = beat.still_s() if beat.clock_was_set() else None
+    found = {"wall": time.time(), "still_s": still_s, "units": beat.facts["units"], "noted": notes, "entries": kept}
     new = path.with_suffix(".new")
     new.write_text(json.dumps(found, default=str), encoding="utf-8")
     os.replace(new, path)
@@ -96,7 +97,7 @@ def read(path: Path) -> list[Collective] | None:
 
 def parse(dump: dict[str, Any]) -> list[Collective]:
     """The collectives of a dump. The units that were noted belong to the latest collectives of FSDP, kind by kind."""
-    found = [_collective(entry, wall=float(dump["wall"])) for entry in dump["entries"]]
+    found = [_collective(entry, dump) for entry in dump["entries"]]
     named: list[Collective] = []
     noted = {act: [unit for unit, of in dump["noted"] if of == act] for act in ACTS}
     for each in reversed(found):
@@ -110,16 +111,19 @@ def parse(dump: dict[str, Any]) -> list[Collective]:
     return named[::-1]
 
 
-def _collective(entry: dict[str, Any], *, wall: float) -> Collective:
+def _collective(entry: dict[str, Any], dump: dict[str, Any]) -> Collective:
     frames = tuple(Frame(each["filename"], int(each["line"]), each["name"]) for each in entry.get("frames", []))
     group = entry.get("process_group") or [str(entry.get("pg_id", 0))]
+    age = float(dump["wall"]) - int(entry["time_created_ns"]) / 1e9
+    if dump.get("still_s") is not None:  # the clock was set in between
+        age = float(dump["still_s"])
     return Collective(
         record=int(entry["record_id"]),
         op=op_of(entry.get("profiling_name", ""), frames),
         group=str(group[0]),
         seq=int(entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id", 0)),
         pending=not entry.get("retired") and entry.get("state") != "completed",
-        age=max(wall - int(entry["time_created_ns"]) / 1e9, 0.0),
+        age=max(age, 0.0),
         timeout_s=float(entry.get("timeout_ms") or 0) / 1000,
         sizes=" ".join("x".join(map(str, size)) for size in entry.get("input_sizes", [])),
         frames=frames,

@@ -30,6 +30,12 @@ class Guard(Section):
     limit: int = Field(5, ge=1)
     """Steps skipped in a row, or rollbacks to the same checkpoint, that are allowed; one more stops the run."""
 
+    def unused(self) -> list[str]:
+        """A line for each key that is set but has no effect."""
+        defaults = {key: type(self).model_fields[key].get_default() for key in ("threshold", "window")}
+        changed = [key for key, usual in defaults.items() if getattr(self, key) != usual and self.spike is None]
+        return [f"guard.{key} has no effect: guard.spike is null, so nothing looks for spikes." for key in changed]
+
     def describe(self) -> str:
         """The policy in one line."""
         spikes = ""

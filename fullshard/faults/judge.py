@@ -107,8 +107,7 @@ def update(optimizer: torch.optim.Optimizer, verdict: Verdict) -> None:
     torch's fused updates and our own look at `found_inf` on the device. Any other optimizer makes the host wait for one
     number, as torch's loss scaler does."""
     own: Any = optimizer
-    fused = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
-    if getattr(own, "skips_on_device", fused and getattr(own, "_step_supports_amp_scaling", False)):
+    if skips_on_device(optimizer):
         own.found_inf = verdict.bad
         try:
             optimizer.step()
@@ -116,6 +115,13 @@ def update(optimizer: torch.optim.Optimizer, verdict: Verdict) -> None:
             del own.found_inf
     elif not bool(verdict.bad):
         optimizer.step()
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its update leaves everything as it is if `found_inf` is 1."""
+    fused = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    supported = fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(getattr(optimizer, "skips_on_device", supported))
 
 
 def overflow(scale: float, names: Sequence[str]) -> NumericalError:
@@ -128,4 +134,4 @@ def overflow(scale: float, names: Sequence[str]) -> NumericalError:
     )
 
 
-__all__ = ["SMALLEST_SCALE", "Judge", "Verdict", "overflow", "poisoned", "update"]
+__all__ = ["SMALLEST_SCALE", "Judge", "Verdict", "overflow", "poisoned", "skips_on_device", "update"]

@@ -13,10 +13,11 @@ import time
 
 from fullshard.errors import EXIT_PREEMPTED
 
-_EVERY_S, _GRACE_S = 0.5, 8.0
+EVERY_S, GRACE_S = 0.5, 8.0
+"""How often a rank looks for its launcher, and how long it may take to save without it."""
 
 
-def end_soon_after(starter: int, *, grace_s: float = _GRACE_S) -> None:
+def end_soon_after(starter: int, *, grace_s: float = GRACE_S) -> None:
     """Watches the process that started this one, in a thread. When it has ended, this one and its children end too."""
     if os.getppid() == starter:
         threading.Thread(target=_follow, args=(starter, grace_s), name="orphan", daemon=True).start()
@@ -24,7 +25,10 @@ def end_soon_after(starter: int, *, grace_s: float = _GRACE_S) -> None:
 
 def _follow(starter: int, grace_s: float) -> None:
     while os.getppid() == starter:
-        time.sleep(_EVERY_S)
+        time.sleep(EVERY_S)
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, f"The launcher (process {starter}) is gone. The ranks save, if they can, and end.\n".encode())
     time.sleep(grace_s)
     with contextlib.suppress(Exception):
         import psutil  # type: ignore[import-untyped]

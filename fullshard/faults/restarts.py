@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.contracts.launcher import Ranks, Restarts
-from fullshard.errors import SetupError
+from fullshard.errors import EXIT_PREEMPTED, SetupError
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
+from fullshard.faults.micro_batch import usual
 from fullshard.faults.nodes import Ended
 from fullshard.formatting.plural import counted
 
@@ -89,6 +90,8 @@ class History:
         # What failed here has been reported.
         others = [end for end in ends if end.node != mine.node and (end is cause or end.lost)]
         elsewhere = tuple(f"{_upper(told(end, nodes=ranks.nodes))}." for end in others)
+        if others and cause.code == EXIT_PREEMPTED:
+            elsewhere = (f"A signal stopped the run, which saved if it could. {_AGAIN}",)
         if cause.is_final:
             return Verdict(cause.code, elsewhere)
         per_node = min(end.devices for end in ends)
@@ -181,7 +184,7 @@ def _does_not_fit(restarts: Restarts | None, world: int) -> str | None:
             "batch.global is not set, so the rows of a step depend on the number of ranks. Set it, and a step has the "
             "same rows on any number of ranks."
         )
-    if restarts.rows % (world * restarts.per_device):
+    if restarts.rows % (world * usual(restarts.per_device)):
         return (
             f"batch.global = {restarts.rows} is not a multiple of {counted(world, 'rank')} x batch.per_device = "
             f"{restarts.per_device}."

@@ -41,10 +41,13 @@ class Stragglers:
         totals: Callable[[], Mapping[str, float]],
         warn: Callable[[str], None],
         event: Callable[..., None],
+        measured: Callable[..., None] | None = None,
     ) -> None:
-        """`names` says for each rank where it is; `totals` gives the seconds of this rank by phase."""
+        """`names` says for each rank where it is; `totals` gives the seconds of this rank by phase. What all ranks find
+        in their first steps goes to `measured`, once."""
         self._names, self._rank, self._gpu = names, rank, device.type == "cuda"
         self._totals, self._warn, self._event = totals, warn, event
+        self._measured = measured
         self._clock = time.perf_counter
         self._steps = -WARM_UP
         self._slow: set[int] = set()
@@ -52,7 +55,7 @@ class Stragglers:
         self._reset()
 
     def _reset(self) -> None:
-        self._host = self._idle = self._update = 0.0
+        self._host = self._idle = self._update = self._launched = 0.0
         self._events: list[tuple[Any, Any]] = []
         self._before, self._began = dict(self._totals()), self._clock()
         self._left: tuple[float, float] | None = None
@@ -70,6 +73,7 @@ class Stragglers:
         if self._steps == 0:
             self._reset()
         ended = self._clock()
+        self._launched += ended - began if self._steps > 0 else 0.0
         self._host += ended - began if self._gpu and self._steps > 0 else 0.0
         self._left = ended, self._elsewhere()
 
@@ -131,6 +135,11 @@ class Stragglers:
             {"data": a[0], "host": a[1], "idle": b[0], "update": b[1]}
             for a, b in zip(rows[::2], rows[1::2], strict=True)
         ]
+        if self._measured is not None:
+            # What the phase holds besides launches: reading the numbers of a logged step, which waits for the GPU.
+            more = self._totals()["compute"] - self._before["compute"] - self._launched if self._gpu else 0.0
+            self._measured(per_rank, rank=self._rank, seconds=seconds, steps=steps, more=max(more, 0.0))
+            self._measured = None
         found = slower(per_rank, seconds=seconds)
         for rank, (phase, share) in found.items():
             if rank not in self._slow:

@@ -137,7 +137,7 @@ class Watch:
             above = f"{deviation:.3g} robust deviations above the median of the last {self.settings.window:,}"
             what = f"At step {step} the loss is {loss:.6g}, {above}."
         if policy == "stop":
-            raise NumericalError(f"{what} {_advice(cause)}")
+            raise NumericalError(f"{what} {_advice(cause)}{_SKIPPING[cause]}")
         # A save in the background may still be under way; going back waits for it.
         saved = self.saves.step >= 0 or self.saves.saver.newest_checkpoint is not None
         if policy == "rollback" and saved:
@@ -201,11 +201,14 @@ class Watch:
 
 def _advice(cause: str) -> str:
     if cause == "spike":
-        return "Lower optimizer.lr or optimizer.clip, or go on with guard.spike: skip or rollback."
-    return (
-        "Lower optimizer.lr, lengthen schedule.warmup, look at the samples of that step (log.sample_ids), or go on "
-        "without it: guard.not_finite: skip."
-    )
+        return "Lower optimizer.lr or optimizer.clip."
+    return "Lower optimizer.lr, lengthen schedule.warmup, or look at the samples of that step (log.sample_ids)."
+
+
+_SKIPPING = {
+    "spike": " Or continue without that step: guard.spike: skip or rollback.",
+    "not_finite": " Or continue without that step: guard.not_finite: skip.",
+}
 
 
 __all__ = ["LEFT_OUT", "GoBack", "Watch", "kept_windows"]

@@ -32,9 +32,9 @@ EXIT_HUNG = 1
 GRACE_S = 20.0
 """How much longer torch waits in a collective than `topology.timeout_s`: the time for a complete dump."""
 AUTOPSY = "autopsy.txt"
-_STRICT = (beat.PHASES.index("data"), beat.PHASES.index("compute"))
+STRICT = ("data", "compute")
 """The phases in which a rank that does not move hangs, whatever it does. Others may take as long as they need, unless a
-collective takes too long."""
+collective takes too long or the rank is stopped."""
 
 
 class Hang(Exception):
@@ -75,9 +75,8 @@ class Watchdog:
         self.stacks = Stacks(folder, self.rank)
         self._every_s = min(1.0, self.timeout_s / 20)
         self._still, self._count = 0.0, 0
-        self._offset = time.time() - time.monotonic()
-        self._answered = self._written = time.time()
-        self._size = 0
+        self._answered = self._flushed = time.monotonic()
+        self._size, self._asked = 0, _time_of(folder / evidence.ASKED)
         self._said = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -116,8 +115,8 @@ class Watchdog:
             self._count = self.beat.count
             self._rearm()
             self._answer()
-            if time.time() - self._written > 5:
-                self._written = time.time()
+            if time.monotonic() - self._flushed > 5:
+                self._flushed = time.monotonic()
                 self.beat.flush()
             if not self._said and self.hangs():
                 self._said = True
@@ -125,22 +124,26 @@ class Watchdog:
 
     def _strict(self) -> bool:
         """Whether this rank must move. The first step may compile for long."""
-        data, compute = _STRICT
+        data, compute = map(beat.PHASES.index, STRICT)
         return self.beat.phase == data or (self.beat.phase == compute and self.beat.step > self.beat.first_step)
 
     def hangs(self) -> bool:
-        """Whether this rank has not moved for too long, or waits in a collective for too long."""
-        if self._strict() and self._still > self.timeout_s:
+        """Whether this rank has not moved for too long, or waits in a collective or for a stopped rank for too long."""
+        if self._still > self.timeout_s and (self._strict() or self._a_rank_is_stopped()):
             return True
         if self._still < self.timeout_s / 2:
             return False
         ages = [self._age(entry) for entry in flight.entries(stacks=False) if not entry.get("retired")]
         return any(age > max(self.timeout_s, limit - GRACE_S) for age, limit in ages)
 
+    def _a_rank_is_stopped(self) -> bool:
+        """On this machine. A save may take long, and ranks wait long for each other in it; but not for such a one."""
+        return any(evidence.state_of(each) == "stopped" for each in beat.read_all(self.folder).values())
+
     def _age(self, entry: dict[str, object]) -> tuple[float, float]:
         """How long a collective has been pending, and how long torch waits for it."""
-        steady = abs(time.time() - time.monotonic() - self._offset) < 2  # nobody has set the clock
-        age = time.time() - int(str(entry["time_created_ns"])) / 1e9 if steady else self._still
+        created = int(str(entry["time_created_ns"])) / 1e9
+        age = self._still if self.beat.clock_was_set() else time.time() - created
         return age, float(str(entry.get("timeout_ms") or 0)) / 1000
 
     def _rearm(self) -> None:
@@ -153,14 +156,16 @@ class Watchdog:
 
     def _answer(self) -> None:
         """Follows SIGQUIT, whose handler has just written stacks, and requests from other nodes."""
+        # Another time of the file, not a later one: somebody may have set the clock.
         size, asked = self.stacks.size(), _time_of(self.folder / evidence.ASKED)
+        new, self._asked = asked not in (0.0, self._asked), asked
         if size > self._size:
-            self._size, self._answered = size, time.time()
+            self._size, self._answered = size, time.monotonic()
             self._dump_rest()
             if evidence.first_to_make(self.folder / evidence.ASKED, stale_s=10):
                 threading.Thread(target=self._say_by_hand, name="autopsy", daemon=True).start()
-        elif asked > self._answered + 2:
-            self._answered = asked
+        elif new and time.monotonic() - self._answered > 2:
+            self._answered = time.monotonic()
             self._dump()
 
     def _dump(self) -> None:
@@ -180,7 +185,7 @@ class Watchdog:
             others = {rank: reading for rank, reading in readings.items() if rank != self.rank}
             asked = evidence.ask(self.folder, others)
             ranks = evidence.gather(self.folder, readings, asked=asked)
-            lines = words.report(ranks, world=int(self.beat.facts["world"]))
+            lines = words.moving(ranks) or words.report(ranks, world=int(self.beat.facts["world"]))
             _print(["Where the ranks are (SIGQUIT):", *(f"  {line}" for line in lines)])
 
     def _end_hang(self) -> None:
@@ -279,6 +284,7 @@ def _time_of(path: Path) -> float:
 
 
 def _remove_older(path: Path, *, than: float) -> None:
+    """A file of the future is older, too: somebody has set the clock back since."""
     with contextlib.suppress(OSError):
-        if path.stat().st_mtime < than:
+        if not than <= path.stat().st_mtime <= time.time() + evidence.CLOCKS_APART_S:
             path.unlink()

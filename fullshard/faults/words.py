@@ -24,6 +24,8 @@ _PLUMBING = ("dist/", "faults/")
 _ENTRY = ("loop.py", "run.py", "cli.py", "__main__.py")
 _BACKWARD = ("pre_backward", "post_backward", "_engine_run_backward", "_root_post_backward_final_callback")
 """Calls of FSDP and of torch's engine that only a backward pass makes."""
+_MOMENT_S = 2.0
+"""A rank that has moved within this time is moving."""
 _DOING = {
     "setup": "in the setup before the first step",
     "data": "in the data loader",
@@ -60,6 +62,13 @@ def report(ranks: Sequence[Rank], *, world: int | None = None) -> list[str]:
     if absent:
         lines.append(f"{_ranks(absent)} left no heartbeat in this folder.")
     return [*lines, *_verdict(ranks, standing, suspects)]
+
+
+def moving(ranks: Sequence[Rank]) -> list[str]:
+    """`All ranks are moving, at step 4.`; nothing if one of them has not moved for a moment."""
+    if any(rank.age > _MOMENT_S or rank.state != "running" for rank in ranks):
+        return []
+    return [f"{'All ranks are' if len(ranks) > 1 else 'The rank is'} moving,{_at(ranks)}."]
 
 
 def title(ranks: Sequence[Rank]) -> str:
@@ -192,6 +201,12 @@ def _verdict(ranks: Sequence[Rank], standing: dict[int, Standing], suspects: Seq
     if len(calls) < 2 or suspects:
         return []
     if len({(call.op, call.unit, call.group, call.seq) for call in calls.values()}) > 1:
+        if left := _left_behind(ranks, calls):
+            behind, ahead = left
+            return [
+                f"{_ranks(ahead)} {'has' if len(ahead) == 1 else 'have'} completed the {calls[behind].op} that rank "
+                f"{behind} still waits in: what was sent has not arrived. Look at the network between them."
+            ]
         return [
             "The ranks are in different collectives, and each waits for the others to join its own. All ranks must "
             f"make the same calls in the same order: {_called(calls)}."
@@ -203,6 +218,24 @@ def _verdict(ranks: Sequence[Rank], standing: dict[int, Standing], suspects: Seq
         "All ranks are in the same collective and none has failed: look at the network between them, and at the GPUs "
         "(nvidia-smi, dmesg)."
     ]
+
+
+def waited_for_in(text: str) -> int:
+    """The rank that keeps the others waiting, in the words about a hang; -1 if they name none, or several."""
+    found = re.search(r"^ *Rank (\d+) keeps the others waiting\.", text, re.MULTILINE)
+    return int(found[1]) if found else -1
+
+
+def _left_behind(ranks: Sequence[Rank], calls: dict[int, Collective]) -> tuple[int, list[int]] | None:
+    """A rank that waits in a collective which others have completed, and those others."""
+    done = {
+        rank.rank: {(each.op, each.group, each.seq) for each in rank.collectives or () if not each.pending}
+        for rank in ranks
+    }
+    for behind, call in calls.items():
+        if ahead := [rank for rank in calls if (call.op, call.group, call.seq) in done[rank]]:
+            return behind, ahead
+    return None
 
 
 def _called(calls: dict[int, Collective]) -> str:

@@ -27,7 +27,7 @@ from fullshard.errors import EXIT_PREEMPTED, SetupError, first_line
 from fullshard.explain.ended import out_of_memory, why_killed
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
 from fullshard.explain.host_memory import MemoryWatch, watched
-from fullshard.faults import attempts
+from fullshard.faults import attempts, early_quit
 from fullshard.faults.end import End, Failure
 from fullshard.faults.gpus import gpus_now
 from fullshard.faults.nodes import Ended
@@ -38,7 +38,6 @@ from fullshard.launch.rendezvous import Facts, Meeting, facts
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 class Local(Launcher):
@@ -77,7 +76,8 @@ def _attempt(
             _print(f"Lost the connection to the other nodes, which met at {ranks.master} (torch: {first_line(error)}).")
             return replace(ended, code=1, victim=True, why="lost the connection to the other nodes")
         except ChildFailedError as error:
-            end = End({rank: _seen(failure) for rank, failure in error.failures.items()})
+            failures = ((rank, each, handed_over(each.error_file_data)) for rank, each in error.failures.items())
+            end = End({rank: Failure(each.exitcode, each.pid, each.timestamp, said) for rank, each, said in failures})
         if stopped():
             return replace(ended, code=1, victim=True, why="was stopped, because ranks of another node had failed")
         code, why = _code(end, received, memory), end.why(out_of_memory(memory.before_the_end()))
@@ -117,7 +117,7 @@ def _meet(stores: list[Any], ranks: Ranks, attempt: int, own: Facts) -> tuple[St
         ranks.timeout_s,
         prefix=f"fullshard-nodes-{attempt}",
         advice=f"Run the same command on every node, with --node-rank 0 to {ranks.nodes - 1} and the address of node 0 "
-        "as --master, and let firewalls pass the port.",
+        "as --master, and open the port in any firewall.",
         claim="--node-rank",
     )
     most = ranks.restarts.most if ranks.restarts else 0
@@ -185,11 +185,6 @@ def _code(end: End, received: _Received, memory: MemoryWatch) -> int:
     return end.exit_code
 
 
-def _seen(failure: ProcessFailure) -> Failure:
-    words = handed_over(failure.error_file_data)
-    return Failure(failure.exitcode, failure.pid, failure.timestamp, words)
-
-
 def _stopped(number: int, *, at_once: bool) -> int:
     """A signal ended the ranks before they could react: they were not listening yet, or were killed at once."""
     if not signals.in_command() or number not in signals.STOP_SIGNALS:
@@ -249,14 +244,16 @@ def _signals_passed_on() -> Iterator[_Received]:
 
     def pass_on(number: int) -> None:
         started = [pid for pid in _children() if pid not in others]
-        if not started and number != signal.SIGQUIT:
+        if number == signal.SIGQUIT:
+            early_quit.pass_on(started)
+            return
+        if not started:
             if signals.in_command():
                 signals.nothing_to_save(number)
             raise SystemExit(128 + number)
-        if number != signal.SIGQUIT:  # which only asks the ranks where they are
-            again = number == signal.SIGINT and received.first == number
-            received.at_once |= again or time.monotonic() - received.at > signals.ECHO_S
-            received.first, received.at = received.first or number, min(received.at, time.monotonic())
+        again = number == signal.SIGINT and received.first == number
+        received.at_once |= again or time.monotonic() - received.at > signals.ECHO_S
+        received.first, received.at = received.first or number, min(received.at, time.monotonic())
         for pid in started:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL if received.at_once else number)

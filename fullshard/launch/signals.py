@@ -28,6 +28,7 @@ from typing import NoReturn
 
 from fullshard.errors import EXIT_PREEMPTED
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, hand_over
+from fullshard.faults import early_quit
 from fullshard.faults.orphans import end_soon_after
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -77,6 +78,7 @@ def listen() -> None:
     """For the first line of a command: until the loop takes over, a signal ends it with a message and exit code 75."""
     _listener.command, _listener.act = True, nothing_to_save
     _listener.open()
+    early_quit.heed()
     _set(dict.fromkeys(STOP_SIGNALS, _listener.on_signal))
 
 
@@ -161,7 +163,7 @@ class StopSignals:
         if self.heard is None:
             self.heard, self._heard_at = name, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                _write(f"{name_of(number)}: the step in progress is finished and saved. A second signal stops at once.")
+                _write(f"{name_of(number)}: saving after the step in progress. A second signal stops at once.")
         elif name == self.heard == "SIGINT" and not _listener.command and "RANK" not in os.environ:
             raise KeyboardInterrupt(f"{AT_ONCE}.")
         elif name == self.heard == "SIGINT" or time.monotonic() - self._heard_at > ECHO_S:

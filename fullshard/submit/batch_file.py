@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fullshard.errors import SetupError
 from fullshard.submit.engine import Request
 
 FILE = "job.sbatch"
@@ -51,7 +52,7 @@ echo "fullshard: job $SLURM_JOB_ID on" $hosts "(restarts: ${SLURM_RESTART_COUNT:
 _PROGRESS = """\
 # What the run has to show: its checkpoints and the lines of its metrics, also in the folders of stages.
 run=@RUN@
-idle=@IDLE@  # has a line for each start in a row that came to no step
+idle=@IDLE@  # one line per consecutive start that completed no step
 progress() { ls -d "$run"/{,*/}checkpoint-*; cat "$run"/{,*/}metrics.jsonl | wc -l; } 2> /dev/null
 before=$(progress)
 """
@@ -84,7 +85,7 @@ if [ "$code" -eq 75 ]; then
   echo "fullshard: job $SLURM_JOB_ID was stopped and can continue (state $state)"
   if [ "$(progress)" = "$before" ]; then echo "job $SLURM_JOB_ID" >> "$idle"; else rm -f "$idle"; fi
   if [ -f "$idle" ] && [ "$(wc -l < "$idle")" -ge 3 ]; then
-    echo "fullshard: not requeued: 3 starts in a row did no step. Give the job a longer --time or a shorter --lead."
+    echo "fullshard: not requeued: 3 starts in a row completed no step. Use a longer --time or a shorter --lead."
     rm "$idle"
   elif [ "$state" = RUNNING ]; then
     scontrol requeue "$SLURM_JOB_ID" && echo "fullshard: requeued"
@@ -107,6 +108,8 @@ class BatchFile:
     requeue: bool = True
     before: Sequence[str] = ()
     srun: Sequence[str] = ()
+    log: str | None = None
+    """The file for the output of all ranks, with Slurm's patterns; None: log-%j.txt beside the batch file."""
 
     def text(self) -> str:
         parts = [_OPTIONS, _environment(os.environ, Path.cwd())]
@@ -126,7 +129,7 @@ class BatchFile:
     def _values(self) -> dict[str, str]:
         """What the placeholders stand for. The last ones hold words of the user and are not searched again."""
         folder = self.request.folder
-        output = f"{folder}/".replace("%", "%%") + "log-%j.txt"
+        output = self.log or f"{folder}/".replace("%", "%%") + "log-%j.txt"
         return {
             "REQUEUE": _REQUEUE if self.requeue else _NO_REQUEUE,
             "LEAD": str(self.lead),
@@ -159,6 +162,11 @@ def _environment_lines(environ: Mapping[str, str], here: Path) -> Iterator[str]:
 
 
 def _quoted(option: str) -> str:
-    """An option on a line of a batch file, where sbatch splits at spaces."""
+    """An option on a line of a batch file: sbatch splits at spaces, stops at # and knows quotes and backslashes."""
     name, equals, value = option.partition("=")
-    return f'{name}{equals}"{value}"' if any(letter in value for letter in " \t'") else option
+    if "\n" in option:
+        raise SetupError(f"{name}: a batch file has no option of several lines. Give it in one line.")
+    if not any(letter in value for letter in " \t'\"\\#"):
+        return option
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f'{name}{equals}"{escaped}"'

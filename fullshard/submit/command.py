@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fullshard.commands import recipe_arguments as options
-from fullshard.errors import SetupError
+from fullshard.errors import RecipeError, SetupError
+from fullshard.formatting.plural import counted
 
 if TYPE_CHECKING:
     from fullshard.recipe import Recipe
@@ -61,16 +62,20 @@ def submit(
 
     Exit codes: 0 submitted; 2 a mistake in the recipe, the data, the options or the setup, and nothing is submitted.
     """
-    from fullshard.submit.options import engine_class, option_names, take
+    from fullshard.submit.options import engine_class, option_names, passed_names, take
 
-    kind = engine_class(on)
+    kind = engine_class(on, taken=asked.options)
     engine, settings = take(kind, asked.settings or [])
-    reading = replace(asked, settings=settings, options=(*asked.options, *option_names(kind))).read()
+    names, also = (*asked.options, *option_names(kind)), tuple(passed_names(kind))
+    reading = replace(asked, settings=settings, options=names, also=also).read()
     folder = _next_folder(reading.recipe)
-    request = _request(reading, folder, stage=asked.stage)
+    request = _request(reading, folder, stage=asked.stage, restarts=not engine.restarts_ranks)
     job = engine.job(request)
+    stages = _stages(reading.recipe, asked.stage)
+    for each in stages:
+        _check_batch(each, engine)
     if check and engine.sees_our_files:
-        _check(reading.recipe, stage=asked.stage)
+        _check(stages[0])
     if dry_run:
         _print(job, request)
     else:
@@ -83,26 +88,54 @@ def _next_folder(recipe: Recipe) -> Path:
     return (recipe.folder / f"submit-{max(taken, default=0) + 1}").absolute()
 
 
-def _request(reading: Reading, folder: Path, *, stage: str | None) -> Request:
+def _request(reading: Reading, folder: Path, *, stage: str | None, restarts: bool) -> Request:
+    """The job; `restarts`: whether its ranks read `topology.restarts`."""
     from fullshard.recipes.read import hand_on
     from fullshard.submit.engine import Request
 
     with tempfile.TemporaryDirectory(prefix="fullshard-") as name:
         merged = Path(name) / "recipe.yaml"
-        hand_on(reading, merged)
+        hand_on(reading if restarts else replace(reading, recipe=_without_restarts(reading.recipe)), merged)
         return Request(reading, folder, merged.read_text(encoding="utf-8"), stage=stage)
 
 
-def _check(recipe: Recipe, *, stage: str | None) -> None:
-    """Opens the data, fetches the model and builds it empty: mistakes show now, not after hours in a queue. Later
-    stages start from weights that do not exist yet."""
+def _without_restarts(recipe: Recipe) -> Recipe:
+    topology = recipe.topology.model_copy(update={"restarts": None})
+    stages = [_without_restarts(each) for each in recipe.stages] if recipe.stages else recipe.stages
+    return recipe.model_copy(update={"topology": topology, "stages": stages})
+
+
+def _stages(recipe: Recipe, stage: str | None) -> list[Recipe]:
+    """What the job trains: the stages of a recipe, or the one that was asked for, or the recipe itself."""
+    from fullshard.stages.in_turn import named, stages_of
+
+    if not recipe.stages:
+        return [recipe]
+    return [named(recipe, stage).recipe] if stage else [each.recipe for each in stages_of(recipe)]
+
+
+def _check_batch(recipe: Recipe, engine: Engine) -> None:
+    """Raises if a step cannot be split evenly over the ranks of the job. Where their number is not known, every node
+    has at least one."""
+    from fullshard.setup.step_plan import plan_steps
+
+    known = engine.worlds(recipe.topology)
+    for world in known or [recipe.topology.nodes]:
+        try:
+            plan_steps(recipe.batch, recipe.duration, num_rows=1, world=world)
+        except RecipeError as error:
+            case = f"The job may start with {counted(world, 'rank')}. " if len(known) > 1 else ""
+            case = case if known else f"{counted(world, 'node')} with one rank each, or more. "
+            raise RecipeError(f"{case}{error}") from None
+
+
+def _check(recipe: Recipe) -> None:
+    """Opens the data, fetches the model and builds it empty: mistakes show now, not after hours in a queue. Of
+    several stages only the first: the others start from weights that do not exist yet."""
     from fullshard.log import libraries
     from fullshard.log.console import Console
     from fullshard.setup.run_inputs import OpenSources, build_module, find_best, find_processor
-    from fullshard.stages.in_turn import named, stages_of
 
-    if recipe.stages:
-        recipe = (named(recipe, stage) if stage else stages_of(recipe)[0]).recipe
     with libraries.route(Console(silent=True)):
         sources = OpenSources(recipe)
         module = build_module(recipe, find_processor(recipe, sources))
@@ -123,7 +156,7 @@ def _submit(engine: Engine, job: Job, request: Request, *, on: str) -> None:
     try:
         done = engine.submit(job, request.folder)
     except SetupError as error:
-        raise SetupError(f"{error} Its files are in {request.folder}.") from None
+        raise SetupError(f"{error}\nThe job files are in {request.folder}.") from None
     typer.echo(f"fullshard: {request.reading.recipe.name} on {on}")
     rows = {"wrote": "\n".join(str(_short(request.folder / name)) for name in files)}
     rows |= {"submitted": f"job {done.id}, with {shlex.join(job.submit)}", **done.commands}

@@ -16,6 +16,7 @@ from fullshard.config.part import Part
 from fullshard.errors import SetupError
 
 if TYPE_CHECKING:
+    from fullshard.contracts.launcher import Topology
     from fullshard.recipes.read import Reading
 
 
@@ -70,8 +71,17 @@ class Engine(Part):
     """Options of the engine's own tool, and whether each takes a value. They are collected in the field `passed`."""
     instead: ClassVar[Mapping[str, str]] = {}
     """Options of that tool that cannot be given here, and what to do instead."""
+    short: ClassVar[Mapping[str, str]] = {}
+    """Options of that tool with one letter, such as -p, and the names to write instead."""
     sees_our_files: ClassVar[bool] = True
     """Whether its nodes have the paths of this machine: data and model are then checked before the job is submitted."""
+    restarts_ranks: ClassVar[bool] = False
+    """Whether the engine itself restarts ranks `topology.restarts` times: the ranks then read a recipe without it."""
+
+    def worlds(self, topology: Topology) -> list[int]:
+        """The numbers of ranks that the job may have; empty if only the cluster knows."""
+        per_node = ranks_per_node(topology)
+        return [] if per_node is None else [topology.nodes * per_node]
 
     def job(self, request: Request) -> Job:
         """The files and the command of a job; raises SetupError if the options do not fit the recipe."""
@@ -82,17 +92,29 @@ class Engine(Part):
         raise NotImplementedError
 
 
+def ranks_per_node(topology: Topology) -> int | None:
+    """The ranks of a node; None if that depends on its GPUs."""
+    if isinstance(topology.devices, list):
+        return len(topology.devices)
+    if isinstance(topology.devices, int):
+        return topology.devices
+    return 1 if topology.device == "cpu" else None
+
+
 def call(words: Sequence[str], *, needs: str, timeout_s: float = 120) -> str:
     """What a tool of the engine prints; SetupError with its own words if it fails. `needs` says where the tool is."""
+    tool = Path(words[0]).name
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout_s, check=False)
     except FileNotFoundError:
         raise SetupError(
-            f"{words[0]} is not installed here. {needs} With --dry-run nothing is submitted, and the files are printed."
+            f"{tool} is not installed here. {needs} With --dry-run nothing is submitted, and the files are printed."
         ) from None
     except subprocess.TimeoutExpired:
-        raise SetupError(f"{words[0]} gave no answer within {timeout_s:g} s. Is the engine running?") from None
+        raise SetupError(f"{tool} gave no answer within {timeout_s:g} s. Is the engine running?") from None
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).rstrip(".")
-        raise SetupError(f"{words[0]} refused the job: {said or f'exit code {done.returncode}'}.")
+        said = done.stderr.strip() or done.stdout.strip()
+        # Of a traceback only its last line is about the job.
+        said = (said.splitlines()[-1] if "Traceback (most recent call last)" in said else said).rstrip(".")
+        raise SetupError(f"{tool} refused the job: {said or f'exit code {done.returncode}'}.")
     return done.stdout.strip()

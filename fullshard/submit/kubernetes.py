@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from fullshard.errors import SetupError
 from fullshard.submit.engine import Engine, Job, Request, Submitted, call
+from fullshard.submit.manifests import allowed
 from fullshard.submit.manifests.names import job_name, label_value
 from fullshard.submit.manifests.objects import JobObjects
 from fullshard.submit.manifests.pods import RECIPE, RECIPE_FOLDER, Mount, Pod
@@ -29,6 +31,7 @@ class Kubernetes(Engine):
     """A job on a Kubernetes cluster."""
 
     sees_our_files: ClassVar[bool] = False
+    short: ClassVar[Mapping[str, str]] = {"n": "namespace"}
 
     image: str
     """The container image, with fullshard and your own code."""
@@ -59,13 +62,14 @@ class Kubernetes(Engine):
     queue: str | None = None
     """The queue of Kueue that the job waits in, until all its nodes are free."""
     job_restarts: int = Field(3, ge=0)
-    """How often a failed job starts again by itself; stops for the cluster's sake are not counted."""
+    """How often a failed job starts again by itself; preemptions do not count."""
     grace_s: int = Field(300, ge=1)
     """Seconds between the signal to stop and the kill: one step and one save must fit in."""
 
     def job(self, request: Request) -> Job:
         recipe = request.reading.recipe
-        mounts = tuple(_mount(text) for text in self.volume)
+        self._check_values()
+        mounts = allowed.mounts(self.volume)
         _check_place(recipe, mounts)
         if len(request.recipe_text.encode()) > _LARGEST:
             raise SetupError("The recipe is too long for a ConfigMap, which holds 1 MiB. Move its lists to files.")
@@ -122,6 +126,25 @@ class Kubernetes(Engine):
         }
         return Submitted(name, commands)
 
+    def _check_values(self) -> None:
+        """Raises for what a cluster would refuse, or what would leave pods waiting for ever."""
+        allowed.IMAGE.check("--image", [self.image])
+        allowed.NAMESPACE.check("--namespace", [self.namespace])
+        allowed.NAMESPACE.check("--queue", [self.queue])
+        allowed.CPUS.check("--cpus", [self.cpus])
+        allowed.MEMORY.check("--memory", [self.memory])
+        allowed.MEMORY.check("--shared-memory", [self.shared_memory])
+        allowed.NAME.check("--secret", self.secret)
+        allowed.NAME.check("--pull-secret", self.pull_secret)
+        allowed.NAME.check("--service-account", [self.service_account])
+        allowed.KEY.check("--gpu-resource", [self.gpu_resource])
+        for text in self.env:
+            allowed.VARIABLE.check(f"--env {text}:", [_pair(text, option="--env")[0]])
+        for text in self.node_selector:
+            key, value = _pair(text, option="--node-selector")
+            allowed.KEY.check(f"--node-selector {text}:", [key])
+            allowed.LABEL_VALUE.check(f"--node-selector {text}:", [value])
+
     def _resources(self, gpus: int) -> dict[str, Any]:
         """The same as requests and limits: a node that is promised less than it uses is the first to be evicted."""
         asked = {"cpu": self.cpus, "memory": self.memory, self.gpu_resource: str(gpus) if gpus else None}
@@ -144,13 +167,6 @@ def _ranks(recipe: Any) -> tuple[int, int]:
             "--on kubernetes needs the number of GPUs of a node: --devices 8. Without GPUs, use topology.device=cpu."
         )
     return devices, devices
-
-
-def _mount(text: str) -> Mount:
-    claim, _, path = text.partition(":")
-    if not claim or not path.startswith("/"):
-        raise SetupError(f"--volume {text} is not CLAIM:PATH. Write a claim and an absolute path: my-claim:/workspace.")
-    return Mount(claim, path)
 
 
 def _pair(text: str, *, option: str) -> tuple[str, str]:

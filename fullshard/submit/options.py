@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fullshard.config.part import decode, kinds, part_class
@@ -20,15 +20,22 @@ _PASSED = "passed"
 """The field of an engine that collects the options of its own tool."""
 
 
-def engine_class(name: str) -> type[Engine]:
-    """The engine behind `--on NAME`."""
+def engine_class(name: str, *, taken: Collection[str] = ()) -> type[Engine]:
+    """The engine behind `--on NAME`; the options in `taken` are the command's own, and never reach it."""
     known = kinds(Engine)
     if "." not in name and name not in known:
         raise SetupError(
             f"--on {name} is not known. Known: {', '.join(known)}{did_you_mean(name, known)}. For your own class, "
             "write its full name: my_package.my_module.MyEngine."
         )
-    return part_class(Engine, name, where="--on")
+    found = part_class(Engine, name, where="--on")
+    theirs = {*option_names(found), *(f"--{option}" for option in found.own_options)}
+    if clash := sorted(theirs & set(taken)):
+        raise SetupError(
+            f"--on {name}: {clash[0]} is an option of fullshard submit itself, so the engine never gets it. Rename its "
+            "field; the engine finds the value in the recipe of its request."
+        )
+    return found
 
 
 def option_names(engine: type[Engine]) -> list[str]:
@@ -36,12 +43,21 @@ def option_names(engine: type[Engine]) -> list[str]:
     return [f"--{key.replace('_', '-')}" for key in keys_of(engine) if key != _PASSED]
 
 
+def passed_names(engine: type[Engine]) -> list[str]:
+    """The options of an engine's own tool, those included that have an advice instead."""
+    return [f"--{name}" for name in sorted({*engine.own_options, *engine.instead})]
+
+
 def describe(engine: type[Engine]) -> str:
     """The options of an engine as help."""
     fields = {key: field for key, field in keys_of(engine).items() if key != _PASSED}
     named = {f"--{key.replace('_', '-')}": " ".join((field.description or "").split()) for key, field in fields.items()}
     width = max(map(len, named), default=0) + 2
-    lines = [engine.__doc__ or "", "", *(f"  {name:<{width}}{text}" for name, text in named.items())]
+    lines = [
+        " ".join((engine.__doc__ or "").split()),
+        "",
+        *(f"  {name:<{width}}{text}" for name, text in named.items()),
+    ]
     if engine.own_options:
         own = ", ".join(f"--{name}" for name in sorted(engine.own_options))
         lines += ["", f"Passed on as they are: {own}."]
@@ -55,6 +71,8 @@ def take(engine: type[Engine], words: Sequence[str]) -> tuple[Engine, list[str]]
     rest, left = [], deque(words)
     while left:
         word = left.popleft()
+        if long := engine.short.get(word[1:2]) if re.match(r"-[A-Za-z]", word) else None:
+            raise SetupError(f"{word}: options have long names here. {engine.instead.get(long) or f'Write --{long}.'}")
         name, equals, value = word.removeprefix("--").partition("=")
         key = name.replace("-", "_")
         if word.startswith("--") and (advice := engine.instead.get(name.replace("_", "-"))):
@@ -106,5 +124,5 @@ def _decoded(engine: type[Engine], values: dict[str, Any]) -> Engine:
         return decode(engine, {"kind": engine.kind(), **values}, where="engine")
     except RecipeError as error:
         named = re.sub(r"engine\.(\w+)(\[\d+\])?( =)?", lambda m: f"--{m[1].replace('_', '-')}", str(error))
-        missing = f"Give it; fullshard submit --help-on {engine.kind()} says what it is."
-        raise SetupError(named.replace("Add it to the recipe.", missing)) from None
+        needs = rf"--on {engine.kind()} needs \1. fullshard submit --help-on {engine.kind()} explains it."
+        raise SetupError(re.sub(r"(--[\w-]+) is missing\. Add it to the recipe\.", needs, named)) from None

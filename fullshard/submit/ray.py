@@ -13,14 +13,25 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from fullshard.errors import SetupError
+from fullshard.formatting.plural import counted
 from fullshard.submit.engine import Engine, Job, Request, Submitted, call
 
+if TYPE_CHECKING:
+    from fullshard.contracts.launcher import Topology
+
 FILE, LOG = "driver.py", "log.txt"
+_ADDRESS = re.compile(r"(?:(?:https?|ray)://[^\s/:]+(?::\d+)?(?:/\S*)?|[^\s/:]+:\d+)")
+"""Of a dashboard or a Ray client, or HOST:PORT of the cluster itself."""
+_SILENT = ("Failed to connect to Ray", "waiting for GCS", "Could not find any running Ray instance")
+"""How the `ray` command says that nobody is there."""
 INSTALL = "Install it with: pip install 'fullshard[ray]'"
+RESTARTS = 3
+"""How often Ray restarts the workers if `topology.restarts` does not say."""
 SAVE_S = 600
 """How long `ray job stop` waits for a run to save; Ray itself would wait 3 s."""
 DRIVER = '''"""Trains {name} on Ray with {workers} workers.
@@ -58,7 +69,10 @@ sys.exit(fit(trainer, run={run!r}))
 
 
 class Ray(Engine):
-    """A job of Ray Jobs, or a driver on this machine."""
+    """A job of Ray Jobs, or a driver on this machine. --restarts N (default 3) is how often Ray restarts the workers
+    after a crash or a lost node; the run resumes."""
+
+    restarts_ranks: ClassVar[bool] = True
 
     address: str | None = None
     """The cluster: http://HEAD:8265 (its dashboard). By default RAY_API_SERVER_ADDRESS, or this machine."""
@@ -66,12 +80,11 @@ class Ray(Engine):
     """Ranks in all, each a worker of Ray Train; by default --nodes times --devices."""
     cpus: int = Field(1, ge=1)
     """CPU cores of each worker."""
-    restarts: int = Field(3, ge=0)
-    """How often Ray restarts the workers after a crash or a lost node; the run resumes."""
     python: str = sys.executable
     """The Python of the driver, on the cluster's head node."""
 
     def job(self, request: Request) -> Job:
+        self._check_address()
         gpu = self._on_gpu(request)
         driver = DRIVER.format(
             name=request.reading.recipe.name,
@@ -84,7 +97,7 @@ class Ray(Engine):
             resources={"CPU": self.cpus, **({"GPU": 1} if gpu else {})},
             backend="cpu:gloo,cuda:nccl" if gpu else "gloo",
             storage=str(request.folder),
-            restarts=self.restarts,
+            restarts=RESTARTS if (asked := request.reading.recipe.topology.restarts) is None else asked,
             run=str(request.reading.recipe.folder.absolute()),
         )
         return Job({FILE: driver}, self._words(request.folder))
@@ -92,7 +105,15 @@ class Ray(Engine):
     def submit(self, job: Job, folder: Path) -> Submitted:
         if self._cluster is None:
             return self._start(job, folder)
-        said = call([_tool(), *job.submit[1:]], needs=f"{INSTALL}.", timeout_s=300)
+        try:
+            said = call([_tool(), *job.submit[1:]], needs=f"{INSTALL}.", timeout_s=300)
+        except SetupError as error:
+            if any(words in str(error) for words in _SILENT):
+                raise SetupError(
+                    f"No Ray cluster answers at {self._cluster}. Start it with ray start --head, or correct the "
+                    "address: that of its dashboard, http://HEAD:8265."
+                ) from None
+            raise
         found, at = re.search(r"raysubmit_\w+", said), f"--address {self._cluster}"
         number = found[0] if found else "JOB"
         return Submitted(
@@ -104,9 +125,20 @@ class Ray(Engine):
             },
         )
 
+    def worlds(self, topology: Topology) -> list[int]:
+        return [self.workers] if self.workers is not None else super().worlds(topology)
+
     @property
     def _cluster(self) -> str | None:
         return self.address or os.environ.get("RAY_API_SERVER_ADDRESS")
+
+    def _check_address(self) -> None:
+        where = "--address " if self.address else "RAY_API_SERVER_ADDRESS="
+        if self._cluster and self._cluster != "auto" and not _ADDRESS.fullmatch(self._cluster):
+            raise SetupError(
+                f"{where}{self._cluster} is not the address of a Ray cluster. Write that of its dashboard: "
+                "http://HEAD:8265."
+            )
 
     def _words(self, folder: Path) -> list[str]:
         """The command that submits the driver, or runs it here."""
@@ -137,6 +169,7 @@ class Ray(Engine):
     def _workers(self, request: Request) -> int:
         topology = request.reading.recipe.topology
         if self.workers is not None:
+            _check_contradiction(self.workers, request)
             return self.workers
         if isinstance(topology.devices, int):
             return topology.nodes * topology.devices
@@ -157,6 +190,22 @@ class Ray(Engine):
 
             return torch.cuda.is_available()
         return device == "cuda"
+
+
+def _check_contradiction(workers: int, request: Request) -> None:
+    """On the command line --workers must fit --nodes and --devices; over those of the recipe it wins."""
+    topology, typed = request.reading.recipe.topology, request.reading.typed
+    said = {word.partition("=")[0] for word in (*typed.command, *typed.settings)} if typed else set()
+    counts = {"--nodes": topology.nodes, "--devices": topology.devices}
+    given = [f"{name} {n}" for name, n in counts.items() if said & {name, f"topology.{name[2:]}"}]
+    per_node = topology.devices if isinstance(topology.devices, int) else None
+    fits = workers == topology.nodes * per_node if per_node else workers % topology.nodes == 0
+    if given and not fits:
+        ranks = f"{counted(topology.nodes, 'node')} with {per_node or 'as many'} ranks each"
+        raise SetupError(
+            f"--workers {workers} and {' '.join(given)} contradict each other: {workers} workers are not {ranks}. Give "
+            "--workers alone, or --nodes and --devices."
+        )
 
 
 def _tool() -> str:

@@ -170,7 +170,7 @@ class _Turns:
             self._report(report)
         if more and ray.train.get_preemption_info() is not None and not self._preempted:
             self._preempted, self._save = True, self._is_main
-            logger.warning("Ray is about to take a node away: the run saves after this step, and goes on until then.")
+            logger.warning("Ray will remove a node: the run saves after this step, and goes on until then.")
         return bool(more)
 
     def _prepare(self) -> tuple[tuple[bool, bool], tuple[dict[str, Any], Any]]:

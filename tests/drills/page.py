@@ -28,8 +28,9 @@ last checkpoint, leave no process behind, and end with the losses and weights of
 
 ## The list
 
-Every row is a test on two CPU ranks over gloo: `make test-slow` runs most kinds, `make test-faults` all of them in
-every place. The page is made from the tests by `python -m tests.drills.page`.
+Every row is a test on CPU ranks over gloo, which `make test-slow` runs. `make test-faults` draws faults of the list at
+random, several in a run, until runs have recovered a hundred times ([the latest table](../benchmarks/faults.md)). This
+page is generated from the tests by `python -m tests.drills.page`.
 
 | fault | drill or test | how the run goes on |
 |---|---|---|
@@ -42,8 +43,16 @@ ELSEWHERE = {
         "tests/dist/test_two_nodes.py::test_a_lost_node_is_named_and_the_run_continues_on_one",
         "each node that is left ends and names the other one; run again, also on fewer nodes",
     ),
+    "the network between two nodes is cut for a while, and comes back": (
+        "tests/dist/test_two_nodes.py::test_a_network_that_comes_back_in_time_costs_nothing",
+        "goes on as if nothing had happened",
+    ),
+    "somebody sets the clock, by a day and more": (
+        "tests/drills/test_clock.py::test_a_clock_that_is_set_changes_nothing",
+        "goes on; a hang is still found, and its seconds are right",
+    ),
     "a rank of one of two nodes is killed": (
-        "tests/dist/test_two_nodes.py::test_two_nodes_equal_one_and_restart_together",
+        "tests/dist/test_two_nodes.py::test_two_nodes_restart_together",
         "restarted on both nodes",
     ),
     "the same step fails twice": (
@@ -55,7 +64,7 @@ ELSEWHERE = {
         "restarted on those left",
     ),
     "a loss spike": ("tests/dist/test_guard.py::test_a_loss_spike_is_left_out", "skips it or goes back"),
-    "a store of checkpoints is gone for a while": (
+    "a store of checkpoints is gone for half a minute": (
         "tests/dist/test_remote.py::test_a_store_that_is_gone_for_a_while_delays_a_save_and_loses_nothing",
         "the save is tried again",
     ),

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.drills.command import refuse_faults
+from fullshard.drills.kinds import chosen
+from fullshard.errors import RecipeError
 from tests.drills.page import PAGE, ROOT
 
 
@@ -32,6 +35,7 @@ def test_the_command_of_the_page_proves_that_a_run_recovers(tmp_path: Path) -> N
     assert "recovered a rank is killed (SIGKILL) in the forward pass" in said
     assert "recovered a rank raises an error while it waits for data" in said
     assert said.count("losses and weights equal those of a run without faults, bit by bit") == 2
+    assert "fault resumed from weights verdict" in said
     assert "The run recovers from 2 kinds of faults" in said
     assert not list(tmp_path.rglob(".prove-*")), "the runs are removed"
 
@@ -53,3 +57,11 @@ def test_an_unknown_fault_is_a_mistake(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "--cases killed-forwards: 'killed-forwards' is not a fault (did you mean 'killed-forward'?)" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_without_its_option_and_no_fault_at_all_are_mistakes() -> None:
+    with pytest.raises(RecipeError, match="--cases killed-save: killed-save is a fault. Add --faults to run it."):
+        refuse_faults("killed-save")
+    refuse_faults("resume,world")
+    with pytest.raises(RecipeError, match="'' is not a fault"):
+        chosen("")

@@ -45,6 +45,7 @@ class Job:
         self.recipe.write_text(recipe_text)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
+        self.replaced: list[int] = []
         self.ended: dict[int, list[int]] = {0: [], 1: []}
         self.pods = {index: self.start(index) for index in self.ended}
 
@@ -72,7 +73,7 @@ class Job:
         )
 
     def look(self) -> bool:
-        """Replaces what the rules replace, at once; whether pods still run."""
+        """Replaces what the rules replace, once all have ended, as Kubernetes waits a while; whether pods still run."""
         for index, pod in list(self.pods.items()):
             if (code := pod.poll()) is None:
                 continue
@@ -81,7 +82,10 @@ class Job:
             if code and self.action(code) != "Ignore":
                 raise AssertionError(f"pod {index} ended with {code}: {self.texts()}")
             if code:
-                self.pods[index] = self.start(index)
+                self.replaced.append(index)
+        if not self.pods:
+            self.pods |= {index: self.start(index) for index in self.replaced}
+            self.replaced.clear()
         return bool(self.pods)
 
     def texts(self) -> str:

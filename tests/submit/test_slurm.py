@@ -92,12 +92,13 @@ class Run:
     def go(self, step: int) -> None:
         (self.test / f"go-{step}").touch()
 
-    def log(self) -> str:
-        path = self.run / "submit-1" / f"log-{self.number}.txt"
+    def log(self, job: str = "") -> str:
+        path = self.run / "submit-1" / f"log-{job or self.number}.txt"
         return path.read_text() if path.exists() else ""
 
-    def heard(self, name: str) -> None:
-        until(lambda: f"{name}: the step in progress is finished and saved" in self.log(), f"no {name}: {self.log()}")
+    def heard(self, name: str, *, times: int = 1, job: str = "") -> None:
+        line = f"{name}: saving after the step in progress"
+        until(lambda: self.log(job).count(line) >= times, f"no {name}: {self.log(job)}")
 
     def end(self, state: str) -> dict[str, str]:
         return self.cluster.wait(self.number, state, timeout_s=150)
@@ -193,7 +194,7 @@ def test_scancel_saves_and_the_next_job_continues(submit: Any, straight: Path) -
     run.held(7)
     run.cluster.call("scontrol", "update", f"jobid={again}", "requeue=0")
     run.cluster.call("scancel", "--signal=USR2", again)
-    until(lambda: "SIGUSR2: the step" in (run.run / "submit-1" / f"log-{again}.txt").read_text(), "no SIGUSR2")
+    run.heard("SIGUSR2", job=again)
     run.go(7)
     assert run.cluster.wait(again, "FAILED")["ExitCode"] == "75:0"
     last = run.cluster.call("sbatch", "--parsable", str(run.run / "submit-1" / "job.sbatch"))
@@ -207,7 +208,7 @@ def test_a_requeued_job_resumes_on_fewer_and_on_more_nodes(submit: Any, straight
     for stops, (step, nodes) in enumerate(((2, "1-1"), (7, "2-2")), start=1):
         run.held(step)
         run.cluster.call("scancel", "--signal=USR1", run.number)
-        until(lambda n=stops: run.log().count("SIGUSR1: the step") == n, "no SIGUSR1")
+        run.heard("SIGUSR1", times=stops)
         run.go(step)
         run.cluster.wait(run.number, "PENDING")
         run.cluster.call("scontrol", "update", f"jobid={run.number}", f"numnodes={nodes}")
@@ -237,4 +238,4 @@ def test_a_job_that_never_comes_to_a_step_is_not_requeued_for_ever(submit: Any) 
         (run.test / "held-0").unlink()
         run.cluster.call("scancel", "--signal=USR1", run.number)
     assert run.end("FAILED")["Restarts"] == "2"
-    assert "not requeued: 3 starts in a row did no step" in run.log()
+    assert "not requeued: 3 starts in a row completed no step" in run.log()

@@ -14,6 +14,7 @@ Values = dict[str, Any]
 CONTAINER = "node"
 """The name that Kubeflow Trainer expects of the job and of its container."""
 RECIPE_FOLDER, RECIPE = "/etc/fullshard", "recipe.yaml"
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Pod:
     def _inside(self) -> Values:
         mounts = [
             {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
+            {"name": "shared-memory", "mountPath": SHARED_MEMORY},
             *({"name": f"volume-{n}", "mountPath": mount.path} for n, mount in enumerate(self.mounts)),
         ]
         found: Values = {"volumeMounts": mounts}

@@ -209,6 +209,22 @@ def test_a_second_ctrl_c_ends_ranks_that_ignore_signals() -> None:
         assert (process.returncode, errors) == (130, "Stopped by Ctrl-C.\n")
 
 
+ASLEEP = """
+import sys, time
+sys.stdout.write("ready\\n")
+sys.stdout.flush()
+time.sleep(2)
+"""
+
+
+def test_sigquit_does_not_end_ranks_that_do_not_listen_yet() -> None:
+    with launched(ASLEEP, per_node=2, timeout_s=30) as process:
+        assert said(process, 2) == ["ready", "ready"]
+        process.send_signal(signal.SIGQUIT)
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors.count("The run is still starting")) == (0, 1), errors
+
+
 FOLLOW = """
 import os, signal, sys
 from fullshard.launch.signals import end_with

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fullshard.errors import SetupError
 from fullshard.recipes.read import read
 from fullshard.submit.batch_file import BatchFile
 from fullshard.submit.engine import Request
@@ -20,7 +21,7 @@ DIRECTIVES = ("--job-name=my-model", "--nodes=4", "--time=4:00:00", "--comment=a
 
 def batch_file(folder: Path, **changes: Any) -> BatchFile:
     reading = read({"name": "my-model", "model": {"architecture": "qwen3", "size": "tiny"}, "data": {"train": "x.txt"}})
-    return BatchFile(Request(reading, folder, recipe_text=""), DIRECTIVES, **{"lead": 300, **changes})
+    return BatchFile(Request(reading, folder, recipe_text=""), **{"directives": DIRECTIVES, "lead": 300, **changes})
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,24 @@ def test_the_text(name: str, changes: Any, tmp_path: Path, monkeypatch: pytest.M
     text = batch_file(Path("/runs/my model/submit-1"), **changes).text().replace(str(tmp_path), "/home/me")
     assert text == (HERE / name).read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ('--comment=it\'s "me"', '--comment="it\'s \\"me\\""'),
+        ("--comment=a#b", '--comment="a#b"'),
+        ("--comment=a\\b", r'--comment="a\\b"'),
+        ("--constraint=a100|h100", "--constraint=a100|h100"),
+    ],
+)
+def test_an_option_reaches_sbatch_as_it_was_typed(option: str, line: str) -> None:
+    assert f"#SBATCH {line}\n" in batch_file(Path("/runs"), directives=(option,)).text()
+
+
+def test_an_option_cannot_bring_lines_of_its_own() -> None:
+    with pytest.raises(SetupError, match="--comment: a batch file has no option of several lines"):
+        batch_file(Path("/runs"), directives=("--comment=a\nrm -rf b",)).text()
 
 
 def test_a_percent_in_the_path_of_the_output_is_not_a_pattern() -> None:
@@ -87,5 +106,5 @@ def test_three_starts_without_a_step_are_the_last(job: Any) -> None:
     assert [job(75, step=step)[1] for step in (False, False, True, False, False)] == [True] * 5
     code, requeued, said = job(75, step=False)
     assert (code, requeued) == (75, False)
-    assert "not requeued: 3 starts in a row did no step" in said
+    assert "not requeued: 3 starts in a row completed no step" in said
     assert job(75, step=False)[1], "submitted again it may try again"

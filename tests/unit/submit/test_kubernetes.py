@@ -30,7 +30,8 @@ FULL = [
 
 def submit(folder: Path, *words: str, environ: dict[str, str] | None = None, **sections: Any) -> tuple[int, str, str]:
     """The exit code of a submission, what it printed, and what it said beside that."""
-    values = recipe(folder, **{"name": "My_Run.v2", "output": "runs", "topology": {"device": "auto"}} | sections)
+    usual = {"name": "My_Run.v2", "output": "runs", "topology": {"device": "auto"}, "batch": {"global": None}}
+    values = recipe(folder, **usual | sections)
     (folder / "recipe.yaml").write_text(json.dumps(values))
     command = ["submit", str(folder / "recipe.yaml"), "--on", "kubernetes", *words]
     done = CliRunner().invoke(app, command, env=environ)
@@ -270,3 +271,67 @@ def test_names_are_dns_labels(run: str) -> None:
 
 def test_long_names_stay_apart() -> None:
     assert job_name("x" * 80 + "a", number="1") != job_name("x" * 80 + "b", number="1")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--memory", "lots"), "--memory 'lots' is not an amount of memory that Kubernetes knows. Write 512Gi or"),
+        (("--memory", "12GB"), "--memory '12GB' is not an amount of memory"),
+        (("--memory", "0"), "--memory '0' is not an amount of memory"),
+        (("--shared-memory", "64GB"), "--shared-memory '64GB' is not an amount of memory"),
+        (("--cpus", "two"), "--cpus 'two' is not a number of CPUs that Kubernetes knows. Write 32, 1.5 or 500m."),
+        (("--cpus", "-1"), "--cpus '-1' is not a number of CPUs"),
+        (("--image", "x 1"), "--image 'x 1' is not the name of an image. Write NAME:TAG"),
+        (("--image", "Train:1"), "--image 'Train:1' is not the name of an image"),
+        (("--namespace", "My NS"), "--namespace 'My NS' is not a name that Kubernetes accepts"),
+        (("--namespace", "a" * 64), "at most 63"),
+        (("--queue", "Q_1"), "--queue 'Q_1' is not a name"),
+        (("--secret", "S3_KEYS"), "--secret 'S3_KEYS' is not a name"),
+        (("--pull-secret", "a b"), "--pull-secret 'a b' is not a name"),
+        (("--service-account", "Me"), "--service-account 'Me' is not a name"),
+        (("--gpu-resource", "a gpu"), "--gpu-resource 'a gpu' is not a key that Kubernetes accepts"),
+        (("--env", "1A=b"), "--env 1A=b: '1A' is not a name of a variable"),
+        (("--node-selector", "gpu=an h100"), "--node-selector gpu=an h100: 'an h100' is not a value of a label"),
+        (("--volume", "Runs_1:/w"), "--volume Runs_1:/w: the claim 'Runs_1' is not a name"),
+        (("--volume", "runs:/workspace"), "--volume runs:/workspace: volume runs is mounted at /workspace. Choose"),
+        (("--volume", "data:/workspace/"), "volume runs is mounted at /workspace"),
+        (("--volume", "runs:/dev/shm"), "--volume runs:/dev/shm: the shared memory is mounted at /dev/shm"),
+        (("--volume", "runs:/etc"), "the recipe is mounted at /etc/fullshard"),
+        (("--volume", "runs:/w:ro"), "--volume runs:/w:ro is not CLAIM:PATH"),
+        (("-n", "team"), "-n: options have long names here. Write --namespace."),
+    ],
+)
+def test_values_that_a_cluster_would_refuse_are_refused_here(
+    tmp_path: Path, words: tuple[str, ...], problem: str
+) -> None:
+    image = () if "--image" in words else ("--image", "repo/train:1")
+    usual = ("--dry-run", "--devices", "8", "--volume", "runs:/workspace")
+    code, _, errors = submit(tmp_path, *image, *usual, *words)
+    assert code == 2
+    assert problem in errors
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--memory", "1.5Ti"),
+        ("--memory", "64e9"),
+        ("--cpus", "500m"),
+        ("--image", "localhost:5000/team/train__x:v1.2-rc"),
+        ("--image", f"ghcr.io/a/b@sha256:{'0' * 64}"),
+        ("--node-selector", "node.kubernetes.io/instance-type=p5.48xlarge"),
+        ("--volume", "runs:/data/runs"),
+    ],
+)
+def test_what_a_cluster_accepts_is_accepted(tmp_path: Path, words: tuple[str, ...]) -> None:
+    image = () if "--image" in words else ("--image", "repo/train:1")
+    usual = ("--dry-run", "--devices", "8", "--volume", "runs:/workspace")
+    code, _, errors = submit(tmp_path, *image, *usual, *words)
+    assert code == 0, errors
+
+
+def test_an_option_that_must_be_given(tmp_path: Path) -> None:
+    code, _, errors = submit(tmp_path, "--devices", "8")
+    assert code == 2
+    assert "--on kubernetes needs --image. fullshard submit --help-on kubernetes explains it." in errors

@@ -9,8 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fullshard.cli import app
+from fullshard.config.part import kinds
 from fullshard.recipes.read import read
 from fullshard.submit import slurm
+from fullshard.submit.engine import Engine, Job, Request, Submitted
 
 RECIPE = """\
 name: my-model
@@ -80,6 +82,15 @@ def test_it_writes_submits_and_says_what_to_do_next(sbatch: Path, tmp_path: Path
     assert "submit-2" in submit().stdout, "a job that still waits keeps its files"
 
 
+def test_a_log_of_another_name(sbatch: Path) -> None:
+    assert "--output=/logs/%x-%j.txt" in directives("--log-file", "/logs/%x-%j.txt")
+    assert "tail -F /logs/42.txt" in submit("--log-file", "/logs/%j.txt").stdout
+
+
+def test_tasks_of_an_array_may_continue_a_run_in_turn() -> None:
+    assert "--array=1-4%1" in directives("--array", "1-4%1")
+
+
 def test_a_dry_run_prints_the_file_and_writes_nothing() -> None:
     done = submit("--dry-run", check=True)
     assert done.exit_code == 0
@@ -92,12 +103,13 @@ def test_options_of_sbatch_go_on_as_they_are() -> None:
     found = directives("--partition", "gpu", "--gres=gpu:8", "--exclusive", "--cpus_per_task", "4", "--gpus", "16")
     assert found[2:7] == ["--partition=gpu", "--gres=gpu:8", "--exclusive", "--cpus-per-task=4", "--gpus=16"]
     assert directives("--sbatch=--x11", "--sbatch", "#SBATCH --array=1-4%1")[2:4] == ["--x11", "--array=1-4%1"]
+    assert '--comment="a b"' in directives('--sbatch=#SBATCH --comment="a b"')
     assert "--job-name=mine" in (named := directives("--job-name", "mine"))
     assert "--job-name=my-model" not in named
 
 
 def test_options_beside_settings_of_the_recipe() -> None:
-    ours = ("--nodes", "4", "--devices", "8", "optimizer.lr=3e-4", "--optimizer.clip", "2")
+    ours = ("--nodes", "4", "--devices", "8", "optimizer.lr=3e-4", "--optimizer.clip", "2", "batch.global=192")
     found = directives(*ours, "--time", "2-12", "--tasks=rank", "--min-nodes", "2")
     assert found[:4] == ["--job-name=my-model", "--nodes=2-4", "--ntasks-per-node=8", "--time=2-12"]
 
@@ -110,6 +122,7 @@ def test_options_beside_settings_of_the_recipe() -> None:
         (("--time", "8"), 240),
         (("--time", "8", "--lead", "100"), 100),
         (("--time", "UNLIMITED"), 300),
+        (("--time", "0"), 300),
     ],
 )
 def test_the_signal_comes_early_enough(words: tuple[str, ...], lead: int) -> None:
@@ -127,7 +140,7 @@ def test_times_in_the_forms_of_slurm(text: str, expected: int) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--time", "4h"), "--time 4h is not a time of Slurm: write 4:00:00"),
+        (("--time", "soon"), "Error: --time soon is not a Slurm time. Write 4:00:00"),
         (("--time",), "--time needs a value."),
         (("--time", "1", "--time", "2"), "--time is given twice"),
         (("--lead", "soon"), "--lead 'soon': it must be a whole number"),
@@ -138,14 +151,72 @@ def test_times_in_the_forms_of_slurm(text: str, expected: int) -> None:
         (("--requeue=yes",), "--requeue takes no value"),
         (("--min-nodes", "2"), "--min-nodes 2 is more than --nodes 1"),
         (("--nodes", "4", "--min-nodes", "1", "batch.global=null"), "Set batch.global"),
+        (("--tasks", "rank", "--devices", "2", "--restarts", "2"), "topology.restarts = 2 needs --tasks node"),
         (("--sbatch", "gres"), "--sbatch 'gres' is not an option"),
-        (("--partitoin", "gpu"), "--partitoin is neither an option nor a key of the recipe."),
+        (("--partiton", "gpu"), "neither an option nor a key of the recipe. Did you mean --partition? Options: --dev"),
+        (("--ntaks", "8"), "Did you mean --ntasks?"),
+        (("-N", "4"), "-N: options have long names here. Write --nodes."),
+        (("-pgpu",), "-pgpu: options have long names here. Write --partition."),
+        (("-n", "4"), "-n: options have long names here. Use --tasks node"),
+        (("-o", "x.txt"), "Write --log-file."),
+        (("--array", "1-4"), "write --array 1-4%1. For several runs, submit each with a name of its own"),
+        (("--array", "1-4%2"), "--array 1-4%2 starts tasks that would train in the run folder of my-model"),
+        (("--sbatch=-a 1,3",), "--array 1,3 starts tasks"),
+        (("--output", "/x/%j.txt"), "The log of the job is named by --log-file /x/%j.txt."),
         (("optimizer.lrr=1",), "optimizer.lrr is not a known key (did you mean 'lr'?)"),
         (("--stage", "sft"), "recipe.yaml has no stages"),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(sbatch: Path, words: tuple[str, ...], message: str) -> None:
     assert message in refused(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--nodes", "3"), "batch.global = 8 cannot be split evenly: 3 ranks x batch.per_device = 2 makes 6"),
+        (("--nodes", "2", "--devices", "3", "--tasks", "rank"), "evenly: 6 ranks"),
+        (("--nodes", "4", "--min-nodes", "2"), "The job may start with 3 ranks. batch.global = 8 cannot be split"),
+        (("--nodes", "3", "topology.device=cuda"), "3 nodes with one rank each, or more. batch.global = 8 cannot"),
+        (("topology.device=cuda", "--gpus-per-node", "h100:8"), "evenly: 8 ranks"),
+        (("topology.device=cuda", "--gres", "gpu:8"), "evenly: 8 ranks"),
+    ],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_a_batch_that_cannot_be_split_never_waits_in_a_queue(
+    sbatch: Path, words: tuple[str, ...], problem: str, check: bool
+) -> None:
+    assert problem in refused(*words, check=check)
+
+
+def test_the_batch_of_every_stage_is_looked_at() -> None:
+    words = ["submit", "staged", "--on", "slurm", "--no-check", "--dry-run", "--devices", "7"]
+    done = CliRunner().invoke(app, [*words, "--stage", "reasoning", "batch.global=7", "batch.per_device=1"])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, [*words, "batch.global=8"])
+    assert done.exit_code == 2
+    assert "batch.global = 8 cannot be split evenly: 7 ranks" in done.stderr
+
+
+class Greedy(Engine):
+    """An engine of a user with a field that the command itself takes."""
+
+    restarts: int = 3
+
+    def job(self, request: Request) -> Job:
+        raise AssertionError
+
+    def submit(self, job: Job, folder: Path) -> Submitted:
+        raise AssertionError
+
+
+def test_no_option_of_an_engine_is_taken_by_the_command_before_it() -> None:
+    for name in kinds(Engine):
+        said = refused("--no-such-option", on=name)
+        listed = said.partition("Options: ")[2].partition(". ")[0].split(", ")
+        assert sorted(listed) == sorted(set(listed)), name
+    said = refused(on=f"{__name__}.Greedy")
+    assert "--restarts is an option of fullshard submit itself" in said
 
 
 def test_data_and_model_are_looked_at_before_a_job_waits_for_hours(sbatch: Path) -> None:
@@ -164,7 +235,7 @@ def test_without_slurm_it_says_so_and_where_the_files_are(monkeypatch: pytest.Mo
     done = submit()
     assert done.exit_code == 2
     assert "sbatch is not installed here. Submit from a machine of the cluster" in done.stderr
-    assert f"Its files are in {tmp_path}/runs/my-model/submit-1." in done.stderr
+    assert done.stderr.endswith(f"\nThe job files are in {tmp_path}/runs/my-model/submit-1.\n")
 
 
 def test_sbatch_says_why_it_refuses(sbatch: Path) -> None:
@@ -193,7 +264,7 @@ def test_one_job_trains_all_stages_or_one() -> None:
     ],
 )
 def test_presets_and_stages_by_the_flags_of_other_scripts(words: tuple[str, ...], nodes: int) -> None:
-    options = ("--on", "slurm", "--tasks", "rank", "--no-check", "--dry-run")
+    options = ("--on", "slurm", "--tasks", "rank", "--no-check", "--dry-run", "batch.global=null")
     done = CliRunner().invoke(app, ["submit", *words, *options], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert f"#SBATCH --nodes={nodes}\n#SBATCH --ntasks-per-node=8\n" in done.stdout
