@@ -1,0 +1,206 @@
+"""Runs a list of differing recipes on one GPU and prints the memory that `fullshard plan` predicts beside the real one.
+
+    python benchmarks/plan.py                  every run, each in its own process, and the table
+    python benchmarks/plan.py --only lora      runs whose name holds a word
+    python benchmarks/plan.py --dry            the predictions alone, without a GPU
+
+Real is `torch.cuda.max_memory_allocated` and `max_memory_reserved` after a few steps through the ordinary command's own
+path. Models have random weights; texts are Python's language reference, pairs and latents are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+STEPS = 6
+GIB = 2**30
+
+
+def _llm(size: str, rows: int, length: int, **more: Any) -> dict[str, Any]:
+    model = {
+        "architecture": "qwen3",
+        "size": size,
+        "overrides": {"vocab_size": 151936},
+        "tokenizer": {"train": {"vocab_size": 32000}},
+        **more.pop("model", {}),
+    }
+    data = {"train": "reference.jsonl", "sequence_length": length, "holdout": 0, **more.pop("data", {})}
+    return {"model": model, "data": data, "batch": {"per_device": rows}, **more}
+
+
+def _embedding(pairs: int, chunk: int | None) -> dict[str, Any]:
+    return {
+        "model": {
+            "kind": "sentence_transformer",
+            "architecture": "qwen3",
+            "size": "0.6B",
+            "overrides": {"vocab_size": 151936},
+            "tokenizer": {"train": {"vocab_size": 32000}},
+        },
+        "objective": {"kind": "contrastive", **({"cache": {"chunk": chunk}} if chunk else {})},
+        "data": {"train": "pairs.jsonl", "sequence_length": 128, "holdout": 0},
+        "batch": {"per_device": pairs},
+    }
+
+
+def _dit(**more: Any) -> dict[str, Any]:
+    shape = {"in_channels": 4, "out_channels": 4, "sample_size": 32}
+    return {
+        "model": {"kind": "diffusers", "architecture": "dit", "size": "XL/2", "classes": 1000, "overrides": shape},
+        "objective": {"kind": "flow_matching"},
+        "data": {"train": "latents.csv", "encode": {"kind": "image", "root": "."}, "holdout": 0, "pack": False},
+        "batch": {"per_device": 256},
+        **more,
+    }
+
+
+def _again(mode: str, **more: Any) -> dict[str, Any]:
+    return {"sharding": {"activation_checkpointing": mode, **more}}
+
+
+LORA = {"lora": {"r": 16}}
+PURE = {"precision": "bf16-pure"}
+RUNS: dict[str, dict[str, Any]] = {
+    "1.7B, 8 x 4,096": _llm("1.7B", 8, 4096),
+    "1.7B, 4 x 4,096": _llm("1.7B", 4, 4096),
+    "1.7B, 1 x 8,192": _llm("1.7B", 1, 8192),
+    "1.7B, 16 x 512": _llm("1.7B", 16, 512),
+    "1.7B, 16 x 2,048, selective": _llm("1.7B", 16, 2048, **_again("selective")),
+    "1.7B, 16 x 4,096, full": _llm("1.7B", 16, 4096, **_again("full")),
+    "1.7B, 4 x 4,096, not compiled": _llm("1.7B", 4, 4096, **_again("none", compile=False)),
+    "1.7B, 8 x 4,096, not compiled, full": _llm("1.7B", 8, 4096, **_again("full", compile=False)),
+    "1.7B, 8 x 2,048, padded": _llm("1.7B", 8, 2048, data={"pack": False}),
+    "1.7B, 8 x 4,096, average": _llm("1.7B", 8, 4096, ema=0.999),
+    "1.7B, 8 x 4,096, 8-bit states": _llm("1.7B", 8, 4096, optimizer={"kind": "adamw_8bit"}),
+    "1.7B, 8 x 4,096, Muon": _llm("1.7B", 8, 4096, optimizer={"kind": "muon"}),
+    "1.7B, 4 x 4,096, 2 micro-batches": _llm("1.7B", 4, 4096) | {"batch": {"per_device": 4, "accumulate": 2}},
+    "1.7B, 2 x 4,096, offload": _llm("1.7B", 2, 4096, **_again("none", cpu_offload=True)),
+    "1.7B, 8 x 4,096, grad_op": _llm("1.7B", 8, 4096, **_again("none", strategy="grad_op")),
+    "8B lora, 2 x 4,096": _llm("8B", 2, 4096, model=LORA),
+    "8B lora, 4 x 4,096": _llm("8B", 4, 4096, model=LORA),
+    "8B lora, 8 x 4,096, full": _llm("8B", 8, 4096, model=LORA, **_again("full")),
+    "8B bf16-pure, 4 x 4,096, full": _llm("8B", 4, 4096, **PURE, **_again("full")),
+    "8B bf16-pure, 1 x 8,192, selective": _llm("8B", 1, 8192, **PURE, **_again("selective")),
+    "8B bf16-pure, 2 x 2,048": _llm("8B", 2, 2048, **PURE),
+    "8B 8-bit states, 2 x 4,096, full": _llm("8B", 2, 4096, optimizer={"kind": "adamw_8bit"}, **_again("full")),
+    "embedding 0.6B, 2,048 pairs, chunk 128": _embedding(2048, 128),
+    "embedding 0.6B, 2,048 pairs, chunk 512": _embedding(2048, 512),
+    "embedding 0.6B, 256 pairs": _embedding(256, None),
+    "DiT-XL/2, 256 images": _dit(),
+    "DiT-XL/2, 256 images, average": _dit(ema=0.999),
+    "DiT-XL/2, 256 images, selective": _dit(**_again("selective")),
+}
+
+
+def recipe(name: str, folder: Path) -> dict[str, Any]:
+    """The whole recipe of a run."""
+    found: dict[str, Any] = json.loads(json.dumps(RUNS[name]))
+    for key, value in (("train", found["data"]["train"]), ("cache", "cache")):
+        found["data"][key] = str(folder / value)
+    if "encode" in found["data"]:
+        found["data"]["encode"]["root"] = str(folder)
+    usual = {
+        "output": str(folder / "runs"),
+        "precision": "bf16",
+        "duration": {"steps": STEPS},
+        "checkpoint": {"every_epochs": None, "at_end": False, "best": None},
+        "evaluate": {"parts": []},
+        "log": {"every_steps": 1, "sinks": []},
+    }
+    return {**usual, **found}
+
+
+def write_data(folder: Path) -> None:
+    from pydoc_data.topics import topics
+
+    import numpy as np
+
+    lines = [json.dumps({"text": topics[key]}) for key in sorted(topics)]
+    (folder / "reference.jsonl").write_text("\n".join(lines * 16) + "\n")
+    draw = random.Random(0)
+    words = " ".join(topics[key] for key in sorted(topics)).split()
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=200))
+
+    pairs = [json.dumps({"query": text(), "positive": text()}) for _ in range(2048 * STEPS)]
+    (folder / "pairs.jsonl").write_text("\n".join(pairs) + "\n")
+    with (folder / "latents.csv").open("w") as file:
+        rows = csv.writer(file)
+        rows.writerow(["image", "label"])
+        for index in range(512):
+            np.save(folder / f"{index}.npy", np.random.default_rng(index).normal(size=(4, 32, 32)).astype("float32"))
+            rows.writerow([f"{index}.npy", index % 1000])
+
+
+def predicted(name: str, folder: Path, gpu: str) -> float:
+    """GiB that are allocated at the peak."""
+    from fullshard.plan.hardware import gpu_named
+    from fullshard.plan.predict import Place, Planner
+    from fullshard.recipes.read import read_recipe
+
+    found = Planner().predict(read_recipe(recipe(name, folder)), Place(1, 1, gpu_named(gpu)))
+    return found.peak.memory.total / GIB
+
+
+def measure(name: str, folder: Path) -> None:
+    """Trains in this process, and prints what torch counted."""
+    import torch
+
+    from fullshard.recipes.read import read
+    from fullshard.run import execute
+
+    execute(read(recipe(name, folder)), resume="never")
+    print(json.dumps([torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB]))
+
+
+def real(name: str, folder: Path) -> tuple[float, float] | None:
+    command = [sys.executable, __file__, "--one", name, "--folder", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{name}: failed\n{done.stdout[-800:]}{done.stderr[-800:]}", flush=True)
+        return None
+    allocated, reserved = json.loads(done.stdout.strip().splitlines()[-1])
+    return allocated, reserved
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--gpu", default="h200")
+    parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--one")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    if options.one:
+        measure(options.one, options.folder)
+        return
+    errors = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if not options.dry:
+            write_data(folder)
+        print("| run | predicted GiB | allocated | error | reserved |\n|---|---|---|---|---|", flush=True)
+        for name in (name for name in RUNS if options.only in name):
+            plan, found = predicted(name, folder, options.gpu), None if options.dry else real(name, folder)
+            shown = "| | | |"
+            if found is not None:
+                errors.append(plan / found[0] - 1)
+                shown = f"| {found[0]:.1f} | {errors[-1]:+.1%} | {found[1]:.1f} |"
+            print(f"| {name} | {plan:.1f} {shown}", flush=True)
+    if errors:
+        sizes = [abs(error) for error in errors]
+        print(f"\nallocated: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, {len(sizes)} runs")
+
+
+if __name__ == "__main__":
+    main()
