@@ -1,0 +1,1 @@
+"""One page about one or several runs: the verdict, curves, settings, events, samples and checkpoints."""
