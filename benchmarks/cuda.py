@@ -31,6 +31,8 @@ RUNS: dict[str, tuple[list[str], float]] = {  # overrides, allowed distance of t
     "bf16, varlen attention": (["precision=bf16"], 0.02),
     "bf16, sdpa": (["precision=bf16", "model.attention=sdpa"], 0.02),
     "bf16, compiled": (["precision=bf16", "sharding.compile=true"], 0.02),
+    "bf16, FlashAttention-4 where installed": (["precision=bf16", "model.attention=flash_attention_4"], 0.02),
+    "float8, emulated, compiled": (["precision=float8-emulated", "sharding.compile=true"], 0.05),
     "fp16 with scaler": (["precision=fp16"], 0.02),
     "full recompute": (["precision=bf16", "sharding.activation_checkpointing=full"], 0.02),
     "selective recompute": (["precision=bf16", "sharding.activation_checkpointing=selective"], 0.02),

@@ -54,10 +54,10 @@ def real(part: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def make(run: Path, *, each: int, guidance: float, steps: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Samples of the model that the run exported, in one process: pixels (N, 64) and the classes asked for."""
-    from fullshard.dist.precision import avoid_broken_amx
     from fullshard.families.diffusion.denoiser.bind import bind
     from fullshard.families.diffusion.objectives.flow_matching import FlowMatching
     from fullshard.families.diffusion.sampling.sampler import sample
+    from fullshard.kernels.amx import avoid_broken_amx
 
     avoid_broken_amx()
     diffusers: Any = __import__("diffusers")

@@ -25,13 +25,13 @@ TABLES: list[str] = []
 MEASURED_MATMUL = 790e12  # a large bf16 product on the same H200; 989e12 is the data sheet's
 
 
-def write_text(folder: Path) -> Path:
+def write_text(folder: Path, *, copies: int = 8) -> Path:
     from pydoc_data.topics import topics
 
     path = folder / "reference.jsonl"
-    # Several copies: an epoch should be longer than the benchmark.
+    # Several copies: an epoch should be longer than the benchmark. None: a small part.
     lines = [json.dumps({"text": topics[key]}) for key in sorted(topics)]
-    path.write_text("\n".join(lines * 8) + "\n")
+    path.write_text("\n".join(lines * copies if copies else lines[:40]) + "\n")
     return path
 
 
@@ -53,7 +53,8 @@ log: {{every_steps: 10, sinks: []}}
 """
 
 
-def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
+def run(folder: Path, name: str, *overrides: str, kind: str = "train") -> list[dict[str, Any]]:
+    """Trains with `fullshard train`; the records of one kind."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(RECIPE.format(folder=folder))
     command = [sys.executable, "-m", "fullshard", "train", str(recipe), f"name={name}", *overrides, "--resume", "never"]
@@ -61,7 +62,7 @@ def run(folder: Path, name: str, *overrides: str) -> list[dict[str, Any]]:
     subprocess.run(command, check=True)
     records = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     shutil.rmtree(folder / "runs" / name)
-    return [record for record in records if record["kind"] == "train"]
+    return [record for record in records if record["kind"] == kind]
 
 
 def row(label: str, records: list[dict[str, Any]]) -> None:

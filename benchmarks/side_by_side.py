@@ -42,15 +42,23 @@ def compare(
     print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads) + "\n" + "\n".join(rows))
 
 
+def result(words: list[str], environ: Mapping[str, str]) -> dict[str, float] | None:
+    """What a process printed after RESULT; None, and the end of its output, if it failed."""
+    done = subprocess.run(words, capture_output=True, text=True, env=dict(environ))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        print(done.stdout[-3000:], done.stderr[-3000:], flush=True)
+        return None
+    found: dict[str, float] = json.loads(lines[-1].removeprefix("RESULT "))
+    return found
+
+
 def _row(name: str, folder: str, asked: Mapping[str, Any], columns: Mapping[str, tuple[str, str]]) -> str:
     words = [sys.executable, sys.argv[0], "--one", name, "--folder", folder]
     words += [f"--{key}" for key, value in asked.items() if value is True]
     words += [f"--{key}={value}" for key, value in asked.items() if not isinstance(value, bool)]
     environ = os.environ | (LAUNCHED if name == "peer" and not asked["tiny"] else {})
-    done = subprocess.run(words, capture_output=True, text=True, env=environ)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        print(done.stdout[-3000:], done.stderr[-3000:])
+    found = result(words, environ)
+    if found is None:
         return f"| {name} | failed |" + " |" * (len(columns) - 1)
-    found = json.loads(lines[-1].removeprefix("RESULT "))
     return f"| {name} | " + " | ".join(format(found[key], shape) for key, (_, shape) in columns.items()) + " |"
