@@ -17,12 +17,13 @@ quickstart: .venv/.installed
 WORKERS := $(shell cores=$$(nproc); test $$cores -gt 2 && echo $$cores || echo 2)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-test: .venv/.installed-test namespaces slurm
+test: .venv/.installed-test namespaces slurm chromium
 	$(PYTEST) -m "not slow"
 
-# Whole matrices, lists of faults, and copies of the repository without a family.
-test-slow: .venv/.installed-test namespaces slurm
-	$(PYTEST) -m "slow and not faults"
+# Whole matrices, lists of faults, and copies of the repository without a family. One worker more, since faults that end
+# by a timeout leave a core idle.
+test-slow: .venv/.installed-test namespaces slurm chromium
+	$(PYTEST) -n $$(($(WORKERS) + 1)) -m "slow and not faults"
 
 # Two nodes are two network namespaces, which only root may create, with `ip`.
 .PHONY: namespaces
@@ -36,6 +37,13 @@ slurm:
 	@test "$$(id -u)" != 0 || { export PATH="$$PATH:/usr/sbin:/sbin"; command -v slurmctld && command -v munged; } \
 		>/dev/null || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge; } || \
 		echo "slurm-wlm and munge could not be installed"
+
+# Reports open in a real browser.
+.PHONY: chromium
+chromium:
+	@test "$$(id -u)" != 0 || command -v chromium >/dev/null || { apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } || \
+		echo "chromium could not be installed"
 
 # Every fault in every place, then at least 100 recoveries from faults drawn at random, with a table of them. It takes
 # more than an hour.

@@ -6,6 +6,7 @@ and must not know how anything is done.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from importlib import metadata
@@ -26,7 +27,13 @@ from fullshard.dialects.command_line import option_names
 from fullshard.drills.command import prove
 from fullshard.evaluate.command import evaluate
 from fullshard.export.command import export
+from fullshard.fast import first_line
 from fullshard.generate.command import generate
+from fullshard.plan.command import plan
+from fullshard.profile.option import WithProfile, passed_on
+from fullshard.report.command import report
+from fullshard.report.on_finish import OnFinish, at_the_end
+from fullshard.runs.command import runs
 from fullshard.submit.command import submit
 
 app = typer.Typer(
@@ -91,7 +98,7 @@ def _aliases(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command(cls=WithProfile, context_settings={"ignore_unknown_options": True})
 @options.takes_recipe()
 def train(
     asked: options.RecipeArguments,
@@ -104,9 +111,14 @@ def train(
         ),
     ] = "auto",
     resume_anyway: options.ResumeAnyway = False,
+    on_finish: OnFinish = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print every value in force and the step arithmetic; start nothing.")
     ] = False,
+    profile: Annotated[
+        int | None,
+        typer.Option("--profile", min=1, metavar="[STEPS]", help="Show where the time of 5, or STEPS, steps goes."),
+    ] = None,
     help_aliases: Annotated[
         bool,
         typer.Option("--help-aliases", callback=_aliases, is_eager=True, help="Print the flags of other trainers."),
@@ -124,14 +136,18 @@ def train(
     after a save, run the same command again to continue.
     """
     reading, launch = asked.read(), asked.launch()
+    first_line.say(reading.recipe, silent=dry_run or launch.rank != 0)
     from fullshard import run
 
     resume = {"true": "auto", "false": "never"}.get(resume.lower(), resume)  # --resume-from-checkpoint True
+    finish = functools.partial(at_the_end, on_finish, reading.recipe.folder)
     if launch.launcher != "none" and not dry_run:
-        raise typer.Exit(run.join(reading, resume=resume, anyway=resume_anyway))
-    ranks = asked.ranks(reading.recipe.topology, launch)
+        with passed_on(profile), finish(writes=launch.rank == 0):
+            raise typer.Exit(run.join(reading, resume=resume, anyway=resume_anyway))
+    ranks = asked.ranks(reading.recipe.topology, launch, wait=not dry_run)
     if not dry_run:
-        raise typer.Exit(run.train(reading, resume=resume, ranks=ranks, anyway=resume_anyway))
+        with passed_on(profile), finish(writes=ranks.node_rank == 0):
+            raise typer.Exit(run.train(reading, resume=resume, ranks=ranks, anyway=resume_anyway))
     if launch.rank == 0:
         typer.echo(describe(reading, ranks=ranks))
 
@@ -148,8 +164,8 @@ def _import(files: import_files.Files, output: import_files.To = None) -> None:
     import_files.run(files, output, check=read)
 
 
-for _function in (check, prove, submit, verify, export, generate, explain, evaluate, autopsy):
-    _takes_settings = _function not in (verify, export, generate, autopsy)
+for _function in (check, plan, prove, submit, verify, export, generate, explain, evaluate, autopsy, runs, report):
+    _takes_settings = _function not in (verify, export, generate, autopsy, runs, report)
     app.command(context_settings={"ignore_unknown_options": True} if _takes_settings else None)(_function)
 app.add_typer(recipes.recipes, name="recipes")
 app.command()(recipes.presets)

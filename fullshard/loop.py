@@ -122,7 +122,7 @@ def _epoch(parts: Parts, state: State, windows: Iterator[Any]) -> str:
     epochs = math.ceil(parts.total_steps / parts.steps_per_epoch)
     with parts.report.epoch(epoch + 1, epochs, parts.lr * _lr_factor(parts), steps):
         for number in range(done + 1, last + 1):
-            _step(parts, state, windows)
+            parts.learner.memory.step(lambda: _step(parts, state, windows))
             if progress.step % parts.log_every == 0 or progress.step == 1 or number == last:
                 _log(parts, state)
             else:

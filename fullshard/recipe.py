@@ -62,12 +62,14 @@ class Batch(Section):
 
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (("accumulate", "global"),)
 
-    per_device: int = Field(8, ge=1)
-    """Rows in one micro-batch of one rank."""
+    per_device: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
+    """Rows in one micro-batch of one rank; auto: as many as fit, tried before step 1 (needs `global`)."""
     accumulate: int | None = Field(None, ge=1)
     """Micro-batches per step; null: 1, or what `global` asks for."""
     global_size: int | None = Field(None, ge=1, alias="global")
     """Rows per step over all ranks, whatever their number."""
+    on_oom: Literal["stop", "split"] = "stop"
+    """If a rank runs out of memory. split: all ranks repeat the step, and go on, in micro-batches of half the rows."""
 
 
 class Duration(Section):
@@ -190,7 +192,7 @@ class Recipe(Section):
     ema: Ema | None = None
     """Keep an exponential moving average of the weights: true, a decay, or settings."""
     precision: Precision = "auto"
-    """auto, bf16, fp16 or fp32; other common spellings, such as bfloat16, work too."""
+    """auto, bf16, fp16, fp32 or float8; other common spellings, such as bfloat16, work too."""
     sharding: Sharding = Field(default_factory=Sharding)
     """How the model is sharded over the ranks."""
     topology: Topology = Field(default_factory=Topology)

@@ -34,6 +34,7 @@ from fullshard.explain.host_memory import reported_if_killed
 from fullshard.faults import restarts, resume_again, watchdog
 from fullshard.formatting.plural import counted
 from fullshard.launch import signals
+from fullshard.profile.recorder import profiled
 from fullshard.recipe import Recipe
 from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
 
@@ -142,8 +143,8 @@ def _run(
         console.say(f"FSDP dtype check: {dtype_line(units)}")
         console.parameter_summary(total=total, trainable=trainable, frozen=total - trainable)
         try:
-            with signals.StopSignals() as stop:
-                result = loop.fit(built.parts, stop_asked=lambda: stop.heard is not None or caller.stop_asked())
+            with signals.StopSignals() as stop, profiled(built.parts, recipe.folder, world, console.say) as parts:
+                result = loop.fit(parts, stop_asked=lambda: stop.heard is not None or caller.stop_asked())
                 result = replace(result, adapted=bool(recipe.model.adapters(built.model.module)))
         except NumericalError as error:
             raise NumericalError(f"{error} {saver.newest()}") from error

@@ -20,7 +20,9 @@ from fullshard.dist.average import Average
 from fullshard.dist.gradients import clip_global_norm, not_finite, one_by_one
 from fullshard.dist.upload import to_device, upload
 from fullshard.errors import SetupError
+from fullshard.fast.run import within_step
 from fullshard.faults.judge import SMALLEST_SCALE, Judge, Verdict, overflow, poisoned, update
+from fullshard.faults.out_of_memory import Stop
 from fullshard.proofs.first_update import FirstUpdate
 
 LOGGED = {"kind", "step", "epoch", "loss", "lr", "grad_norm", "samples", "tokens", "seconds", "time"}
@@ -42,6 +44,7 @@ class Learner:
     first_update: FirstUpdate
     average: Average | None
     guard: Judge
+    memory: Stop
     device: torch.device
 
 
@@ -79,9 +82,14 @@ def train_step(
     agreed = reduce.sum_over_ranks(upload(torch.tensor([float(n) for n in (*counts.values(), *flags)]), device))
     totals = agreed[: len(counts)].clamp(min=1.0)
     total = totals[0] if is_single(counts) else totals
-    on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
     scale = scaler.scale if scaler else lambda loss: loss
-    terms = learner.objective.backward(model, on_device, total, learner.aux, lambda loss: scale(poisoned(loss)))
+
+    def passes(batches: Sequence[Batch]) -> list[Terms]:
+        on_device = (to_device(batch, device) for batch in one_by_one(model, batches))
+        return learner.objective.backward(model, on_device, total, learner.aux, lambda loss: scale(poisoned(loss)))
+
+    with within_step(model, optimizer):
+        terms: list[Terms] = learner.memory.passes(passes, batches)
     _check_names(learner.objective, terms, counts)
     if scaler:
         scaler.unscale_(optimizer)
@@ -92,7 +100,7 @@ def train_step(
     _set_learning_rates(optimizer, lr_factor)
     before_update()
     learner.first_update.remember()
-    skipped = _update(optimizer, scaler, verdict)
+    skipped = learner.memory.update(lambda: _update(optimizer, scaler, verdict), optimizer)
     if not skipped:
         learner.first_update.prove(lambda: learner.guard.forgives(verdict))
         if learner.average:

@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from fullshard.dist.precision import avoid_broken_amx
+from fullshard.kernels.amx import avoid_broken_amx
 from tests.ranks import RankPool
 from tests.tiny_tokenizers import chatml, tokenizer, tokenizer_with
 

@@ -79,7 +79,7 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from fullshard.dist.precision import avoid_broken_amx
+    from fullshard.kernels.amx import avoid_broken_amx
 
     avoid_broken_amx()
     torch.set_num_threads(1)

@@ -58,7 +58,7 @@ def check(
         raise typer.Exit(command.refused(mistake, how)) from None
     ranks: Ranks | SetupError
     try:
-        ranks = asked.ranks(reading.recipe.topology, launch)
+        ranks = asked.ranks(reading.recipe.topology, launch, wait=False)
     except SetupError as mistake:
         ranks = mistake
     launched = launch.launcher != "none" and not isinstance(ranks, SetupError)

@@ -14,13 +14,13 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fullshard.check.findings import Finding, error, guarded, of, ok
+from fullshard.check.findings import Finding, error, guarded, of, ok, warning
 from fullshard.check.report import Report
 from fullshard.commands.options import json_alone
 from fullshard.contracts.launcher import Ranks, Topology
@@ -138,9 +138,18 @@ def _look(reading: Reading, asked: Ranks | SetupError, report: Report, options: 
         asked_of: dict[str, Any] = {"asked": options.resume, "anyway": options.resume_anyway}
         before = guarded("earlier run", lambda: earlier.look(recipe, ready.inputs, **asked_of) if ready.inputs else ())
         sections = preflight.look(reading, ranks, machine=machine, module=ready.module, inputs=ready.inputs)
+        more = {"Recipe": before, "Model": guarded("peak memory", lambda: _foreseen(recipe, ranks, ready.module))}
         for title, seen in sections.items():
-            report.section(title, chain(ready.problems(title.lower()), seen, before if title == "Recipe" else ()))
+            report.section(title, chain(ready.problems(title.lower()), seen, more.get(title, ())))
         return _units(recipe, ranks, ready.module, report) if options.units and ready.module is not None else {}
+
+
+def _foreseen(recipe: Recipe, ranks: Ranks, module: nn.Module | None) -> Iterator[Finding]:
+    from fullshard.plan.foreseen import foreseen
+
+    if module is not None:
+        text, remedy = foreseen(recipe, ranks, module)
+        yield warning("peak memory", text, remedy) if remedy else ok("peak memory", text)
 
 
 @dataclass

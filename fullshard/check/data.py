@@ -17,11 +17,11 @@ import numpy as np
 from fullshard.check.findings import Finding, ok, warning
 from fullshard.contracts.data import IGNORE
 from fullshard.data.loader import Batch, Loader
-from fullshard.data.order import FILLER
 from fullshard.data.pack import Samples
 from fullshard.data.prepare import Prepared, Stored, reasons, remarks
 from fullshard.data.records import origins
 from fullshard.data.store import Store
+from fullshard.faults.fit import longest
 from fullshard.formatting.plural import counted
 from fullshard.multimodal.balance import balanced
 from fullshard.recipe import Recipe
@@ -63,10 +63,7 @@ def look(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
 
 def longest_batch(data: Prepared, *, per_device: int) -> Batch:
     """The largest micro-batch of a run: the longest rows together, on the CPU."""
-    longest = np.argsort(-data.train.lengths, kind="stable")[:per_device]
-    places = np.full(per_device, FILLER, dtype=np.int64)
-    places[: len(longest)] = longest
-    return Loader(data.train, data.collator, per_device=per_device).batch_of(places)
+    return Loader(data.train, data.collator, per_device=1).batch_of(longest(data.train.lengths, per_device))
 
 
 def _encoder(data: Prepared) -> Iterator[Finding]:
@@ -153,9 +150,9 @@ def _batches(recipe: Recipe, inputs: RunInputs) -> Iterator[Finding]:
     )
     first = loader.first_batch()
     yield ok("first batch", _shapes(first))
-    longest = longest_batch(data, per_device=plan.per_device)
+    batch = longest_batch(data, per_device=plan.per_device)
     top = int(data.train.lengths.max())
-    yield ok("longest batch", f"{_shapes(longest)}; the longest {plan.noun} has {counted(top, 'token')}")
+    yield ok("longest batch", f"{_shapes(batch)}; the longest {plan.noun} has {counted(top, 'token')}")
     first_steps = [balance["numbers"](loader.rows(step)[1]) for step in range(min(loader.steps_per_epoch, 100))]
     if data.train.fixed_length is None and plan.per_device > 1 and "padding" in first_steps[0]:
         padding = fmean(numbers["padding"] for numbers in first_steps)

@@ -24,8 +24,10 @@ from fullshard.contracts.launcher import Ranks
 from fullshard.dist.env import ranks_for
 from fullshard.dist.precision import ResolvedPrecision, resolve_for
 from fullshard.errors import RecipeError, SetupError
+from fullshard.faults.micro_batch import USUAL, usual
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import size
+from fullshard.kernels import float8
 from fullshard.recipe import Recipe
 from fullshard.setup.run_inputs import cache_folder
 
@@ -191,6 +193,7 @@ def _packages(recipe: Recipe, machine: Machine) -> Iterator[Finding]:
         yield error("packages", f"{unmet}.", "Install the required versions: pip install --upgrade fullshard")
     optimizer, sinks = recipe.optimizer, recipe.log.sinks
     needed = [(f"optimizer.kind = {optimizer.kind()}", *package) for package in optimizer.packages.items()]
+    needed += [(f"precision = {recipe.precision}", *package) for package in float8.packages(recipe.precision).items()]
     needed += [(f"log.sinks: {sink.kind()}", *package) for sink in sinks for package in sink.packages().items()]
     missing = [wanted for wanted in needed if not machine.has(wanted[1])]
     for part, package, name in missing:
@@ -271,7 +274,7 @@ def _limits(recipe: Recipe, machine: Machine, ranks: Ranks, *, on_gpu: bool) -> 
     workers = recipe.data.workers if recipe.data.workers is not None else (2 if on_gpu else 0)
     if workers and machine.shm_bytes is not None:
         # A worker keeps two batches ready; a batch has at least three arrays of 8-byte numbers.
-        batch = 3 * 8 * recipe.batch.per_device * recipe.data.sequence_length
+        batch = 3 * 8 * usual(recipe.batch.per_device, USUAL) * recipe.data.sequence_length
         needed = ranks.per_node * workers * 2 * batch
         text = f"{size(machine.shm_bytes)} free in /dev/shm, {size(needed)} needed for the batches of {workers} workers"
         if needed > machine.shm_bytes:

@@ -11,6 +11,7 @@ from fullshard.check.findings import Finding, error, ok, warning
 from fullshard.check.machine import Gpu, Machine
 from fullshard.dist.precision import ResolvedPrecision
 from fullshard.hf.architecture.attention import NOT_INSTALLED
+from fullshard.kernels import flash4
 from fullshard.recipe import Recipe
 
 FLASH = (8, 0)
@@ -33,6 +34,10 @@ def attention(
         if not no_flash:
             remedy = f"Install it with: pip install flash-attn --no-build-isolation. {remedy}"
         yield warning("attention", text, remedy)
+    elif asked == flash4.WORD and (lacks := no_flash or flash4.lacking(capability=_lowest(gpus), head_dim=None)):
+        instead = "sdpa" if no_flash or not packed else "varlen"
+        text = f"model.attention = {asked} falls back to {instead}: {lacks}."
+        yield warning("attention", text, "Set model.attention=auto to choose by device without this warning.")
     elif asked == "varlen" and no_flash:
         yield error("attention", f"model.attention = {asked}: {no_flash}.", "Use model.attention=sdpa, or auto.")
     elif asked == "flex_attention" and not gpus:
@@ -47,6 +52,10 @@ def attention(
         lacking = f"; no flash kernels: {no_flash}" if no_flash and gpus else ""
         why = " if the model supports it" if asked == "auto" else ", as requested"
         yield ok("attention", f"{chosen}{why}; also available: {', '.join(left)}{lacking}")
+
+
+def _lowest(gpus: Sequence[Gpu]) -> tuple[int, int] | None:
+    return min((gpu.capability for gpu in gpus), default=None)
 
 
 def _no_flash(gpus: Sequence[Gpu], precision: ResolvedPrecision) -> str | None:

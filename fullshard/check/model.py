@@ -27,6 +27,7 @@ from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
 from fullshard.errors import SetupError
 from fullshard.formatting.readable import short
 from fullshard.hf.weights.safetensors_folder import open_folder
+from fullshard.kernels.float8 import Float8, without
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import more_positions
@@ -87,6 +88,9 @@ def _units(recipe: Recipe, module: nn.Module, ranks: Ranks) -> Iterator[Finding]
     plan = shard_plan(recipe, module, world, resolve_for("fp32", capability=None))
     yield from unit_sizes(module, plan.wrap)
     yield from ties(module, plan.wrap)
+    if asked := Float8.of(recipe.precision):
+        blocks, exact = plan.wrap.blocks, plan.wrap.exact
+        yield from guarded("float8", lambda: [ok("float8", asked.describe(module, blocks, exact))])
     if recipe.sharding.strategy == "auto" and world.device.type == "cuda" and world.size > 1:
         yield ok("mesh", plan.layout.describe())
 
@@ -145,7 +149,7 @@ def _resolved(recipe: Recipe) -> ResolvedPrecision:
         return resolve_precision(recipe.precision, _world(recipe, Ranks(1)).device)
     except SetupError:
         # The environment section reports what this device cannot do.
-        return resolve_for(recipe.precision, capability=None)
+        return resolve_for(without(recipe.precision), capability=None)
 
 
 def _norms(recipe: Recipe, module: nn.Module) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from fullshard.check import unused_settings
 from fullshard.check.findings import Finding, error, guarded, ok, warning
 from fullshard.contracts.launcher import Ranks
 from fullshard.errors import RecipeError
+from fullshard.faults.micro_batch import described
 from fullshard.formatting.plural import counted
 from fullshard.launch.local import num_cores
 from fullshard.recipes.read import Reading
@@ -40,6 +41,7 @@ def look(reading: Reading, ranks: Ranks, inputs: RunInputs | None) -> Iterator[F
     yield from guarded("batch", lambda: arithmetic(recipe, ranks, inputs))
     yield from mesh(recipe, ranks, layout)
     yield ok("guard", recipe.guard.describe())
+    yield from (ok("memory", line) for line in described(recipe.batch))
     found = [
         *conflicts(recipe, ranks, inputs),
         *best_model(recipe, inputs),

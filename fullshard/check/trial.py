@@ -10,6 +10,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from fullshard.dist.gather import gather_tensor
 from fullshard.dist.values import checksums
 from fullshard.dist.world import peak_memory
 from fullshard.errors import NumericalError
+from fullshard.faults.out_of_memory import Stop
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import duration, size
 from fullshard.log.report import Report
@@ -91,7 +93,7 @@ def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
     if world.is_main:
         clear(recipe)
         folder.mkdir(parents=True)
-    reduce.barrier(world.device)
+    reduce.any_rank(False, world.device)  # all ranks meet
     hidden = recipe.model_copy(update={"name": folder.name})
     try:
         yield hidden
@@ -102,13 +104,13 @@ def _hidden_folder(recipe: Recipe, world: World) -> Iterator[Recipe]:
 
 def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tuple[float, list[Finding]]:
     """Two full steps on the longest batch: the first is reported, the second is timed."""
-    parts, batch = built.parts, longest_batch(inputs.data, per_device=inputs.plan.per_device)
-    results: list[tuple[float, float]] = []
+    parts, batch = built.parts, longest_batch(inputs.data, per_device=built.plan.per_device)
+    learner, results = replace(parts.learner, memory=Stop()), list[tuple[float, float]]()  # what does not fit is said
     overflows, seconds = 0, 0.0
     while len(results) < 2:
         seed_everything(recipe.seed, len(results), world.rank)
         begun = time.perf_counter()
-        result = train_step(parts.learner, [batch], lr_factor=parts.lr_factor(0, parts.total_steps))
+        result = train_step(learner, [batch], lr_factor=parts.lr_factor(0, parts.total_steps))
         norm, loss = float(result.grad_norm), float(result.sums["loss"][0] / result.sums["loss"][1].clamp(min=1))
         seconds = time.perf_counter() - begun
         if result.skipped and (overflows := overflows + 1) <= MOST_OVERFLOWS:
@@ -124,8 +126,8 @@ def _step(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> tupl
     found = [ok("longest batch", text)]
     if (scaler := parts.learner.scaler) is not None:
         found.append(ok("loss scale", f"{scaler.get_scale():g} after {counted(overflows, 'overflow')}"))
-    whole = seconds * inputs.plan.accumulate * inputs.plan.total_steps
-    per_step = f"at most {seconds * inputs.plan.accumulate:.2f} s per step"
+    whole = seconds * built.plan.accumulate * inputs.plan.total_steps
+    per_step = f"at most {seconds * built.plan.accumulate:.2f} s per step"
     found.append(ok("time", f"{per_step}, {duration(whole)} for all {counted(inputs.plan.total_steps, 'step')}"))
     return seconds, found
 
@@ -181,7 +183,7 @@ def _all_gather_speed(world: World, *, num_bytes: int) -> float:
     whole = torch.empty(share.numel() * world.size, dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(_ROUNDS + 1):  # the first one opens connections
-        reduce.barrier(device)
+        reduce.any_rank(False, device)  # all ranks meet
         begun = time.perf_counter()
         gather_tensor(whole, share)
         if device.type == "cuda":

@@ -23,7 +23,7 @@ LEAVE_OUT = "Leave it out."
 def of_sharding(recipe: Recipe, ranks: Ranks, *, device: str, shards: int | None) -> Iterator[Finding]:
     """Keys of the sharding section without effect on these ranks; `shards` is None if unknown."""
     sharding = recipe.sharding
-    for line in without_effect(recipe):
+    for line in (*without_effect(recipe), *recipe.guard.unused()):
         yield warning("no effect", line, LEAVE_OUT)
     if sharding.cpu_offload and device == "cpu":
         text = "sharding.cpu_offload has no effect on a CPU: everything is in host memory already."

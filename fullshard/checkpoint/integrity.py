@@ -61,7 +61,9 @@ def file_problems(
 
     def look(item: tuple[str, dict[str, Any]]) -> str | None:
         name, entry = item
-        if not _is_inside(name):  # a device file elsewhere would be read forever
+        path = PurePosixPath(name)
+        # A device file elsewhere would be read forever.
+        if not path.parts or path.is_absolute() or ".." in path.parts or "://" in name:
             return f"{folder / files.MANIFEST} lists {name!r}, outside the checkpoint: do not use it"
         found = _file_problem(folder / name, entry, checksums=checksums)
         if done is not None:
@@ -70,11 +72,6 @@ def file_problems(
 
     with ThreadPoolExecutor(THREADS) as pool:
         return [line for line in pool.map(look, sorted(described.items())) if line]
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "://" not in name
 
 
 def _file_problem(path: Path, entry: dict[str, Any], *, checksums: bool) -> str | None:

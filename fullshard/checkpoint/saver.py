@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.card.facts import Exported
+from fullshard.card.write import write_card
 from fullshard.checkpoint import folder as files
 from fullshard.checkpoint import integrity, load, paths
 from fullshard.checkpoint.background import Background, shortage, sizes_of
@@ -203,7 +205,7 @@ class Saver:
         weights = "averaged weights" if self.average else "weights"
         step = f"step {progress.step}" if best is None else f"step {best}, the best"
         with self.average.in_place() if self.average else contextlib.nullcontext():
-            return f"{self._write_model()} (the {weights} of {step})"
+            return f"{self._write_model(progress, best)} (the {weights} of {step})"
 
     def _snapshot(self, progress: Progress, best: bool) -> Snapshot:
         tensors = all_tensors(self.model, self.optimizer, left_out=self.left_out)
@@ -242,8 +244,8 @@ class Saver:
             paths.send_texts(self.folder, self.target.run, warn=self.console.warn)
         self.console.saved(written.path, seconds=written.seconds, size_bytes=written.size_bytes)
 
-    def _write_model(self) -> Path:
-        """Whole tensors, one at a time, from all ranks to rank 0, which writes them as `model/`."""
+    def _write_model(self, progress: Progress, best: int | None) -> Path:
+        """Whole tensors, one at a time, from all ranks to rank 0, which writes them as `model/` with a card."""
         reshard(self.model)
         target, tensors = self.folder / "model", self._whole_tensors()
         with all_or_fail(f"{target} cannot be written"):
@@ -251,6 +253,8 @@ class Saver:
                 if self.world.is_main:
                     hidden = files.begin_export(self.folder)
                     self.family.export(self.model, tensors, hidden, processor=self.processor)
+                    if kept := write_card(hidden, self._exported(progress, best), before=target):
+                        self.console.warn(kept)
             finally:  # every rank gathers to the end, also when rank 0 fails
                 deque(tensors, maxlen=0)
             if self.world.is_main:
@@ -258,6 +262,12 @@ class Saver:
                 if files.is_remote(self.target.run):
                     paths.upload_model(target, self.target.run)
         return self.target.run / "model"
+
+    def _exported(self, progress: Progress, best: int | None) -> Exported:
+        form = "adapter" if self.family.adapters(self.model) else "whole"
+        state = {"progress": progress.as_dict(), "world_size": self.world.size, **self.facts}
+        step = progress.step if best is None else best
+        return Exported(self.family, self.model, state, step, form, self.average is not None, self.folder)
 
     def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.model.named_parameters():

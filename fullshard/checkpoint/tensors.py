@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fullshard.checkpoint.tensor_files import TensorEntry
 from fullshard.dist.shard import reshard
-from fullshard.dist.values import local
+from fullshard.dist.values import local, plain
 
 Tensors = dict[str, torch.Tensor]
 
@@ -24,7 +24,7 @@ Tensors = dict[str, torch.Tensor]
 def model_tensors(model: nn.Module, *, left_out: Collection[str] = ()) -> Tensors:
     """Parameters (a tied one once) and persistent buffers, by name."""
     reshard(model)
-    parameters: Tensors = {name: p.detach() for name, p in model.named_parameters() if name not in left_out}
+    parameters: Tensors = {name: plain(p.detach()) for name, p in model.named_parameters() if name not in left_out}
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: t for name, t in model.state_dict().items() if name not in aliases}
     return parameters | buffers

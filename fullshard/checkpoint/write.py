@@ -224,7 +224,9 @@ def write_full(folder: Path, tensors: Tensors, *, group: Any) -> dict[str, str]:
                 digests[path.name] = _write_file(path, part, group)
             else:
                 for tensor in part.values():
-                    _send_slice(tensor, group)
+                    # Not if rank 0 has the same slice.
+                    if isinstance(tensor, DTensor) and dict(slices(tensor)).get(torch.distributed.get_rank()):
+                        torch.distributed.send(tensor.to_local().detach().cpu().contiguous(), dst=0, group=group)
     return digests
 
 
@@ -257,9 +259,3 @@ def _pieces(tensor: torch.Tensor, group: Any) -> Iterator[torch.Tensor]:
             received = torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
             torch.distributed.recv(received, src=rank, group=group)
             yield received
-
-
-def _send_slice(tensor: torch.Tensor, group: Any) -> None:
-    """Sends this rank's slice to rank 0, unless rank 0 has the same."""
-    if isinstance(tensor, DTensor) and dict(slices(tensor)).get(torch.distributed.get_rank()):
-        torch.distributed.send(tensor.to_local().detach().cpu().contiguous(), dst=0, group=group)

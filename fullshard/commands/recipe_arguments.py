@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,6 +115,8 @@ class RecipeArguments:
     command: str = "train"
     options: tuple[str, ...] = ()
     """The names of all options of the command, for messages."""
+    also: tuple[str, ...] = ()
+    """Names of options that are not listed in messages, but may be meant by a typo."""
     pick: Callable[[Any], Any] = lambda reading: reading
     """The reading of one stage, from that of the whole recipe."""
     proven: Callable[[Path], Any] = lambda folder: None
@@ -130,7 +132,8 @@ class RecipeArguments:
             wanted = f"fullshard {self.command} RECIPE {self.recipe} ..."
             raise RecipeError(f"The recipe must come before {self.recipe}. Write: {wanted}")
         given, under = self._given(), self.preset or []
-        words = read_words(self.settings or [], sections=list(Recipe.model_fields), options=self.options)
+        sections = list(Recipe.model_fields)
+        words = read_words(self.settings or [], sections=sections, options=self.options, also=self.also)
         settings, notes = words.settings, (*words.notes, *words.overridden())
         chosen = [*given.items(), *(("--preset", name) for name in under)]
         own = [word for option, value in chosen for word in (option, value)]
@@ -164,8 +167,9 @@ class RecipeArguments:
             os.environ.pop(name, None)
         return Launch("none")
 
-    def ranks(self, topology: Topology, launch: Launch) -> Ranks:
-        """The ranks of the launcher, or those that fullshard is to start on this node."""
+    def ranks(self, topology: Topology, launch: Launch, *, wait: bool = True) -> Ranks:
+        """The ranks of the launcher, or those that fullshard is to start on this node. Without `wait` the nodes of an
+        engine are only counted: node 0 may not have a name yet."""
         from fullshard.contracts.launcher import Ranks
         from fullshard.dialects.files import meeting
         from fullshard.setup.on_ranks import ranks_of
@@ -173,7 +177,10 @@ class RecipeArguments:
         if launch.launcher != "none":
             return Ranks(launch.local_world, launch.num_nodes, launch.node_rank, timeout_s=topology.timeout_s)
         chosen = self.nodes is not None or any("topology.nodes" in word for word in self.settings or [])
-        number, place = meeting(self.config_file, nodes=topology.nodes, chosen=chosen, timeout_s=topology.timeout_s)
+        timeout_s = topology.timeout_s if wait else None
+        number, place = meeting(self.config_file, nodes=topology.nodes, chosen=chosen, timeout_s=timeout_s)
+        if not wait and place and (self.config_file, self.node_rank, self.master) == (None, None, None):
+            return replace(ranks_of(topology.model_copy(update={"nodes": 1})), nodes=topology.nodes)
         mine = number if self.node_rank is None else self.node_rank
         return ranks_of(topology, node_rank=mine, master=self.master or place)
 

@@ -5,10 +5,10 @@ Commands are quoted for a shell; lines of Python include their imports. Must not
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
+from fullshard.card.load_code import importing
 from fullshard.checkpoint import folder as files
 from fullshard.contracts.progress import Result
 from fullshard.recipes.read import Reading
@@ -71,14 +71,3 @@ def _use(reading: Reading, result: Result) -> str:
     if result.adapted:
         return f"Use the model:     fullshard export {shlex.quote(result.folder)} OUT --as merged"
     return f"Use the model:     it is in {model}, written by model.kind {recipe.model.kind()}"
-
-
-def importing(line: str) -> str:
-    """A line of Python with the imports that it needs; its result is called `model`, unless the line assigns names."""
-    bare = re.sub(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", "''", line)
-    assigned = set(re.findall(r"(?:^|;\s*)(\w+) = ", bare))
-    # safetensors.torch of safetensors.torch.load_file(, transformers of transformers.AutoModel.from_pretrained(
-    modules = dict.fromkeys(found.rstrip(".") for found in re.findall(r"(?<![\w.])((?:[a-z_]\w*\.)+)", bare))
-    imports = [name for name in modules if name.partition(".")[0] not in assigned]
-    named = line if assigned else f"model = {line}"
-    return f"import {', '.join(imports)}; {named}" if imports else named

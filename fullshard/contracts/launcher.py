@@ -22,7 +22,7 @@ class Restarts:
     """How often failed ranks are started again, and what decides whether fewer of them can continue."""
 
     most: int
-    per_device: int
+    per_device: int | Literal["auto"]
     rows: int | None
     """Rows of a step over all ranks; None: as many as the ranks make."""
 

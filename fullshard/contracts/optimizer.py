@@ -91,9 +91,11 @@ class Optimizer(Part):
     def groups(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
         """The trained parameters as torch's groups: those of the recipe's groups apart, and in each the matrices, which
         decay, apart from the vectors. By name and shape, so it is the same for any sharding."""
-        trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+        trainable, groups = [(name, p) for name, p in named_parameters if p.requires_grad], self.by_name or []
+        taken = group_of(groups, [name for name, _ in trainable])
         found: list[dict[str, Any]] = []
-        for group, members in _split(self.by_name or [], trainable):
+        for index, group in [(None, None), *enumerate(groups)]:  # those without a group first
+            members = [p for name, p in trainable if taken.get(name) == index]
             own = {"lr": group.lr, "initial_lr": group.lr} if group and group.lr is not None else {}
             decay = group.weight_decay if group and group.weight_decay is not None else self.weight_decay
             found.append({"params": [p for p in members if p.dim() >= 2], "weight_decay": decay, **own})
@@ -163,10 +165,3 @@ def describe_groups(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
         f"{', '.join(group.match)}: {counted(members.count(index), 'parameter')}, {group.describe()}"
         for index, group in enumerate(groups)
     ]
-
-
-def _split(groups: Sequence[Group], named: Sequence[tuple[str, Any]]) -> list[tuple[Group | None, list[Any]]]:
-    """The parameters without a group, then those of each group, all in the order given."""
-    taken = group_of(groups, [name for name, _ in named])
-    found: list[tuple[Group | None, list[Any]]] = [(None, [p for name, p in named if name not in taken])]
-    return found + [(group, [p for name, p in named if taken.get(name) == index]) for index, group in enumerate(groups)]

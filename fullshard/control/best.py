@@ -55,7 +55,12 @@ def best_rule(
     if (right := known.get(best.metric)) is not None:
         return BestRule(best.metric, best.mode or right, contradicts=best.mode not in (None, right))
     if None not in said and known:
-        raise RecipeError(_not_given(best.metric, known, parts, objective, model))
+        late = [
+            part.kind() for part in parts if part.only_at_end and best.metric in (_said(part, objective, model) or {})
+        ]
+        why = f" (evaluate.parts: {late[0]} gives it at the end only, when nothing is left to choose)" if late else ""
+        write = f" Write checkpoint.best: {next(iter(known))}, or checkpoint.best: null for no best checkpoint."
+        raise RecipeError(missing(best.metric, known, why) + write)
     if None in said and best.mode is None:
         raise RecipeError(
             f"checkpoint.best.metric = {best.metric!r}: no evaluation says whether lower or higher is better"
@@ -75,13 +80,6 @@ def _said(part: Evaluation, objective: Objective, model: nn.Module) -> Numbers |
             'It must declare each number with its direction, such as numbers = {"loss": "min", "accuracy": "max"}.'
         )
     return numbers
-
-
-def _not_given(metric: str, known: Numbers, parts: Sequence[Evaluation], objective: Objective, model: nn.Module) -> str:
-    late = [part.kind() for part in parts if part.only_at_end and metric in (_said(part, objective, model) or {})]
-    why = f" (evaluate.parts: {late[0]} gives it at the end only, when nothing is left to choose)" if late else ""
-    write = f" Write checkpoint.best: {next(iter(known))}, or checkpoint.best: null for no best checkpoint."
-    return missing(metric, known, why) + write
 
 
 def gives_numbers(

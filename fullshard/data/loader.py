@@ -150,9 +150,9 @@ class Loader:
         """A micro-batch of other rows."""
         return self._batches.of(rows, np.zeros(len(rows), dtype=np.int64), length=length)
 
-    def batch_of(self, places: np.ndarray) -> Batch:
-        """The micro-batch of these samples, made in this process."""
-        return _or_raise(self._batches[FIXED, places, bool(self._media.any())])
+    def batch_of(self, places: np.ndarray, media: bool | None = None) -> Batch:
+        """The micro-batch of these samples, made in this process; `media`: whether a rank has some in it."""
+        return _or_raise(self._batches[FIXED, places, bool(self._media.any()) if media is None else media])
 
     def turns(self, start_step: int, left_out: Collection[int] = ()) -> Iterator[Turn]:
         for step in kept_windows(start_step, left_out):

@@ -73,8 +73,10 @@ def to_overrides(words: Sequence[str], *, sections: Sequence[str], options: Sequ
     return read_words(words, sections=sections, options=options).settings
 
 
-def read_words(words: Sequence[str], *, sections: Sequence[str], options: Sequence[str]) -> Given:
-    """The settings and flags in `words`."""
+def read_words(
+    words: Sequence[str], *, sections: Sequence[str], options: Sequence[str], also: Sequence[str] = ()
+) -> Given:
+    """The settings and flags in `words`; `also` are options that a typo may mean, and too many to list."""
     given, flags = Given(), list[Typed]()
     rest = deque(words)
     while rest:
@@ -83,7 +85,7 @@ def read_words(words: Sequence[str], *, sections: Sequence[str], options: Sequen
             name, equals, value = word[2:].partition("=")
             if not equals and rest and not _is_setting(rest[0]):
                 value, equals = rest.popleft(), "="
-            if flag := _flag(given, name, value if equals else None, sections, options):
+            if flag := _flag(given, name, value if equals else None, sections, (options, also)):
                 flags.append(flag)
         elif not _SETTING.match(word):
             hint = f" A launcher's file is given as --config-file {word}." if os.path.isfile(word) else ""
@@ -127,7 +129,9 @@ def _is_setting(word: str) -> bool:
     return bool(_SETTING.match(word) or _KEY.match(word.partition("=")[0]))
 
 
-def _flag(given: Given, name: str, value: str | None, sections: Sequence[str], options: Sequence[str]) -> Typed | None:
+def _flag(
+    given: Given, name: str, value: str | None, sections: Sequence[str], options: tuple[Sequence[str], Sequence[str]]
+) -> Typed | None:
     """`--name value`, `--name` (true) or `--no-name` (false): a key of ours, or another trainer's flag."""
     key, typed = name.replace("-", "_"), f"--{name}" + (f" {value}" if value is not None else "")
     top = re.split(r"[.\[]", key)[0]
@@ -142,7 +146,7 @@ def _flag(given: Given, name: str, value: str | None, sections: Sequence[str], o
         return None
     row = flags.get(key)
     if row is None or row.verdict == "refused" or row.ours.startswith("--"):
-        raise _unknown(name, key, value, sections, options)
+        raise _unknown(name, key, value, sections, *options)
     return Typed(typed, key, True if value is None else parse_value(value, where=f"--{name}"), row)
 
 
@@ -175,8 +179,10 @@ def as_text(value: Any) -> str:
     return text if value is None or parse_value(text, where="") == value else json.dumps(value)
 
 
-def _unknown(name: str, key: str, value: str | None, sections: Sequence[str], options: Sequence[str]) -> RecipeError:
-    known = [*options, *(f"--{section}." for section in sections)]
+def _unknown(
+    name: str, key: str, value: str | None, sections: Sequence[str], options: Sequence[str], also: Sequence[str]
+) -> RecipeError:
+    known = [*options, *also, *(f"--{section}." for section in sections)]
     top = re.split(r"[.\[]", key)[0]
     # A typo in one of our names, rather than another trainer's name.
     slip = get_close_matches(f"--{name}", known, n=1, cutoff=0.85) or get_close_matches(top, sections, cutoff=0.85)

@@ -37,6 +37,17 @@ class EngineNodes:
     host: str | None = None
     port: int = PORT
 
+    def agrees(self, other: EngineNodes) -> bool:
+        """Whether two engines say the same about this node, as far as both say it."""
+        shared = self.settings.keys() & other.settings.keys()
+        mine, theirs = ((each.nodes, each.node_rank, each.host) for each in (self, other))
+        return mine == theirs and all(self.settings[key] == other.settings[key] for key in shared)
+
+    def __str__(self) -> str:
+        host = f", node 0 at {self.host}" if self.host else ""
+        ranks = f", {devices} ranks" if (devices := self.settings.get("topology.devices")) else ""
+        return f"{self.counted_by}, this is node {self.node_rank}{host}{ranks}"
+
     @property
     def master(self) -> str | None:
         host = f"[{self.host}]" if self.host and ":" in self.host else self.host
@@ -54,7 +65,15 @@ def nodes_of(environ: Mapping[str, str]) -> EngineNodes | None:
     """The nodes of the engine that started this process; None without an engine, or if a launcher started the ranks."""
     if "LOCAL_RANK" in environ:
         return None
-    return _kubeflow(environ) or _skypilot(environ) or _dstack(environ)
+    found = [nodes for read in (_kubeflow, _skypilot, _dstack) if (nodes := read(environ))]
+    for one, other in zip(found, found[1:], strict=False):
+        if not one.agrees(other):
+            unset = " or ".join(f"{each.counted_by.partition('_')[0]}_*" for each in (one, other))
+            raise SetupError(
+                f"{one.engine} and {other.engine} both describe this node, and differ: {one} against {other}. Unset "
+                f"the variables of the one that did not start it: {unset}."
+            )
+    return found[0] if found else None
 
 
 def settings(environ: Mapping[str, str]) -> FromEngine | None:
@@ -66,10 +85,10 @@ def settings(environ: Mapping[str, str]) -> FromEngine | None:
 
 
 def meeting(
-    environ: Mapping[str, str], *, nodes: int, chosen: bool = False, timeout_s: float
+    environ: Mapping[str, str], *, nodes: int, chosen: bool = False, timeout_s: float | None
 ) -> tuple[int | None, str | None]:
-    """The number of this node and HOST:PORT of node 0, once the host is known. With nodes `chosen` on the command line
-    that are not the engine's, its variables have no effect."""
+    """The number of this node and HOST:PORT of node 0, once the host is known; without a timeout at once. With nodes
+    `chosen` on the command line that are not the engine's, its variables have no effect."""
     found = nodes_of(environ)
     if found is None or (chosen and nodes != found.nodes):
         return None, None
@@ -81,7 +100,8 @@ def meeting(
         )
     if found.host is None:
         return None, None
-    _wait_for_name(found.host, timeout_s=timeout_s)
+    if timeout_s is not None:
+        _wait_for_name(found.host, timeout_s=timeout_s)
     return found.node_rank, found.master
 
 
@@ -109,25 +129,22 @@ def _resolves(host: str) -> bool:
 
 
 def _kubeflow(environ: Mapping[str, str]) -> EngineNodes | None:
-    """PET_*: torchrun's own options as variables, which Kubeflow Trainer sets on every node."""
-    if not any(environ.get(name) for name in ("PET_NNODES", "PET_NPROC_PER_NODE")):
+    """PET_*: torchrun's own options as variables, which Kubeflow Trainer sets on every node. One alone may be meant:
+    torchrun's default is one node."""
+    names = _Names("Kubernetes", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT", alone=True)
+    if not environ.get("PET_NPROC_PER_NODE") and not names.any_of(environ):
         return None
-    names = _Names("Kubernetes", "PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
     return names.read(environ, _processes(environ.get("PET_NPROC_PER_NODE", "").strip()))
 
 
 def _skypilot(environ: Mapping[str, str]) -> EngineNodes | None:
-    if not environ.get("SKYPILOT_NODE_IPS"):
-        return None
-    names = _Names("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
-    return names.read(environ, _gpus(environ, "SKYPILOT_NUM_GPUS_PER_NODE"))
+    names = _Names("SkyPilot", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", every_host=True)
+    return names.read(environ, _gpus(environ, "SKYPILOT_NUM_GPUS_PER_NODE")) if names.any_of(environ) else None
 
 
 def _dstack(environ: Mapping[str, str]) -> EngineNodes | None:
-    if not environ.get("DSTACK_NODES_NUM"):
-        return None
     names = _Names("dstack", "DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP")
-    return names.read(environ, _gpus(environ, "DSTACK_GPUS_PER_NODE"))
+    return names.read(environ, _gpus(environ, "DSTACK_GPUS_PER_NODE")) if names.any_of(environ) else None
 
 
 @dataclass(frozen=True)
@@ -138,28 +155,58 @@ class _Names:
     nodes: str
     node_rank: str
     host: str
-    """An address, or those of all nodes, of which the first is that of node 0."""
     port: str = "MASTER_PORT"
+    every_host: bool = False
+    """Whether `host` has the addresses of all nodes, that of node 0 first, or only that of node 0."""
+    alone: bool = False
+    """Whether one node is meant if `nodes` is not set."""
+
+    def any_of(self, environ: Mapping[str, str]) -> bool:
+        return any(environ.get(name, "").strip() for name in (self.nodes, self.node_rank, self.host))
 
     def read(self, environ: Mapping[str, str], ranks: Settings) -> EngineNodes:
-        hosts = environ.get(self.host, "").split()
-        nodes = _whole(environ, self.nodes) or max(1, len(hosts))
-        if nodes == 1:
-            return EngineNodes(self.engine, 1, ranks, f"{self.nodes}=1")
-        node_rank, counted_by = _whole(environ, self.node_rank), f"{self.nodes}={nodes}"
-        missing = [name for name, value in ((self.node_rank, node_rank), (self.host, hosts or None)) if value is None]
-        if missing:
+        hosts, node_rank = environ.get(self.host, "").split(), _whole(environ, self.node_rank)
+        nodes = self._nodes(environ, hosts)
+        counted_by = f"{self.nodes}={nodes}"
+        if node_rank is not None and node_rank >= nodes:
+            numbers = f"0 to {nodes - 1}" if nodes > 1 else "0"
             raise SetupError(
-                f"{counted_by} is set, {' and '.join(missing)} not: this is a part of what {self.engine} sets on a "
-                f"node. Unset {self.nodes} to train on this node alone."
+                f"{self.node_rank}={node_rank}, but {counted_by}: nodes have the numbers {numbers}. Let {self.engine} "
+                "set both."
             )
-        if len(hosts) not in (1, nodes):
+        if self.every_host and hosts and len(hosts) != nodes:
             raise SetupError(
                 f"{counted_by}, but {self.host} has {counted(len(hosts), 'address')}. Let {self.engine} set both."
             )
-        port = _whole(environ, self.port) or PORT
+        if nodes == 1:
+            return EngineNodes(self.engine, 1, ranks, counted_by)
+        missing = [name for name, value in ((self.node_rank, node_rank), (self.host, hosts or None)) if value is None]
+        if missing:
+            raise self._incomplete(counted_by, missing)
+        port = _whole(environ, self.port)
+        if port is not None and not 0 < port < 65536:
+            raise SetupError(f"{self.port}={port} is not a port: 1 to 65535. Correct or unset it.")
         return EngineNodes(
-            self.engine, nodes, {**ranks, "topology.nodes": nodes}, counted_by, node_rank or 0, hosts[0], port
+            self.engine, nodes, {**ranks, "topology.nodes": nodes}, counted_by, node_rank or 0, hosts[0], port or PORT
+        )
+
+    def _nodes(self, environ: Mapping[str, str], hosts: Sequence[str]) -> int:
+        nodes = _whole(environ, self.nodes)
+        if nodes == 0:
+            raise SetupError(f"{self.nodes}=0 is not a number of nodes: 1 or more. Correct or unset it.")
+        if nodes is not None:
+            return nodes
+        if (self.every_host and hosts) or self.alone:
+            return max(1, len(hosts)) if self.every_host else 1
+        given = next(name for name in (self.host, self.node_rank) if environ.get(name, "").strip())
+        raise self._incomplete(f"{given}={environ[given].strip()}", [self.nodes])
+
+    def _incomplete(self, given: str, missing: Sequence[str]) -> SetupError:
+        """A half of what an engine sets would train on one node where several are meant."""
+        are, every = ("is", "both") if len(missing) == 1 else ("are", "all three")
+        return SetupError(
+            f"{given} is set but {' and '.join(missing)} {are} not; {self.engine} sets {every}. To train on this node "
+            f"alone, unset {given.partition('=')[0]}."
         )
 
 

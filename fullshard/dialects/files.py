@@ -129,7 +129,7 @@ def launchers(path: str | None, environ: Mapping[str, str]) -> list[Translation]
     return [done for done in found if done is not None]
 
 
-def meeting(path: str | None, *, nodes: int, chosen: bool, timeout_s: float) -> tuple[int | None, str | None]:
+def meeting(path: str | None, *, nodes: int, chosen: bool, timeout_s: float | None) -> tuple[int | None, str | None]:
     """The number of this machine and HOST:PORT of the first, as accelerate's file says them for several machines, or
     else the engine that started this node; `chosen`: the command line says how many `nodes`."""
     if not path:

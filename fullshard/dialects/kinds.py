@@ -167,7 +167,8 @@ def _dims(value: Any) -> list[int] | None:
 
 PRECISIONS = (
     *("auto", "bf16", "bf16-mixed", "bfloat16", "fp16", "16-mixed", "float16", "16", "fp32", "32", "32-true"),
-    *("float32", "none", "no", "bf16-pure", "bf16-true", "pure-bf16"),
+    *("float32", "none", "no", "bf16-pure", "bf16-true", "pure-bf16", "float8", "fp8"),
+    *("float8-gather", "fp8-gather", "float8-emulated", "float8-gather-emulated"),
 )
 SWITCH = Kind(("true or false",), (_switch,))
 COUNT = whole(at_least=1)
@@ -227,7 +228,10 @@ _OF_KEYS: tuple[tuple[Kind, str], ...] = (
         one_of("none", "selective", "full") | Kind(("true or false",), (_recompute,)),
         "sharding.activation_checkpointing",
     ),
-    (one_of("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen"), "model.attention"),
+    (
+        one_of("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen", "flash_attention_4"),
+        "model.attention",
+    ),
     (one_of("all-linear") | TEXTS, "model.lora.targets"),
     (TEXTS, "sharding.wrap.classes"),
     (DIMS, "objective.matryoshka"),

@@ -15,7 +15,7 @@ from torch import nn
 from fullshard.contracts.ema import Ema
 from fullshard.contracts.progress import Progress
 from fullshard.dist.shard import reshard
-from fullshard.dist.values import local
+from fullshard.dist.values import local, plain
 
 KEY = "ema"
 """The name of the average in the optimizer's state."""
@@ -66,7 +66,7 @@ class Average:
             for parameter in group["params"]:
                 state = self._optimizer.state[parameter]
                 if KEY not in state:
-                    state[KEY] = parameter.detach().float().clone()
+                    state[KEY] = plain(parameter.detach()).float().clone()
 
     def _averaged(self) -> list[nn.Parameter]:
         state = self._optimizer.state

@@ -55,7 +55,7 @@ def clip_global_norm(optimizer: torch.optim.Optimizer, *, ceiling: float | None,
     squares = []
     for mesh, grads in by_mesh.items():
         square = torch.stack(torch._foreach_norm(grads, 2.0, dtype=torch.float32)).square().sum()
-        squares.append(reduce.sum_over_shards(square, mesh))
+        squares.append(reduce.sum_over_ranks(square, mesh.get_group("dp_shard")))
     # The proof of the first update reports missing gradients.
     norm = torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
     if ceiling is not None:

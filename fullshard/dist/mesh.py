@@ -33,12 +33,12 @@ class Layout:
         return f"{self.strategy}: {self.replicas} x {self.shards} (replicate x shard); {self.reason}"
 
 
-def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
+def choose_layout(strategy: str, world: World, *, state_bytes: int, memory: int | None = None) -> Layout:
     """Resolves the strategy. `auto`, by this rule: on a CPU `full`; else, with s = bytes of parameters, gradients and
-    optimizer state and m = memory of one GPU: several nodes and s / ranks-per-node < 0.4 m → `hybrid`; one node and
+    optimizer state and m = `memory` of one GPU: several nodes and s / ranks-per-node < 0.4 m → `hybrid`; one node and
     s < 0.4 m → `grad_op`; one rank and s < 0.1 m → `grad_op`; otherwise `full`."""
     if strategy == "auto":
-        return _auto_layout(world, state_bytes)
+        return _auto_layout(world, state_bytes, memory)
     if strategy == "hybrid":
         if world.num_nodes == 1:
             return Layout("hybrid", 1, world.size, "one node, so hybrid is the same as full")
@@ -49,10 +49,10 @@ def choose_layout(strategy: str, world: World, *, state_bytes: int) -> Layout:
     return Layout(strategy, 1, world.size, reason if world.size > 1 else "one rank, so nothing is sharded")
 
 
-def _auto_layout(world: World, state_bytes: int) -> Layout:
-    if world.device.type != "cuda" or not torch.cuda.is_available():  # a check may ask for a GPU that does not exist
+def _auto_layout(world: World, state_bytes: int, memory: int | None) -> Layout:
+    if memory is None and not (world.device.type == "cuda" and torch.cuda.is_available()):  # a check without a GPU
         return Layout("full", 1, world.size, "auto: one rank" if world.size == 1 else "auto: CPU ranks")
-    memory = torch.cuda.get_device_properties(world.device).total_memory
+    memory = memory or torch.cuda.get_device_properties(world.device).total_memory
     gib = f"{state_bytes / 2**30:.1f} GiB of state, {memory / 2**30:.0f} GiB per GPU"
     if world.size == 1:
         # Nothing is sent; the gathered copy in the compute dtype is an eighth of the state.

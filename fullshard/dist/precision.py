@@ -5,14 +5,12 @@ Must not know models or FSDP. Imports torch only to resolve a word for a device.
 
 from __future__ import annotations
 
-import os
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.config.part import did_you_mean
 from fullshard.errors import SetupError
+from fullshard.kernels import float8
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +21,7 @@ SPELLINGS = {
     "fp16": ("fp16", "16-mixed", "float16", "16"),
     "fp32": ("fp32", "32", "32-true", "float32", "none", "no"),
     "bf16-pure": ("bf16-pure", "bf16-true", "pure-bf16"),
+    **float8.SPELLINGS,
 }
 AS_ASKED = "as requested"
 REFUSED = ("fp16-pure", "16-true", "pure-fp16", "fp16-true")
@@ -42,7 +41,8 @@ def check_word(word: Any) -> str:
             "fp16 computes in fp16 and keeps fp32 weights"
         )
     known = [s for spellings in SPELLINGS.values() for s in spellings]
-    raise ValueError(f"not a precision{did_you_mean(text, known)}; allowed: {', '.join(SPELLINGS)}")
+    allowed = ", ".join(name for name in SPELLINGS if "emulated" not in name)
+    raise ValueError(f"not a precision{did_you_mean(text, known)}; allowed: {allowed}")
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def resolve_for(word: str, *, capability: tuple[int, int] | None, name: str = "t
             f"precision = {word}: {name} has compute capability {'.'.join(map(str, capability or ()))}, and bf16 needs "
             "8.0. Use precision: fp16 or auto."
         )
+    float8.require(word, capability=capability, name=name if capability else "this machine's CPU")
     chosen, reason = word, AS_ASKED
     if word == "auto":
         chosen = "bf16" if has_bf16 else "fp16"
@@ -104,14 +105,3 @@ def resolve_for(word: str, *, capability: tuple[int, int] | None, name: str = "t
     compute = {"fp16": torch.float16, "fp32": torch.float32}.get(chosen, torch.bfloat16)
     storage = compute if chosen == "bf16-pure" else torch.float32
     return ResolvedPrecision(chosen, storage, compute, reason, scaler=chosen == "fp16")
-
-
-def avoid_broken_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
-    """Stops oneDNN from using AMX on a virtual machine, unless ONEDNN_MAX_CPU_ISA says what to use.
-
-    Some hypervisors announce AMX but hide its tiles (CPUID leaf 0x1D is empty). oneDNN does not look there, and the
-    first bf16 product ends the process with SIGILL (github.com/uxlfoundation/oneDNN/issues/5689). Call this before
-    that product: oneDNN decides once which instructions it uses."""
-    flags = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    if flags and {"amx_bf16", "hypervisor"} <= set(flags[1].split()):
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

@@ -14,14 +14,8 @@ import torch
 import torch.distributed as dist
 
 
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
-    return tensor
-
-
-def sum_over_shards(tensor: torch.Tensor, mesh: Any) -> torch.Tensor:
-    """The sum over the ranks that together hold one copy of the model, in place."""
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=mesh.get_group("dp_shard"))
+def sum_over_ranks(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
 
 
@@ -51,9 +45,7 @@ class HostCopy:
 
 def any_rank(flag: bool, device: torch.device) -> bool:
     """True on every rank when it is true on one."""
-    tensor = torch.tensor(int(flag), device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    return bool(tensor.item())
+    return bool(max_over_ranks([int(flag)], device)[0])
 
 
 def place() -> tuple[int, int]:
@@ -61,12 +53,12 @@ def place() -> tuple[int, int]:
     return dist.get_world_size(), dist.get_rank()
 
 
-def max_over_ranks(numbers: list[int], device: torch.device) -> list[int]:
+def max_over_ranks(numbers: list[int], device: torch.device, group: Any = None) -> list[int]:
     """The largest of each number over all ranks."""
     if dist.get_world_size() == 1:
         return numbers
     tensor = torch.tensor(numbers, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return [int(number) for number in tensor.tolist()]
 
 
@@ -87,7 +79,3 @@ def gather_objects(value: Any, *, group: Any = None) -> list[Any]:
 def host_group(timeout_s: float) -> Any:
     """A group of all ranks over gloo for a second thread, whose collectives must not mix with those of training."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-
-
-def barrier(device: torch.device) -> None:
-    any_rank(False, device)

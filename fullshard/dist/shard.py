@@ -1,6 +1,6 @@
 """Shards one model over the ranks. The order is fixed here and nowhere else:
 
-    activation checkpointing → compile per block → fully_shard per block, then root → allocate → set values → proof
+    float8 → recomputation → compile per block → fully_shard per block, then root → allocate → set values → proof
 
 Edits (LoRA, frozen parts, resized embedding) come before, in the family. Must not know any model class or loss.
 """
@@ -25,6 +25,7 @@ from fullshard.dist import keep_in_fp32, recompute, single_rank, values
 from fullshard.dist.gradients import STAYS_GATHERED
 from fullshard.dist.mesh import Layout
 from fullshard.dist.wrap import WrapPlan, tied_groups, unit_parameters
+from fullshard.kernels.float8 import Float8
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class ShardPlan:
     compute: torch.dtype
     storage: torch.dtype = torch.float32
     """Of trained parameters; those of units that compute in fp32 are stored in fp32."""
+    float8: Float8 | None = None
     activation_checkpointing: str = "none"
     recompute: Mapping[str, str] = field(default_factory=dict)
     """Blocks whose activation checkpointing differs, by name."""
@@ -78,6 +80,8 @@ def shard(
     drawn = unit_parameters(module, WrapPlan(plan.wrap.blocks, plan.wrap.separate))
     template = copy.deepcopy(module)
     trainable = {name for name, p in module.named_parameters() if p.requires_grad}
+    if plan.float8:
+        plan.float8.convert(module, plan.wrap.blocks, plan.wrap.exact)
     for name in plan.wrap.blocks:
         block = module.get_submodule(name)
         asked = plan.recompute.get(name, plan.activation_checkpointing)

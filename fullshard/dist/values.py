@@ -21,6 +21,7 @@ from fullshard.dist.agreement import differences, some
 from fullshard.dist.gather import gather_tensor
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.formatting.plural import counted
+from fullshard.kernels.float8 import plain
 
 _COMPARED = 2**22
 """Longest row, in elements, that ranks compare: the experts of a large mixture have rows of gigabytes."""
@@ -54,7 +55,7 @@ def tie(module: nn.Module, ties: list[list[str]]) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's slice."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if isinstance(tensor := plain(tensor), DTensor) else tensor
 
 
 def _bounds(tensor: DTensor) -> list[int]:
@@ -79,7 +80,7 @@ def slices(tensor: DTensor) -> list[tuple[int, int]]:
 @torch.no_grad()
 def whole(tensor: DTensor) -> torch.Tensor:
     """The whole tensor on every rank. Not DTensor's `full_tensor`: over gloo its collective crashes on a GPU."""
-    rows, bounds = tensor.to_local(), _bounds(tensor)
+    rows, bounds = local(tensor), _bounds(tensor)
     shape = tensor.shape[1:]
     mine = rows.new_zeros((bounds[1], *shape))
     mine[: rows.shape[0]] = rows
@@ -173,7 +174,7 @@ def fingerprints(parameters: dict[str, nn.Parameter]) -> dict[str, int]:
         return {}
     sums = checksums(list(parameters.values()))
     mesh = _sharded(next(iter(parameters.values()))).device_mesh
-    sums = reduce.sum_over_shards(sums.to(mesh.device_type), mesh).cpu()
+    sums = reduce.sum_over_ranks(sums.to(mesh.device_type), mesh.get_group("dp_shard")).cpu()
     return dict(zip(parameters, sums.tolist(), strict=True))
 
 

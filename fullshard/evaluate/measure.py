@@ -21,6 +21,7 @@ from fullshard.dist.precision import resolve_precision
 from fullshard.errors import SetupError
 from fullshard.evaluate.source import EvaluationTarget
 from fullshard.export.source import Values, trained_as
+from fullshard.kernels.float8 import without
 from fullshard.log.console import Console
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.loaders import evaluation_inputs, loaders, num_workers, proven
@@ -87,9 +88,9 @@ def _run(
     found: Findings,
 ) -> None:
     recipe = target.reading.recipe
-    precision = resolve_precision(recipe.precision, world.device)
+    precision = resolve_precision(without(recipe.precision), world.device)
     model = sharded_model(recipe, module, world, precision, say=console.note, values=values)
-    train, validation = loaders(recipe, inputs, world, workers=num_workers(recipe, world))
+    train, validation = loaders(recipe, inputs, world, num_workers(recipe, world), inputs.plan.per_device)
     aux = frozen_models(recipe, inputs, world, precision)
     proven(recipe, model, train, world, aux)
 

@@ -16,6 +16,7 @@ from fullshard.commands.chosen_run import Here, choose, is_run
 from fullshard.config.part import kinds, part_class, plain
 from fullshard.contracts.model import Family
 from fullshard.errors import CheckpointError, SetupError
+from fullshard.faults.micro_batch import USUAL, usual
 from fullshard.formatting.yaml_text import parse_value
 from fullshard.recipes.read import Reading, read
 
@@ -95,7 +96,7 @@ def _as_it_was(options: EvaluateOptions, *, nodes: int) -> Here:
     def here(recipe: dict[str, Any], checkpoint: Path | None) -> Reading:
         recipe = for_these_ranks(recipe, checkpoint, options, nodes=nodes)
         # Nothing is trained, so any batch will do; two passes, so that a step has more than one sample.
-        batch = {"per_device": recipe.get("batch", {}).get("per_device", 8), "accumulate": 2}
+        batch = {"per_device": usual(recipe.get("batch", {}).get("per_device", USUAL), USUAL), "accumulate": 2}
         recipe = {key: value for key, value in recipe.items() if key not in ("schedule", "duration")} | {"batch": batch}
         reading = read(recipe, *options.settings)
         if options.data is None:

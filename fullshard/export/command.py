@@ -113,7 +113,7 @@ def _watched(tensors: Iterator[tuple[str, Any]], total: int, console: Console) -
 
 
 def _say_done(console: Console, out: Path, form: str, family: Family) -> None:
-    from fullshard.commands.rerun import importing
+    from fullshard.card.load_code import importing
     from fullshard.formatting import readable
 
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]

@@ -46,6 +46,8 @@ class Trained:
     base: Weights | None
     frozen: Mapping[str, int]
     """Checksums of what the checkpoint leaves out."""
+    averaged: bool
+    """Its tensors are averaged weights."""
 
     @cached_property
     def adapters(self) -> set[str]:
@@ -157,8 +159,9 @@ def trained_as(
     _check_fit(checkpoint, module, stored)
     with _advised():
         start = _weights(family, module, needed=set(_tensors_of(module)) - stored.names())
-    frozen = files.read_state(checkpoint).get("frozen") or {}
-    return Trained(checkpoint, family, processor, module, stored, start, frozen)
+    state = files.read_state(checkpoint)
+    averaged = weights != "model" and bool((state.get("recipe") or {}).get("ema"))
+    return Trained(checkpoint, family, processor, module, stored, start, state.get("frozen") or {}, averaged)
 
 
 @contextlib.contextmanager

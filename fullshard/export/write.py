@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from fullshard.card.facts import Exported
+from fullshard.card.write import write_card
+from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.tensor_files import SafetensorsStream, TensorEntry, TensorStream, in_rows
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.export.source import Trained
@@ -80,6 +83,15 @@ def write(trained: Trained, out: Path, options: ExportOptions, tensors: Iterator
             )
         extra: dict[str, Any] = asked
         trained.family.export(trained.module, tensors, hidden, processor=trained.processor, **extra)
+        write_card(hidden, _exported(trained, options.form))
+
+
+def _exported(trained: Trained, form: str) -> Exported:
+    """What the card of an export is about."""
+    state = files.read_state(trained.checkpoint)
+    step = int((state.get("progress") or {}).get("step") or 0)
+    form = "whole" if form == "hf" else form
+    return Exported(trained.family, trained.module, state, step, form, trained.averaged, run=trained.checkpoint.parent)
 
 
 def _write_state(

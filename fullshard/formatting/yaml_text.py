@@ -110,8 +110,8 @@ def shown(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
     if isinstance(value, float):
-        mantissa, _, exponent = f"{value:e}".partition("e")
-        short = f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+        short = re.sub(r"\.?0*e\+?(-?)0*(?=\d)", r"e\1", f"{value:e}")
+        short = min(f"{value:.0f}", short, key=len) if abs(value) >= 10 else short
         return short if float(short) == value and len(short) < len(repr(value)) else repr(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{shown(k)}: {shown(v)}" for k, v in value.items()) + "}"

@@ -181,12 +181,13 @@ def _make(
 ) -> list[list[int]]:
     from fullshard.dist.precision import resolve_precision
     from fullshard.generate.continue_rows import continue_rows, turns
+    from fullshard.kernels.float8 import without
     from fullshard.log.bar import Pace
     from fullshard.log.console import Bar
     from fullshard.setup.sharded_model import sharded_model
 
     recipe = source.reading.recipe
-    precision = resolve_precision(recipe.precision, world.device)
+    precision = resolve_precision(without(recipe.precision), world.device)
     model = sharded_model(recipe, source.module, world, precision, say=console.note, values=source.values)
     num_turns = len(turns(rows, 1 if way.temperature else batch_size, world.size))
     with Bar(console, "Generating", "", Pace(num_turns, clock=console.clock)) as bar:

@@ -73,11 +73,11 @@ class TokenHubModel(HubModel):
 
     def without_noise(self, module: nn.Module, *, fp32: bool) -> Self:
         quiet = super().without_noise(module, fp32=fp32)
-        half_only = fp32 and self.attention in ("varlen", "flash_attention_2")
+        half_only = fp32 and self.attention in ("varlen", "flash_attention_2", "flash_attention_4")
         return quiet.model_copy(update={"attention": "auto"}) if half_only else quiet
 
     def unpacked(self) -> Self:
-        packed = self.attention in ("varlen", "flex_attention")
+        packed = self.attention in ("varlen", "flex_attention", "flash_attention_4")
         return self.model_copy(update={"attention": "auto"}) if packed else self
 
     def attention_kernel(self) -> str:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen")
+ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "varlen", "flash_attention_4")
 
 
 class TransformersModel(TokenHubModel):
@@ -80,7 +80,7 @@ class TransformersModel(TokenHubModel):
     """Rows of embedding and head: null grows them for tokens that were added to the model's own tokenizer, true fits
     them to any tokenizer exactly, false never changes them. New rows start as the mean of the stored ones."""
     attention: str = "auto"
-    """auto, sdpa, eager, flex_attention, flash_attention_2 or varlen."""
+    """auto, sdpa, eager, flex_attention, flash_attention_2, varlen or flash_attention_4."""
 
     _trained_tokenizer: Path | None = PrivateAttr(None)
 

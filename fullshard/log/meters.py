@@ -1,49 +1,29 @@
 """Meters: how fast the run is and where its time goes.
 
-MFU = tokens per second x flops per token / (peak flops of one device x ranks), with tokens counted over all ranks,
-flops per token as the model family states them (6·N + 6·L·d·s for a decoder), those of image or audio towers added, and
-the dense peak by the vendor's data sheet. Must not know where the numbers go, and must not import torch.
+Must not know where the numbers go, and must not import torch.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from fullshard.faults.data_wait import DataWait
+from fullshard.profile.mfu import Mfu
 
 PHASES = ("data", "compute", "log", "evaluate", "save")
 PAUSES = ("evaluate", "save")
 """Phases that are not training: they count towards the length of the run, never towards a rate."""
-_PEAKS = {  # dense bf16 operations per second; fp16 where a device has no bf16
-    2500e12: "GB200",
-    2250e12: "B200",
-    989e12: "H200 GH200 H100 H800",
-    362e12: "L40S",
-    312e12: "A100 A800",
-    181e12: "L40",
-    165e12: "A30 4090",
-    150e12: "A40",
-    125e12: "A10 V100",
-    121e12: "L4",
-    71e12: "3090",
-    70e12: "A10G",
-    65e12: "T4",
-}
-_VARIANTS = {("H100", "PCIE"): 756e12, ("H100", "NVL"): 835e12}
-_SLOWER = {"LAPTOP", "MIG", "MAX", "D"}
-"""Words in a name that mark a cut-down device, whose peak the table does not know."""
 
 
 class _Window:
     """What happened since the last record."""
 
     def __init__(self, began: float) -> None:
-        self.began, self.steps, self.tokens = began, 0, 0
+        self.began, self.steps = began, 0
         self.quantities: defaultdict[str, float] = defaultdict(float)
         self.numbers: defaultdict[str, float] = defaultdict(float)
         self.time: defaultdict[str, float] = defaultdict(float)
@@ -61,10 +41,7 @@ class Meters:
     def __init__(
         self,
         *,
-        flops_per_token: float | None = None,
-        media_flops: Mapping[str, float] | None = None,
-        peak_flops: float | None = None,
-        ranks: int = 1,
+        mfu: Mfu | None = None,
         samples: int = 0,
         tokens: int = 0,
         seconds: float = 0.0,
@@ -74,13 +51,14 @@ class Meters:
         self.samples, self.tokens = samples, tokens
         self.totals = dict.fromkeys(PHASES, 0.0)
         """Seconds per phase in this process, warm-up included."""
-        self._flops_per_token, self._peak_flops, self._ranks = flops_per_token, peak_flops, ranks
-        self._media_flops = media_flops or {}
+        self.mfu = mfu
         self._clock, self._began, self._warmup = clock, clock() - seconds, warmup
         self._window = _Window(clock())
         self._peaks: dict[str, float] = {}
         self._data_wait = DataWait()
         self.advice = self._data_wait.advice
+        self.around: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        """Called around every phase, by a profile."""
 
     @property
     def seconds(self) -> float:
@@ -92,7 +70,8 @@ class Meters:
         """Adds the time of a block to one of `PHASES`."""
         began = self._clock()
         try:
-            yield
+            with self.around(name):
+                yield
         finally:
             self.add(name, self._clock() - began)
 
@@ -109,7 +88,6 @@ class Meters:
             self._window = _Window(self._clock())
             return
         self._window.steps += 1
-        self._window.tokens += tokens
         for held, found in ((self._window.quantities, quantities), (self._window.numbers, numbers)):
             for name, amount in found.items():
                 held[name] += amount
@@ -136,23 +114,9 @@ class Meters:
             return {}
         rates = {f"{name}_per_second": round(amount / seconds, 2) for name, amount in window.quantities.items()}
         rates |= {name: round(total / window.steps, 4) for name, total in window.numbers.items()}
-        if self._flops_per_token and self._peak_flops:
-            flops = window.tokens * self._flops_per_token
-            flops += sum(window.quantities[name] * each for name, each in self._media_flops.items())
-            rates["mfu"] = round(flops / seconds / (self._peak_flops * self._ranks), 4)
+        if self.mfu and (share := self.mfu.share(window.quantities, seconds)) is not None:
+            rates["mfu"] = round(share, 4)
         waited = window.time.get("data", 0.0)
         rates["data_wait"] = round(waited / seconds, 4)
         self._data_wait.add(window.steps, seconds=seconds, waited=waited)
         return rates
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Peak operations per second of one device; None if its name is not known, and then the run reports no MFU."""
-    parts = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    if parts & _SLOWER:
-        return None
-    for (name, variant), peak in _VARIANTS.items():
-        if {name, variant} <= parts:
-            return peak
-    found = [peak for peak, names in _PEAKS.items() if parts & set(names.split())]
-    return found[0] if len(found) == 1 else None

@@ -16,7 +16,10 @@ from fullshard.contracts.world import World
 from fullshard.dist.world import peaks
 from fullshard.faults import beat
 from fullshard.log.console import Bar, Console
-from fullshard.log.meters import Meters, peak_flops
+from fullshard.log.meters import Meters
+from fullshard.profile.limits import Limits
+from fullshard.profile.mfu import Mfu
+from fullshard.profile.verdict import Tuning
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Report:
     gpu_use: Callable[[], dict[str, float]] = dict
     """How busy the GPUs were since the last call, if that is known."""
     meters: Meters = field(default_factory=Meters, init=False)
-    workers: int = field(default=0, init=False)
+    limits: Limits = field(init=False)
     _bar: Bar = field(init=False)
 
     def measure(
@@ -39,16 +42,14 @@ class Report:
         *,
         flops: tuple[float, dict[str, float]],
         quantities: Sequence[Quantity],
-        workers: int,
+        tuning: Tuning,
     ) -> None:
         """Starts the meters, at `progress` for a run that is resumed; speed is logged in `quantities`."""
-        self.workers = workers
+        self.limits = Limits(tuning, self.console.say, self.event)
         self.console.speeds = {each.name: each.short for each in quantities if each.short}
+        main = quantities[0].name if quantities else "tokens"
         self.meters = Meters(
-            flops_per_token=flops[0],
-            media_flops=flops[1],
-            peak_flops=peak_flops(self.world.device_name),
-            ranks=self.world.size,
+            mfu=Mfu.of(main, flops, device=self.world.device_name, ranks=self.world.size),
             samples=progress.samples,
             tokens=progress.tokens,
             seconds=progress.seconds,
@@ -77,8 +78,9 @@ class Report:
             self.write(record)
             self._bar.advance(numbers["loss"])
             self._bar.log(record)
-            if self.world.is_main and (advice := self.meters.advice(workers=self.workers)):
+            if self.world.is_main and (advice := self.meters.advice(workers=self.limits.tuning.workers)):
                 self.console.warn(advice)
+            self.limits.say(record)
 
     def event(self, name: str, step: int, **facts: Any) -> None:
         self.write({"kind": "event", "event": name, "step": step, **facts})
@@ -87,5 +89,7 @@ class Report:
         if numbers:
             self.write({"kind": "validation", "step": step, "epoch": epoch, **numbers})
             self.console.validated(numbers)
+        if texts:
+            self.event("texts", step, texts=list(texts))
         for text in texts:
             self.console.say(text)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.hf.architecture.varlen_attention import register
+from fullshard.kernels.varlen_attention import register
 
 NAME = "fullshard_flash_varlen"
 """Transformers passes bounds to a kernel with "flash" in its name."""

@@ -18,8 +18,8 @@ from fullshard.contracts.launcher import Topology
 from fullshard.contracts.world import World
 from fullshard.dist import env, reduce
 from fullshard.dist import world as worlds
-from fullshard.dist.precision import avoid_broken_amx
 from fullshard.errors import SetupError
+from fullshard.kernels.amx import avoid_broken_amx
 from fullshard.recipe import Recipe
 from fullshard.setup.on_ranks import check_launch
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fullshard.card.load_code import importing
 from fullshard.checkpoint import folder as files
-from fullshard.commands.rerun import importing
 from fullshard.contracts.progress import Result as Ended
 from fullshard.errors import CheckpointError, SetupError
 from fullshard.formatting.plural import counted

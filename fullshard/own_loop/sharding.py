@@ -25,6 +25,7 @@ from fullshard.dist.shard import ShardPlan, fsdp_modules
 from fullshard.dist.shard import shard as shard_module
 from fullshard.dist.wrap import WrapPlan, find_blocks
 from fullshard.errors import RecipeError, SetupError
+from fullshard.kernels.float8 import Float8
 from fullshard.own_loop.arguments import require_norm, require_wrap, whole_number
 from fullshard.own_loop.ranks import init, require_joined
 from fullshard.own_loop.values import OwnModule, values_of
@@ -111,6 +112,7 @@ def _plan(
         layout=choose_layout(asked.strategy, world, state_bytes=16 * trained + 4 * frozen),
         compute=precision.compute,
         storage=precision.storage,
+        float8=Float8.of(precision.word),
         activation_checkpointing=asked.activation_checkpointing,
         compile=bool(asked.compile),
         cpu_offload=asked.cpu_offload,

@@ -92,15 +92,17 @@ def plan(recipe: Recipe, place: Place, inputs: RunInputs, *, cases: tuple[str, .
     other_world = 2 if world == 1 else world // 2
     gpus = len(place.ranks.device_ids) if place.ranks.device_ids else place.num_gpus
     shared = place.device == "cuda" and other_world > gpus
-    own, split = _splits(recipe.batch.per_device, half=place.half)
+    per_device = inputs.plan.per_device
+    recipe = _batch(recipe, per_device)
+    own, split = _splits(per_device, half=place.half)
     # Two ranks on one GPU share its memory.
     elsewhere = min(own, split) if shared else own
     # A step that all runs can divide.
-    passes = [recipe.batch.per_device * world, own * world, own * other_world, split * world, elsewhere * other_world]
-    step = _samples(samples_per_step, math.lcm(*passes), recipe.batch.per_device * world)
+    passes = [per_device * world, own * world, own * other_world, split * world, elsewhere * other_world]
+    step = _samples(samples_per_step, math.lcm(*passes), per_device * world)
     straight = _shrunk(recipe, place, samples=step)
     quiet, removed, noisy = _without_noise(recipe, inputs.module, inputs.processor, half=place.half)
-    changed = bool(removed) or own != recipe.batch.per_device
+    changed = bool(removed) or own != per_device
     base = _with(straight, **{key: getattr(quiet, key) for key in ("model", "precision", "optimizer")})
     base = _batch(base, own)
     wanted = {name for name in cases if name != "resume"}

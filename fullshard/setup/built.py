@@ -5,21 +5,24 @@ Must not know data, checkpoints or the loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from fullshard.contracts.progress import Progress
 from fullshard.contracts.world import World
+from fullshard.dist import reduce
 from fullshard.dist.average import Average
 from fullshard.dist.precision import resolve_precision
 from fullshard.faults.judge import Judge
+from fullshard.faults.parts import memory
+from fullshard.log.report import Report
 from fullshard.loop import Parts
 from fullshard.proofs.first_update import FirstUpdate
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.sharded_model import ShardedModel, frozen_models, sharded_model
+from fullshard.setup.step_plan import StepPlan
 from fullshard.step import Learner
 
 
@@ -29,16 +32,17 @@ class Built:
 
     parts: Parts
     model: ShardedModel
+    plan: StepPlan
     proofs: list[str]
     """What was proven before the first step."""
     workers: int
 
 
 def make_learner(
-    recipe: Recipe, inputs: RunInputs, world: World, progress: Progress, *, say: Callable[[str], None]
+    recipe: Recipe, inputs: RunInputs, world: World, progress: Progress, *, report: Report
 ) -> tuple[ShardedModel, Learner]:
-    """The sharded model and what a step trains with. `say` gets what was decided, and what the first update proved."""
-    precision = resolve_precision(recipe.precision, world.device)
+    """The sharded model and what a step trains with. `report` says what was decided and what an update proved."""
+    precision, say = resolve_precision(recipe.precision, world.device), report.console.note
     if line := precision.switched():
         say(line)
     model = sharded_model(recipe, inputs.module, world, precision, say=say)
@@ -57,5 +61,6 @@ def make_learner(
         first_update=FirstUpdate(model.module, optimizer, say=say, resting=recipe.model.resting(model.module)),
         guard=Judge(recipe.guard, progress.guard.get("losses", ()), device=world.device, model=model.module),
         average=Average(model.module, optimizer, recipe.ema, progress) if recipe.ema else None,
+        memory=memory(recipe.batch, [model.module, *aux.values()], inputs.plan, progress, report, reduce),
         device=world.device,
     )

@@ -38,9 +38,9 @@ def num_workers(recipe: Recipe, world: World) -> int:
     return recipe.data.workers if recipe.data.workers is not None else (2 if world.device.type == "cuda" else 0)
 
 
-def loaders(recipe: Recipe, inputs: RunInputs, world: World, *, workers: int) -> tuple[Loader, Loader | None]:
+def loaders(recipe: Recipe, inputs: RunInputs, world: World, workers: int, size: int) -> tuple[Loader, Loader | None]:
     """The loaders of the training data and of the validation data; None: without validation data."""
-    data, plan = inputs.data, inputs.plan
+    data, plan = inputs.data, inputs.plan.of(size)
 
     def loader(samples: Any, **more: Any) -> Loader:
         return Loader(

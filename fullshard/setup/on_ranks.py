@@ -45,7 +45,7 @@ def as_rank(topology: Topology, *, silent: bool = False) -> Iterator[tuple[Conso
     """This process as one rank, with its environment checked. Yields a console, and a function that connects the ranks,
     to be called when everything that one rank does alone is done."""
     from fullshard.dist import world as worlds
-    from fullshard.dist.precision import avoid_broken_amx
+    from fullshard.kernels.amx import avoid_broken_amx
     from fullshard.log import libraries
     from fullshard.log.console import Console
 

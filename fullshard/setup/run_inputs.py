@@ -23,6 +23,7 @@ from fullshard.control.resume import ResumePoint, resume_point
 from fullshard.data.loader import Loader
 from fullshard.data.prepare import Prepared, prepare, texts
 from fullshard.errors import DataError, RecipeError
+from fullshard.faults.micro_batch import refuse
 from fullshard.log.console import Console
 from fullshard.multimodal.balance import chosen
 from fullshard.proofs.same_data import inventory
@@ -70,6 +71,7 @@ def resume_run(recipe: Recipe, inputs: RunInputs, checkpoint: Path | None, *, an
 
 def prepare_inputs(recipe: Recipe, *, world_size: int, console: Console) -> RunInputs:
     """Fetches, builds and encodes. Caches are locked, so that each node does the work once."""
+    refuse(recipe)
     sources = OpenSources(recipe)
     processor = find_processor(recipe, sources)
     # Before the data: a wrong model is found in seconds, encoding may take an hour.
@@ -165,7 +167,7 @@ def prepare_data(
         **data.encoder.identity(data.train_from.store),
         **flat({"data": {"encode": plain(data.encoder.settings), "balance": chosen(recipe.data.balance, data)}}),
     }
-    per_device = recipe.evaluate.per_device or recipe.batch.per_device
+    per_device = recipe.evaluate.per_device or plan.per_device
     return RunInputs(processor, module, data, plan, per_device, identity, inventory(sources.train))
 
 

@@ -15,6 +15,7 @@ from fullshard.contracts.optimizer import describe_groups
 from fullshard.contracts.world import World
 from fullshard.control.triggers import Due
 from fullshard.dist.recompute import of_block
+from fullshard.faults.micro_batch import described
 from fullshard.formatting.plural import counted
 from fullshard.multimodal import balance
 from fullshard.recipe import Recipe
@@ -37,12 +38,13 @@ def header_rows(
         ("units", _units(built)),
         ("precision", built.model.precision.describe()),
         *_kept_in_fp32(built),
+        *_float8(built),
         ("attention", built.model.kernels),
         ("compile", _compile(built)),
         ("recompute", _recompute(built)),
         *_dropout(built),
     ]
-    for line in [*inputs.data.report, *inputs.plan.describe()]:
+    for line in [*inputs.data.report, *built.plan.describe()]:
         label, _, text = line.partition(": ")
         rows.append((label, text) if text else ("data", line))
     rows += balance.described(recipe.data.balance, inputs.data)
@@ -59,6 +61,8 @@ def header_rows(
         ("export", _exported(recipe, built)),
         ("guard", recipe.guard.describe()),
     ]
+    rows += [("MFU", mfu.describe())] if (mfu := built.parts.report.meters.mfu) else []
+    rows += [("memory", line) for line in described(recipe.batch, built.plan.per_device)]
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:
         rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))
@@ -79,6 +83,7 @@ def resolved(recipe: Recipe, inputs: RunInputs, world: World, built: Built) -> R
             "workers": built.workers,
             "balance": balance.chosen(recipe.data.balance, inputs.data),
         },
+        "batch": {"per_device": built.plan.per_device},
         "topology": {"device": world.device.type, "backend": world.backend, "devices": world.local_size},
         "checkpoint": checkpoint,
     }
@@ -134,6 +139,13 @@ def _kept_in_fp32(built: Built) -> list[tuple[str, str]]:
             f"with the module around them: {', '.join(wrap.inexact[:2])} ..."
         )
     return [("in fp32", line) for line in lines]
+
+
+def _float8(built: Built) -> list[tuple[str, str]]:
+    plan = built.model.plan
+    return (
+        [("float8", plan.float8.describe(built.model.module, plan.wrap.blocks, plan.wrap.exact))] if plan.float8 else []
+    )
 
 
 def _optimizer(recipe: Recipe, inputs: RunInputs) -> str:

@@ -20,6 +20,8 @@ from fullshard.dist.precision import ResolvedPrecision, resolve_precision
 from fullshard.dist.shard import ShardPlan, Unit, shard
 from fullshard.dist.wrap import find_blocks
 from fullshard.errors import RecipeError
+from fullshard.fast import run as fast
+from fullshard.kernels.float8 import Float8
 from fullshard.recipe import Recipe
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import cache_folder, encoder_of
@@ -51,14 +53,18 @@ def sharded_model(
     """Shards the empty module, with the weights that the recipe starts from, or with those of a checkpoint."""
     if recipe.sharding.sync_batchnorm:
         module = sync_batchnorm(module, world, say=say)
-    plan = _with_groups(recipe, module, shard_plan(recipe, module, world, precision))
+    plan = with_groups(recipe, module, shard_plan(recipe, module, world, precision))
     family, device = recipe.model, world.device
     kernels = family.choose_kernels(module, device=device.type, compute=precision.compute, packed=recipe.data.pack)
     flops = family.flops_per_token(module, length=recipe.data.sequence_length), family.media_flops(module)
     weights = values or family.weights(module)
     mesh = make_mesh(plan.layout, world)
     units = shard(module, plan, mesh, family=family, weights=weights, device=device, seed=recipe.seed)
-    return ShardedModel(module, precision, plan, units, kernels, flops, _frozen_in(recipe, module, weights))
+    plan = fast.prepare(module, plan, mesh, device)
+    # Frozen parameters that can be read again from the model's own folder; a checkpoint they came from may go.
+    stored = weights.names() if weights and family.stored_in() is not None else set()
+    left_out = frozenset(name for name, p in module.named_parameters() if not p.requires_grad and name in stored)
+    return ShardedModel(module, precision, plan, units, kernels, flops, left_out)
 
 
 def shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: ResolvedPrecision) -> ShardPlan:
@@ -78,6 +84,7 @@ def shard_plan(recipe: Recipe, module: nn.Module, world: World, precision: Resol
         layout=layout,
         compute=precision.compute,
         storage=precision.storage,
+        float8=Float8.of(precision.word),
         activation_checkpointing=sharding.activation_checkpointing,
         compile=world.device.type == "cuda" if sharding.compile is None else sharding.compile,
         cpu_offload=sharding.cpu_offload,
@@ -103,7 +110,7 @@ def sync_batchnorm(module: nn.Module, world: World, *, say: Callable[[str], None
     return nn.SyncBatchNorm.convert_sync_batchnorm(module) if world.size > 1 else module
 
 
-def _with_groups(recipe: Recipe, module: nn.Module, plan: ShardPlan) -> ShardPlan:
+def with_groups(recipe: Recipe, module: nn.Module, plan: ShardPlan) -> ShardPlan:
     """The plan with the recomputation that parameter groups ask for."""
     blocks = {
         name: [f"{name}.{n}" for n, _ in module.get_submodule(name).named_parameters()] for name in plan.wrap.blocks
@@ -111,12 +118,6 @@ def _with_groups(recipe: Recipe, module: nn.Module, plan: ShardPlan) -> ShardPla
     return replace(
         plan, recompute=recompute_by_block([*(recipe.optimizer.by_name or []), *recipe.model.groups(module)], blocks)
     )
-
-
-def _frozen_in(recipe: Recipe, module: nn.Module, weights: Weights | None) -> frozenset[str]:
-    """Frozen parameters that can be read again from the model's own folder; a checkpoint they came from may go."""
-    stored = weights.names() if weights and recipe.model.stored_in() is not None else set()
-    return frozenset(name for name, p in module.named_parameters() if not p.requires_grad and name in stored)
 
 
 def frozen_models(
@@ -146,7 +147,8 @@ def _frozen(
     if weights is None:
         raise RecipeError(f"objective.{name}: it is never trained, so it needs weights to start from: give its path.")
     other = recipe.model_copy(update={"model": family})
-    plan = replace(shard_plan(other, module, world, precision), activation_checkpointing="none", compile=False)
+    plan = shard_plan(other, module, world, precision)
+    plan = replace(plan, float8=None, activation_checkpointing="none", compile=False)
     # A frozen model may need its own precision, such as a VAE that overflows in fp16.
     if own := family.compute_precision():
         plan = replace(plan, compute=resolve_precision(own, world.device).compute)

@@ -6,10 +6,11 @@ Pure numbers, so that a laptop can say what a cluster will do. Must not know tor
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from fullshard.errors import RecipeError
+from fullshard.faults.micro_batch import usual
 from fullshard.formatting.plural import counted
 from fullshard.recipe import Batch, Duration
 
@@ -34,6 +35,10 @@ class StepPlan:
     def global_size(self) -> int:
         """Rows in one step over all ranks."""
         return self.per_device * self.accumulate * self.world
+
+    def of(self, per_device: int) -> StepPlan:
+        """The same steps in other micro-batches."""
+        return replace(self, per_device=per_device, accumulate=self.per_device * self.accumulate // per_device)
 
     @property
     def epochs(self) -> float:
@@ -60,7 +65,7 @@ def plan_steps(batch: Batch, duration: Duration, *, num_rows: int, world: int, p
     """Works out the steps of a run from these sections of its recipe."""
     if num_rows < 1:
         raise RecipeError("data.train gives no sample to train on. Check the path, and that its records hold text.")
-    per_device, accumulate = batch.per_device, batch.accumulate or 1
+    per_device, accumulate = usual(batch.per_device, (batch.global_size or 0) // world), batch.accumulate or 1
     if batch.global_size is not None:
         accumulate = _accumulation(batch.global_size, per_device=per_device, world=world)
     steps_per_epoch = math.ceil(num_rows / (per_device * accumulate * world))

@@ -35,7 +35,9 @@ class WeightsAndBiases(Sink):
 
     @property
     def mode_in_force(self) -> str:
-        return self.mode or _mode_of_variables()
+        disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes")
+        mode = "disabled" if disabled else os.environ.get("WANDB_MODE") or "online"
+        return self.mode or {"dryrun": "offline", "run": "online"}.get(mode, mode)
 
     def packages(self) -> Mapping[str, str]:
         return {} if self.mode_in_force == "disabled" else {"wandb": "fullshard[wandb]"}
@@ -106,13 +108,6 @@ class _Open(OpenSink):
 class _Disabled(OpenSink):
     def write(self, record: dict[str, Any]) -> None:
         """Nothing is kept."""
-
-
-def _mode_of_variables() -> str:
-    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes"):
-        return "disabled"
-    mode = os.environ.get("WANDB_MODE") or "online"
-    return {"dryrun": "offline", "run": "online"}.get(mode, mode)
 
 
 def _settings() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fullshard.contracts.data import IGNORE
+from fullshard.fast import cross_entropy as fast
 
 CHUNK_RANGE = (2**27, 2**30)
 """The minimum and maximum number of logits in memory at a time. The gradient of the weight is accumulated once per
@@ -33,6 +34,8 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         # Inside, `needs_input_grad` says what requires grad, even under no_grad.
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
+    if fast.serves(hidden, weight):
+        return fast.of_head(hidden, weight, bias, targets, scale, softcap, chunk_length)
     loss, correct = _LinearCrossEntropy.apply(hidden, weight, bias, targets, scale, softcap)
     return loss, correct
 

@@ -31,6 +31,8 @@ SERVING = (
     "multimodal",
     "similarity",
     "text",
+    # Products and attention that only some processors have; torch's own are used without them.
+    "kernels",
     # Other tools' keys and files, translated or answered.
     "dialects",
     # Several runs in a row, and the library for those who keep their own loop: both call the engine.
@@ -40,8 +42,18 @@ SERVING = (
     "submit",
     "faults",
     "autopsy",
+    # Faster ways to compute the same on one kind of device; the engine works without them.
+    "fast",
     # Faults that happen on purpose.
     "drills",
+    # The card of an exported model, the table of runs, and where the time of a run goes.
+    "card",
+    "runs",
+    "profile",
+    # One page about runs.
+    "report",
+    # Memory and time of a run before it starts.
+    "plan",
 )
 """What is not the engine. Everything else in the package is."""
 

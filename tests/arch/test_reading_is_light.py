@@ -59,3 +59,26 @@ def test_reading_a_recipe_with_a_users_own_part_imports_nothing_heavy(tmp_path: 
         "from fullshard import read\nassert read('quickstart', 'schedule={kind: mine.Flat}').schedule.factor(0, 1) == 1"
     )
     assert imported(read, folder=tmp_path) == ""
+
+
+def test_training_says_something_before_torch_is_imported(tmp_path: Path) -> None:
+    code = """
+import os
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print("torch is imported now", flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Watch())
+sys.argv = ["fullshard", "train", "quickstart"]
+from fullshard.__main__ import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    first, last = done.stdout.splitlines()
+    assert first == f"Starting quickstart; its run folder is {Path('runs') / 'quickstart'}."
+    assert last == "torch is imported now"

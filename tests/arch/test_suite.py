@@ -21,5 +21,6 @@ def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
 def test_no_test_is_skipped() -> None:
     words = re.compile(r"pytest\.(mark\.)?(skip|skipif|importorskip|xfail)\b")
     found = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py") if words.search(path.read_text())}
-    # Two nodes need network namespaces, jobs the programs of Slurm, which `make` installs.
-    assert found <= {"arch/test_suite.py", "dist/test_two_nodes.py", "submit/test_slurm.py"}
+    # Two nodes need network namespaces, jobs the programs of Slurm, pages a browser, which `make` installs.
+    allowed = {"arch/test_suite.py", "dist/test_two_nodes.py", "submit/test_slurm.py", "report/test_in_a_browser.py"}
+    assert found <= allowed

@@ -82,7 +82,7 @@ def prepare(folder: Path) -> None:
     import fullshard.log.all_sinks
     import fullshard.log.libraries
     import fullshard.run  # noqa: F401
-    from fullshard.dist.precision import avoid_broken_amx
+    from fullshard.kernels.amx import avoid_broken_amx
     from fullshard.log.console import Console
     from fullshard.recipes.read import read
     from fullshard.setup.run_inputs import prepare_inputs

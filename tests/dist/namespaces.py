@@ -44,6 +44,10 @@ class Nodes:
         """Pulls the cable."""
         _ip("-n", self.names[0], "link", "set", "cable0", "down")
 
+    def join(self) -> None:
+        """Plugs it in again."""
+        _ip("-n", self.names[0], "link", "set", "cable0", "up")
+
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[Nodes]:

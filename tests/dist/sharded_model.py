@@ -22,13 +22,18 @@ half = pytest.mark.parametrize("compute", HALVES.values(), ids=HALVES)
 
 
 def spread(
-    settings: dict[str, Any], compute: torch.dtype, *, recompute: str = "none", storage: torch.dtype = torch.float32
+    settings: dict[str, Any],
+    compute: torch.dtype,
+    *,
+    recompute: str = "none",
+    storage: torch.dtype = torch.float32,
+    strategy: str = "full",
 ) -> tuple[Any, ShardPlan, list[Unit]]:
     """A model as a run spreads it over its ranks."""
     world = join(device="cpu", backend="gloo", timeout_s=60)
     family = decode(Family, settings, where="model")
     module = family.build(processor=None)
-    layout = choose_layout("full", world, state_bytes=0)
+    layout = choose_layout(strategy, world, state_bytes=0)
     wrap = find_blocks(module, hints=family.blocks(module))
     plan = ShardPlan(wrap, layout, compute, storage, activation_checkpointing=recompute)
     units = shard(

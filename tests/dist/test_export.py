@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from fullshard.cli import app
+from fullshard.log.metrics import read as read_metrics
+from tests.cards import card, run_code
 from tests.near import assert_near
 from tests.ranks import RankPool
-from tests.small import VOCABULARY, model_folder, recipe, token_file, train
+from tests.small import VOCABULARY, curve, model_folder, recipe, token_file, train
 
 IDS = torch.arange(30).mul(7).remainder(VOCABULARY).reshape(2, 15)
 
@@ -151,6 +154,38 @@ def test_merged_is_what_peft_merges(folder: Path, tmp_path: Path, adapted: Any) 
     for name, tensor in expected.items():
         assert_near(found[name], tensor, within=1e-6)
     assert_near(logits(model), logits(adapted))
+
+
+@pytest.mark.parametrize("form", ["hf", "adapter", "merged"])
+def test_the_card_of_every_form_is_valid_and_its_code_runs(
+    folder: Path, tmp_path: Path, trained: torch.Tensor, adapted: Any, form: str
+) -> None:
+    run = folder / "runs" / ("whole" if form == "hf" else "adapters")
+    export(run, tmp_path / "out", "--as", form)
+    for place in (tmp_path / "out", *([] if form == "merged" else [run / "model"])):
+        found = card(place)
+        assert found.data.library_name == ("peft" if form == "adapter" else "transformers")
+        assert "the weights of step 2. Training started from `model`" in found.text
+        assert "| train.jsonl | 32 | " in found.text
+        assert "2 steps over 32 rows" in found.text
+        losses = curve(read_metrics(run / "metrics.jsonl"), "loss")
+        assert f"up to step 2 is {losses[-1][0]:.4f}" in found.text
+        assert yaml.safe_load(found.text.split("```yaml")[1].split("```")[0])["optimizer"]["lr"] == 5e-2
+        assert str(folder) not in found.text
+        assert_near(logits(run_code(place)["model"]), trained if form == "hf" else logits(adapted))
+
+
+def test_a_longer_run_keeps_the_card_that_was_edited(folder: Path, ranks: RankPool) -> None:
+    model = folder / "runs" / "edited" / "model"
+    for steps in (1, 2, 3):
+        ranks.run(train, recipe(folder, name="edited", duration={"steps": steps}, schedule="constant"), world=1)
+        if steps == 2:
+            assert "the weights of step 2." in card(model).text, "a card as it was written is replaced"
+            text = (model / "README.md").read_text().replace("# license: fill this in", "license: mit #")
+            (model / "README.md").write_text(text)
+    assert (model / "README.md").read_text() == text
+    assert "the weights of step 3." in (model / "README.new.md").read_text()
+    assert "was edited, so it stays" in (model.parent / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("ending", ["safetensors", "pt"])

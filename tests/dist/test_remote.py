@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,19 +181,25 @@ def test_a_store_that_fails_in_the_middle_stops_every_rank_with_the_reason(
     assert [path.name for path in files.published(store(chosen))] == ["checkpoint-2", "checkpoint-4"]
 
 
-@pytest.mark.parametrize(("background", "name"), [(False, "__1_0.distcp"), (True, "manifest.json")])
+@pytest.mark.parametrize(
+    ("background", "name", "waits"),
+    [
+        (False, "__1_0.distcp", [1, 2]),
+        (True, "manifest.json", [1, 2]),
+        pytest.param(True, "__0_0.distcp", [1, 2, 4, 8, 16], marks=pytest.mark.slow),  # half a minute
+    ],
+)
 def test_a_store_that_is_gone_for_a_while_delays_a_save_and_loses_nothing(
-    ranks: RankPool, folder: Path, background: bool, name: str
+    ranks: RankPool, folder: Path, background: bool, name: str, waits: list[int]
 ) -> None:
     place = folder / f"back-{name}"
     saving = {"store": bucket.url(place), "every_steps": 2, "asynchronous": background, "at_end": False}
     chosen = settings(folder, f"back-{name}", duration={"steps": 6}, checkpoint=saving)
-    (place / bucket.REFUSING).write_text(f"checkpoint-4/{name}\n2")
+    (place / bucket.REFUSING).write_text(f"checkpoint-4/{name}\n{len(waits)}")
     assert ranks.run(outcome, chosen, world=2) == [("stopped", "done")] * 2
     said = " ".join((folder / "runs" / chosen["name"] / "log.txt").read_text().split())
     assert f"LibraryError: 503 SlowDown for {name}" in said
-    assert "Trying again in 1 s." in said
-    assert "Trying again in 2 s." in said
+    assert sorted({int(wait) for wait in re.findall(r"Trying again in (\d+) s\.", said)}) == waits
     assert [path.name for path in files.published(store(chosen))] == [f"checkpoint-{step}" for step in (2, 4, 6)]
     assert not [line for path in files.published(store(chosen)) for line in integrity.problems(path)]
 

@@ -30,7 +30,7 @@ LOAD = "fullshard.build:build"
 EVALUATE = "fullshard.evaluations.loss/Loss:run"
 EXPORT = "fullshard.checkpoint.saver/Saver:export"
 UNSAVED = "before the first step: nothing to save. Run the same command again.\n"
-UNDER_WAY = ": the step in progress is finished and saved. A second signal stops at once."
+UNDER_WAY = ": saving after the step in progress. A second signal stops at once."
 
 
 @pytest.fixture(scope="module")

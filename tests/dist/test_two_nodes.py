@@ -30,13 +30,20 @@ MET = ("--node-rank", "1", "--master", "zero:29500")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Nodes]:
+@contextmanager
+def made(folder: Path) -> Iterator[Nodes]:
     try:
-        with two_nodes(tmp_path) as made:
-            yield made
+        with two_nodes(folder) as found:
+            yield found
     except NotPermitted as reason:
         pytest.skip(f"network namespaces are not permitted here: {reason}")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, two: object) -> Iterator[Nodes]:
+    """After `two`, which makes its own for a while."""
+    with made(tmp_path) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +102,17 @@ def losses(run: Path) -> list[tuple[float, ...]]:
     return curve(read(run / FILE), "loss", "grad_norm")
 
 
-def test_two_nodes_equal_one_and_restart_together(nodes: Nodes, folder: Path, one_node: Path) -> None:
-    straight, faulty = folder / "runs" / "two", folder / "runs" / "restarted"
-    with both(nodes, words(folder, "two", "--devices", "2")) as running:
-        ends = [process.communicate(timeout=200) for process in running]
-    assert [process.returncode for process in running] == [0, 0], ends
+@pytest.fixture(scope="module")
+def two(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[str, str]]]:
+    """Two ranks on each of two nodes, and nothing happens to them: the run folder, and what each node printed."""
+    with made(tmp_path_factory.mktemp("straight")) as nodes, both(nodes, words(folder, "two", "--devices", "2")) as run:
+        ends = [process.communicate(timeout=200) for process in run]
+    assert [process.returncode for process in run] == [0, 0], ends
+    return folder / "runs" / "two", ends
+
+
+def test_two_nodes_equal_one(two: tuple[Path, list[tuple[str, str]]], one_node: Path) -> None:
+    straight, ends = two
     for node, (_, err) in enumerate(ends):
         host = ("first", "second")[node]
         assert (
@@ -111,6 +124,9 @@ def test_two_nodes_equal_one_and_restart_together(nodes: Nodes, folder: Path, on
     for found, expected in zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True):
         assert_near(found, expected)  # gradients are added up in another order
 
+
+def test_two_nodes_restart_together(nodes: Nodes, folder: Path, two: tuple[Path, list[tuple[str, str]]]) -> None:
+    faulty = folder / "runs" / "restarted"
     faults = json.dumps([{"do": "kill", "rank": 3, "step": 4, "attempt": 0}])
     with both(nodes, words(folder, "restarted", "--devices", "2", "--restarts", "2"), FAULTS=faults) as running:
         ends = [process.communicate(timeout=200) for process in running]
@@ -118,8 +134,25 @@ def test_two_nodes_equal_one_and_restart_together(nodes: Nodes, folder: Path, on
     for _, err in ends:
         assert err.count("Restart 1 of 2: rank 3 on node 1 (host second) was ended by SIGKILL in step 4.") == 1
         assert "All 4 ranks start again" in err
-    assert_equal_runs(faulty, straight, steps=STEPS)
+    assert_equal_runs(faulty, two[0], steps=STEPS)
     assert len(restarts(faulty)) == 1
+
+
+def test_a_network_that_comes_back_in_time_costs_nothing(
+    nodes: Nodes, folder: Path, two: tuple[Path, list[tuple[str, str]]]
+) -> None:
+    run = folder / "runs" / "back"
+    with both(nodes, words(folder, "back", "--devices", "2", "--restarts", "2"), STEP_S="0.5") as running:
+        await_step(running, run, 2)
+        nodes.cut()
+        time.sleep(8)
+        before = last_step(run / FILE) or 0
+        nodes.join()
+        ends = [process.communicate(timeout=200) for process in running]
+    assert [process.returncode for process in running] == [0, 0], ends
+    assert before < STEPS, "it was cut off while it trained"
+    assert all("Restart" not in err for _, err in ends), ends
+    assert_equal_runs(run, two[0], steps=STEPS)
 
 
 def cut(nodes: Nodes, running: list[subprocess.Popen[str]]) -> list[int]:

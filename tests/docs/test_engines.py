@@ -72,7 +72,7 @@ def test_skypilot_recovers_what_was_saved() -> None:
 @pytest.mark.parametrize("line", SUBMISSIONS)
 def test_the_commands_for_kubernetes_write_a_job(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    values = recipe(tmp_path, name="a", output="runs", topology={"device": "auto"})
+    values = recipe(tmp_path, name="a", output="runs", topology={"device": "auto"}, batch={"global": None})
     Path("recipe.yaml").write_text(json.dumps(values))
     words = shlex.split(line)[1:]
     done = CliRunner().invoke(app, [*words, *([] if "--dry-run" in words else ["--dry-run"])])
@@ -84,7 +84,7 @@ def test_the_commands_for_kubernetes_write_a_job(line: str, tmp_path: Path, monk
 def test_the_page_names_every_option() -> None:
     named = set(re.findall(r"--[a-z][a-z-]*", PAGES["kubernetes"]))
     assert set(option_names(Kubernetes)) <= named
-    assert named <= {*option_names(Kubernetes), "--on", "--nodes", "--devices", "--dry-run"}
+    assert named <= {*option_names(Kubernetes), "--on", "--nodes", "--devices", "--restarts", "--dry-run"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from fullshard.cli import app
+from fullshard.config.part import kinds
+from fullshard.submit.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -104,3 +106,23 @@ def test_make_targets_are_the_two_commands() -> None:
     assert "fullshard train quickstart" in makefile
     assert re.findall(r"make (\w+)", blocks("bash")[0]) == ["quickstart", "test"]
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys() - {"test", "check", "docs"}
+    listed = README.partition("\nExtras: ")[2].partition("\n\n")[0]
+    assert set(re.findall(r"fullshard\[(\w+)\]", listed)) == extras
+
+
+def test_pages_install_from_the_folder() -> None:
+    """No package index has fullshard."""
+    pages = [path for path in (ROOT / "docs").glob("*.md") if path.name != "troubleshooting.md"]
+    for path in [ROOT / "README.md", *pages]:
+        assert not re.findall(r"pip install '?fullshard.*", path.read_text()), path.name
+
+
+def test_every_engine_is_named() -> None:
+    row = next(line for line in README.splitlines() if line.startswith("| launching |"))
+    for engine in kinds(Engine):
+        assert engine in row.lower()

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fullshard.card.load_code import importing
 from fullshard.cli import app
 from fullshard.commands import rerun
 from fullshard.log.metrics import read as read_metrics
@@ -179,7 +180,7 @@ def test_under_a_single_node_launcher_the_command_names_it_and_its_ranks(
     ],
 )
 def test_printed_python_lines_include_their_imports(line: str, expected: str) -> None:
-    assert rerun.importing(line) == expected + line
+    assert importing(line) == expected + line
 
 
 def test_without_a_loader_no_python_line_is_printed(say: Say) -> None:

@@ -18,6 +18,7 @@ from fullshard.errors import NumericalError, RecipeError, SetupError
 from fullshard.explain import crash
 from fullshard.explain.ended import how
 from fullshard.explain.error_file import handed_over
+from fullshard.explain.match import explain
 from fullshard.faults.end import End, Failure, explained
 
 LAUNCHED = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "MASTER_ADDR", "MASTER_PORT", crash.REPORTED_BY_LAUNCHER)
@@ -259,6 +260,32 @@ def test_the_launcher_reports_a_killed_rank(run: Path, tmp_path: Path, monkeypat
 )
 def test_which_rank_was_first(codes: dict[int, tuple[int, int]], first: int) -> None:
     assert End({rank: Failure(code, 1, when) for rank, (code, when) in codes.items()}).rank == first
+
+
+def test_a_hang_is_the_fault_of_the_rank_that_the_others_wait_for() -> None:
+    hang = "The run hangs at step 68: no rank has moved for 31 s.\n  Rank 0 keeps the others waiting.\n  The ranks end."
+    end = End({1: Failure(1, 7, 10.0, crash.LastWords(hang, None, hang)), 0: Failure(-15, 6, 10.1)})
+    assert end.cause == 0
+    assert end.why() == "kept the others waiting (no rank has moved for 31 s)"
+    assert next(end.report(killed="")) == hang
+
+
+def test_a_message_without_a_traceback_says_all() -> None:
+    words = "Rank 0 waited topology.timeout_s = 15 s at 127.0.0.1:46257 for rank 1 of 2."
+    end = End({0: Failure(1, 7, 10.0, crash.LastWords(words, None, words)), 1: Failure(-15, 8, 10.1)})
+    assert list(end.report(killed="")) == ["Rank 0 (process 7) ended with exit code 1. The other ranks were stopped."]
+
+
+def test_a_worker_that_dies_while_it_hands_over_a_batch_is_no_lost_rank() -> None:
+    text = (
+        'Traceback (most recent call last):\n  File "site-packages/torch/utils/data/dataloader.py", line 1291, in '
+        '_try_get_data\n    data = self._data_queue.get(timeout=timeout)\n  File "multiprocessing/connection.py", line '
+        "395, in _recv\n    chunk = read(handle, remaining)\n"
+        "ConnectionResetError: [Errno 104] Connection reset by peer\n"
+    )
+    assert not crash.is_victim(text)
+    assert explain(text)[0].entry.title == "A data loader process died"
+    assert crash.is_victim("ConnectionResetError: [Errno 104] Connection reset by peer")
 
 
 def test_an_error_file_of_another_tool_is_ignored() -> None:

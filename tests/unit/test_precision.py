@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fullshard.dist.precision import avoid_broken_amx, check_word, resolve_for, resolve_precision
+from fullshard.dist.precision import check_word, resolve_for, resolve_precision
 from fullshard.errors import RecipeError, SetupError
+from fullshard.kernels.amx import avoid_broken_amx
 from fullshard.recipes.read import read
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from fullshard.config.section import without_effect
 from fullshard.dialects import presets
 from fullshard.dialects.foreign_keys import NO_EFFECT
 from fullshard.errors import RecipeError
-from fullshard.formatting.yaml_text import parse, parse_value, render
+from fullshard.formatting.yaml_text import parse, parse_value, render, shown
 from fullshard.recipe import Batch
 from fullshard.recipes.read import hand_on, read, read_recipe, run_facts, save_resolved
 
@@ -230,6 +230,13 @@ def test_setting_a_default_is_not_reported_as_an_override() -> None:
     assert read(written(RECIPE), "optimizer.lr=1e-4", "seed=0").overridden == ()
 
 
+def test_round_numbers_are_shown_as_people_write_them() -> None:
+    reading = read("quickstart", "topology.timeout_s=60")
+    assert "topology.timeout_s: 60 (command line) over 600 (default)" in reading.overridden
+    for text in ("600", "10", "1800", "12.5", "-90", "3e-4", "-1.5e-10", "1e3", "1e6", "1e20", "2.0", "0.0", "0.1"):
+        assert shown(float(text)) == text
+
+
 def test_an_unknown_preset_lists_the_known() -> None:
     message = error_of(MINIMAL, preset="multi_node_fspd")
     assert "did you mean 'multi_node_fsdp'?" in message
@@ -381,7 +388,7 @@ def test_an_error_of_the_command_line_says_so() -> None:
         ),
         ("sharding.cpu_offload=maybe", "sharding.cpu_offload = 'maybe': it must be true or false."),
         ("optimizer.lr=fast", "optimizer.lr = 'fast': it must be a number."),
-        ("batch.per_device=0", "batch.per_device = 0: it must be at least 1."),
+        ("batch.per_device=0", "batch.per_device = 0: it must be at least 1 or auto."),
         ("data.train=null", "data.train = null: it must be a mapping of keys."),
         ("model.lora.r=many", "model.lora.r = 'many': it must be a whole number."),
     ],

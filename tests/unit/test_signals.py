@@ -176,7 +176,7 @@ print(stop.heard)
     assert (done.returncode, done.stdout, done.stderr) == (
         0,
         "SIGUSR2\n",
-        "SIGUSR2: the step in progress is finished and saved. A second signal stops at once.\n",
+        "SIGUSR2: saving after the step in progress. A second signal stops at once.\n",
     )
 
 
@@ -216,12 +216,24 @@ def test_under_our_launcher_the_message_goes_to_it(variables: dict[str, str], tm
     assert "before the first step" in json.loads(file.read_text())["message"]["message"]
 
 
-def started(code: str, **variables: str) -> subprocess.Popen[str]:
+def test_sigquit_does_not_end_a_command_that_starts() -> None:
+    code = (
+        "import sys; from fullshard.launch import signals; signals.listen(); print('ready', flush=True); "
+        "sys.stdin.readline()"
+    )
+    process = started(code, stdin=subprocess.PIPE)
+    process.send_signal(signal.SIGQUIT)
+    said = process.communicate("go on\n", timeout=60)[1]
+    assert (process.returncode, "The run is still starting" in said) == (0, True), said
+
+
+def started(code: str, *, stdin: int | None = None, **variables: str) -> subprocess.Popen[str]:
     """A process that has said `ready`."""
     left_out = ("RANK", "TORCHELASTIC_ERROR_FILE", "PYTHONUNBUFFERED", REPORTED_BY_LAUNCHER)
     kept = {k: v for k, v in os.environ.items() if k not in left_out}
     process = subprocess.Popen(
         [sys.executable, "-c", code],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

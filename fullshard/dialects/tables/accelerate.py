@@ -94,8 +94,6 @@ def _ids(value: Any) -> list[int] | None:
 
 
 def _precision(value: Any, file: File) -> Outcome | Settings:
-    if value == "fp8":
-        return refused("fp8 is not available: write precision: bf16")
     return {"precision": "fp32" if value in (False, "no") else value}
 
 

@@ -160,7 +160,7 @@ DIALECT = Dialect(
             "the architecture decides",
             quiet=([], "", False),
         ),
-        refuse("model.converters", "there is no float8 or other conversion: precision: bf16", unless=([], "")),
+        refuse("model.converters", "write precision: float8 for float8; there is no other conversion", unless=([], "")),
         reads("data.train", _data, "training.dataset", takes=TEXT, note="c4, or the path in dataset_path"),
         part_of("training.dataset_path", "dataset", takes=TEXT),
         to("data.sequence_length", "training.seq_len", default=2048),
@@ -322,7 +322,7 @@ DIALECT = Dialect(
         unused(
             "float8.enable_fsdp_float8_all_gather float8.precompute_float8_dynamic_scale_for_fsdp "
             "float8.filter_fqns float8 quantize mx",
-            "there is no float8; precision: bf16",
+            "precision: float8 or float8-gather decides",
             quiet=(False, ["output"], "output"),
         ),
         unused(

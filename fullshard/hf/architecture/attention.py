@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fullshard.errors import RecipeError
-from fullshard.hf.architecture.varlen_attention import register
+from fullshard.kernels import flash4
+from fullshard.kernels.varlen_attention import register
 
 FLASH = "flash_attention_2"
 NOT_INSTALLED = "the package flash_attn is not installed"
@@ -20,13 +21,15 @@ NOT_INSTALLED = "the package flash_attn is not installed"
 
 def kernel_to_build_with(asked: str) -> str | None:
     """The kernel that Transformers is asked for; None for the model's own, which `choose_attention` may replace."""
-    own = asked in ("auto", "varlen") or (asked == FLASH and not flash_is_installed())
+    own = asked in ("auto", "varlen", flash4.WORD) or (asked == FLASH and not flash_is_installed())
     return None if own else asked
 
 
 def flash_is_installed() -> bool:
-    """Transformers takes its flash kernels from either of two packages."""
-    return any(importlib.util.find_spec(name) for name in ("flash_attn", "kernels"))
+    """Transformers takes its flash kernels from either of two packages. flash-attn-4 is a folder of the first, without
+    what Transformers needs: a namespace, which has no file of its own."""
+    found = [importlib.util.find_spec(name) for name in ("flash_attn", "kernels")]
+    return any(spec is not None and spec.origin is not None for spec in found)
 
 
 def choose_attention(module: nn.Module, asked: str, *, device: str, compute: torch.dtype, packed: bool) -> str:
@@ -50,14 +53,36 @@ def choose_attention(module: nn.Module, asked: str, *, device: str, compute: tor
         asked, instead = "auto", f", not {FLASH}: {why}"
         if text._attn_implementation == FLASH:
             model.set_attn_implementation("sdpa")
+    if asked == flash4.WORD:
+        asked, instead = _flash4(module, text, device=device, able=able, packed=packed)
     if able and (asked == "varlen" or (asked == "auto" and packed)):
         use_varlen(module)
     return f"{text._attn_implementation}{instead}"
 
 
+def _flash4(module: nn.Module, text: Any, *, device: str, able: bool, packed: bool) -> tuple[str, str]:
+    """Switches to FlashAttention-4 for packed rows; else which kernel runs instead, and why."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    why = flash4.lacking(capability=capability, head_dim=width)
+    if why is None and not able:
+        why = "it needs bf16 or fp16, and a model whose attention can be replaced"
+    if why is None and not packed:
+        why = "it is for packed rows"
+    if why is not None:
+        return "auto", f", not {flash4.WORD}: {why}"
+    use_packed(module, flash4.register())
+    return flash4.WORD, ""
+
+
 def use_varlen(module: nn.Module) -> None:
-    """Switches the decoder to `varlen`. Only the decoder sees packed documents; a tower keeps its own kernel."""
-    set_attention(module, register())
+    """Switches the decoder to `varlen`."""
+    use_packed(module, register())
+
+
+def use_packed(module: nn.Module, kernel: str) -> None:
+    """Switches the decoder to a kernel over packed documents. Only the decoder sees these; a tower keeps its own."""
+    set_attention(module, kernel)
     module.takes_bounds = True  # type: ignore[assignment]
 
 

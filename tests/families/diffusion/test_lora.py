@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from fullshard.cli import app
 from fullshard.contracts.objective import Batch, Objective, Terms
 from fullshard.families.diffusion.keyed_noise import NOISE, TIME, normal, uniform
+from tests.cards import card, run_code
 from tests.families.diffusion.denoisers import JOINT, POOLED, TOKENS, WIDTH, family, real, stored
 from tests.near import assert_near
 from tests.ranks import RankPool
@@ -102,7 +103,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(ranks: RankPool, folder: Pa
 def test_diffusers_reads_the_adapter_and_the_merged_model(folder: Path, run: Path) -> None:
     import diffusers
 
-    assert sorted(path.name for path in (run / "model").iterdir()) == ["pytorch_lora_weights.safetensors"]
+    assert sorted(path.name for path in (run / "model").iterdir()) == ["README.md", "pytorch_lora_weights.safetensors"]
     theirs = diffusers.SD3Transformer2DModel.from_pretrained(folder / "base", torch_dtype=torch.float32).eval()
     labels = torch.tensor([3, 8])
     text, noisy, times = text_of(labels), torch.randn(2, 1, 8, 8), torch.tensor([20, 900])
@@ -120,6 +121,9 @@ def test_diffusers_reads_the_adapter_and_the_merged_model(folder: Path, run: Pat
     assert result.exit_code == 0, result.output
     merged = diffusers.AutoModel.from_pretrained(str(folder / "merged")).eval()
     assert_near(predicted(merged), after)
+    for place in (run / "model", folder / "merged"):
+        assert card(place).data.library_name == "diffusers"
+        assert_near(predicted(run_code(place)["model"].float().eval()), after, within=2e-2)
     # As the base was stored, if nothing else is asked for; and as a start for another run.
     assert CliRunner().invoke(app, ["export", str(run), str(folder / "low"), "--as", "merged"]).exit_code == 0
     again = stored(folder / "low")

@@ -20,6 +20,7 @@ from fullshard.errors import DataError
 from fullshard.families.diffusion.encoders.image import Images
 from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.keyed_noise import LABEL_DROP, NOISE, TIME, normal, uniform
+from tests.cards import card, run_code
 from tests.ranks import RankPool
 from tests.small import curve, train
 
@@ -159,8 +160,10 @@ def test_diffusers_reads_the_export(folder: Path, straight: Any) -> None:
     run = folder / "runs" / "straight"
     loaded = DiTTransformer2DModel.from_pretrained(run / "model")
     saved = open_tensors(run / "last").section("model")
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, saved.whole(name)), name
+    assert card(run / "model").data.library_name == "diffusers"
+    for model in (loaded, run_code(run / "model")["model"]):
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, saved.whole(name)), name
 
 
 def test_noise_is_fixed_in_validation(ranks: RankPool, folder: Path) -> None:

@@ -20,6 +20,7 @@ from fullshard.checkpoint.reader import open_tensors
 from fullshard.cli import app
 from fullshard.families.embedding.batching.chunks import Chunk, Texts, inputs
 from fullshard.log.metrics import FILE, read
+from tests.cards import card, run_code
 from tests.families.embedding import texts
 from tests.near import assert_near
 from tests.ranks import RankPool
@@ -144,7 +145,7 @@ def test_rows_are_pooled_as_single_texts_are(
 ) -> None:
     """By a mask, and by a kernel that is given bounds; packed and padded."""
     from fullshard.families.embedding.embedder.embed import bind
-    from fullshard.hf.architecture import varlen_attention
+    from fullshard.kernels import varlen_attention
 
     monkeypatch.setattr(varlen_attention, "varlen_attn", varlen_on_cpu)
     tokenizer, model = texts.tokenizer(ends=start != "qwen-left"), untrained(folder / start).eval()
@@ -236,6 +237,8 @@ def test_adapters(adapted: Path, by_peft: dict[str, torch.Tensor], tmp_path: Pat
     assert_near(encoded(out, prompt_name="query"), by_peft["query"])
     assert_near(encoded(out, prompt_name="document"), by_peft["document"])
     assert by_peft["none"].norm(dim=-1).max() > 1.1, "not normalised"
+    assert card(out).data.library_name == "sentence-transformers"
+    assert type(run_code(out)["model"]).__name__ == "SentenceTransformer"
 
 
 def sentence_folder(folder: Path, backbone: Path, inside: str, *, prompts: dict[str, str]) -> Path:

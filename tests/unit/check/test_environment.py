@@ -327,6 +327,18 @@ def test_a_package_that_is_missing(tmp_path: Path, sections: dict[str, Any], lac
     assert problems(look(asked, CPU)) == []
 
 
+def test_float8_needs_its_hardware_and_its_package(tmp_path: Path) -> None:
+    asked = recipe(tmp_path, precision="float8")
+    assert problems(look(asked, with_gpus(H100))) == []
+    assert "torchao for precision = float8" in look(asked, with_gpus(H100))["packages"].text
+    lacking = look(asked, with_gpus(H100, packages=CPU.packages - {"torchao"}))["packages"]
+    assert "pip install 'fullshard[float8]'" in lacking.remedy
+    for here, name in ((with_gpus(A100), r"A100-SXM4-40GB has compute capability 8\.0"), (CPU, "CPU is no GPU")):
+        found = look(asked, here)
+        assert problems(found)[:1] == ["precision"]
+        assert re.search(rf"precision = float8: .*{name}, and float8 needs 8\.9", found["precision"].text)
+
+
 def test_packages_in_other_versions() -> None:
     assert machine.unmet_requirements() == ()
     assert machine.unmet_requirements("no-such-distribution") == ()

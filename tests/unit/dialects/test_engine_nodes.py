@@ -101,15 +101,45 @@ def test_processes_per_node_are_torchruns_words(text: str, settings: dict[str, o
         ({**KUBEFLOW, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 is a range"),
         ({**KUBEFLOW, "PET_NPROC_PER_NODE": "many"}, "PET_NPROC_PER_NODE=many is not a number of ranks, auto, gpu or"),
         ({**KUBEFLOW, "PET_NODE_RANK": "x"}, "PET_NODE_RANK=x is not a whole number"),
-        ({"PET_NNODES": "2"}, "PET_NNODES=2 is set, PET_NODE_RANK and PET_MASTER_ADDR not"),
+        (
+            {"PET_NNODES": "2"},
+            "PET_NNODES=2 is set but PET_NODE_RANK and PET_MASTER_ADDR are not; Kubernetes sets all three.",
+        ),
         ({**SKYPILOT, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES=3, but SKYPILOT_NODE_IPS has 2 addresses"),
-        ({"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "0"}, "DSTACK_NODES_NUM=2 is set, DSTACK_MASTER_NODE_IP not"),
+        (
+            {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "0"},
+            "DSTACK_NODES_NUM=2 is set but DSTACK_MASTER_NODE_IP is not; dstack sets both.",
+        ),
+        (
+            {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "0"},
+            "SKYPILOT_NUM_NODES=2 is set but SKYPILOT_NODE_IPS is not; SkyPilot sets both.",
+        ),
+        ({"SKYPILOT_NODE_RANK": "1"}, "SKYPILOT_NODE_RANK=1 is set but SKYPILOT_NUM_NODES is not"),
+        ({"DSTACK_MASTER_NODE_IP": "10.0.0.1"}, "DSTACK_MASTER_NODE_IP=10.0.0.1 is set but DSTACK_NODES_NUM is not"),
+        ({**SKYPILOT, "SKYPILOT_NODE_IPS": "10.0.0.1"}, "SKYPILOT_NUM_NODES=2, but SKYPILOT_NODE_IPS has 1 address."),
+        ({**SKYPILOT, "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, "=1, but SKYPILOT_NODE_IPS has 2 add"),
+        ({**SKYPILOT, "SKYPILOT_NODE_RANK": "5"}, "SKYPILOT_NODE_RANK=5, but SKYPILOT_NUM_NODES=2: nodes have the"),
+        ({"PET_NODE_RANK": "1"}, "PET_NODE_RANK=1, but PET_NNODES=1: nodes have the numbers 0."),
+        ({**DSTACK, "DSTACK_NODES_NUM": "0"}, "DSTACK_NODES_NUM=0 is not a number of nodes: 1 or more"),
+        ({**DSTACK, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port: 1 to 65535"),
+        (
+            {**SKYPILOT, **DSTACK, "DSTACK_NODES_NUM": "3"},
+            "SkyPilot and dstack both describe this node, and differ: SKYPILOT_NUM_NODES=2, this is node 1, node 0 at "
+            "127.0.0.1, 8 ranks against DSTACK_NODES_NUM=3",
+        ),
+        ({**SKYPILOT, **DSTACK, "DSTACK_GPUS_PER_NODE": "4"}, "8 ranks against DSTACK_NODES_NUM=2"),
     ],
 )
 def test_variables_that_cannot_be_meant_are_named(environ: dict[str, str], problem: str) -> None:
     with pytest.raises(SetupError) as error:
         engine_nodes.nodes_of(environ)
     assert problem in str(error.value)
+
+
+def test_two_engines_may_say_the_same() -> None:
+    found = engine_nodes.nodes_of({**SKYPILOT, **DSTACK})
+    assert found is not None
+    assert (found.engine, found.master) == ("SkyPilot", "127.0.0.1:29500")
 
 
 def test_ranks_of_a_launcher_are_left_alone() -> None:
@@ -152,6 +182,13 @@ def test_the_dry_run_says_where_the_nodes_come_from(folder: Path) -> None:
     assert "topology.nodes: 2 (Kubernetes) over 1 (default)" in text
     assert "topology.devices: 2 (Kubernetes) over auto (default)" in text
     assert "x 4 ranks" in text
+
+
+def test_a_dry_run_does_not_wait_for_another_node(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_nodes, "_wait_for_name", lambda *_, **__: pytest.fail("it waits"))
+    code, text = dry_run(folder, {**DSTACK, "DSTACK_MASTER_NODE_IP": "node-0.does-not-exist.invalid"})
+    assert code == 0, text
+    assert "x 2 ranks" in text
 
 
 def test_a_flag_wins_over_the_engine(folder: Path) -> None:

@@ -60,6 +60,9 @@ NOT_PROVOKED = {
     "killed by the kernel": "our launcher's words for a rank on a host that ran out of memory",
     **dict.fromkeys(QUOTED_PATTERNS, "needs NCCL between two nodes"),
     r"writev \S+: Broken pipe": "gloo says it when it writes just after a peer has ended",
+    r"\b_try_get_data\b.{0,6000}?\b(ConnectionResetError|ConnectionRefusedError|BrokenPipeError|EOFError)\b": (
+        "a worker that is killed in the moment in which it hands over a batch"
+    ),
     "Gloo connectFullMesh failed": "needs two nodes that cannot reach each other",
 }
 QUOTED = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -71,6 +72,26 @@ def test_broken_heartbeats_are_no_heartbeats(tmp_path: Path) -> None:
     (tmp_path / "rank-0.beat").write_bytes(b"\0" * 100)
     (tmp_path / "rank-1.beat").write_bytes(b"")
     assert beat.read_all(tmp_path) == {}
+
+
+def test_a_question_is_over_when_the_process_that_asked_has_ended(tmp_path: Path) -> None:
+    asked = tmp_path / evidence.ASKED
+    evidence.ask(tmp_path, {})
+    assert not evidence.first_to_make(asked, stale_s=10), "this process is still there"
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as gone:
+        pass
+    asked.write_text(json.dumps([beat.boot(), gone.pid]))
+    assert evidence.first_to_make(asked, stale_s=10)
+    assert not evidence.first_to_make(asked, stale_s=10)
+
+
+def test_a_file_from_before_the_clock_was_set_back_is_stale(tmp_path: Path) -> None:
+    file = tmp_path / "hang"
+    assert evidence.first_to_make(file, stale_s=600)
+    assert not evidence.first_to_make(file, stale_s=600)
+    ahead = time.time() + 3600
+    os.utime(file, (ahead, ahead))
+    assert evidence.first_to_make(file, stale_s=600)
 
 
 def test_sigquit_writes_the_stack_of_a_process_whose_gil_is_held(tmp_path: Path) -> None:

@@ -15,3 +15,13 @@ from fullshard.faults.watch import kept_windows
 )
 def test_a_window_that_is_left_out_is_no_step(start: int, left_out: set[int], expected: list[int]) -> None:
     assert list(islice(kept_windows(start, left_out), 4)) == expected
+
+
+def test_a_key_that_waits_for_spikes_in_vain_is_named() -> None:
+    from fullshard.faults.guard import Guard
+
+    assert Guard(threshold=8.0, window=100).unused() == [], "as in a resolved recipe, which has every key"
+    assert Guard(threshold=4.0, spike="skip").unused() == []
+    assert Guard(threshold=4.0).unused() == [
+        "guard.threshold has no effect: guard.spike is null, so nothing looks for spikes."
+    ]

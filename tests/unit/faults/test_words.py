@@ -88,6 +88,24 @@ def test_one_collective_less_is_a_difference_too() -> None:
     assert "in different collectives" in words.report([*waiting(0), *waiting(1, seq=39)])[-1]
 
 
+def test_a_collective_that_others_have_completed_points_to_the_network() -> None:
+    """After a cut, a rank may have received what it needs and be one collective further."""
+    done, ahead = call(seq=40, pending=False), call(seq=41)
+    ranks = [*waiting(0, seq=40), *(replace(RUNNING, rank=rank, collectives=(done, ahead)) for rank in (1, 2))]
+    assert words.report(ranks)[-1] == (
+        "Ranks 1 and 2 have completed the all-gather that rank 0 still waits in: what was sent has not arrived. Look "
+        "at the network between them."
+    )
+
+
+def test_ranks_that_move_are_not_accused() -> None:
+    ranks = [replace(RUNNING, rank=rank, age=0.3) for rank in (0, 1)]
+    assert words.moving(ranks) == ["All ranks are moving, at step 4."]
+    assert words.moving(ranks[:1]) == ["The rank is moving, at step 4."]
+    assert words.moving([ranks[0], replace(ranks[1], age=9.0)]) == []
+    assert words.moving([ranks[0], replace(ranks[1], state="stopped")]) == []
+
+
 def test_different_shapes_are_named() -> None:
     assert words.report([*waiting(0), *waiting(1, sizes="9")])[-1].endswith("8 on rank 0, 9 on rank 1.")
 

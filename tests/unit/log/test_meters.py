@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from fullshard.log.meters import Meters, peak_flops
+from fullshard.log.meters import Meters
+from fullshard.profile.mfu import Mfu, peak_flops
 
 
 class Clock:
@@ -44,7 +45,7 @@ def test_memory_is_the_peak_so_far_of_the_device_and_of_the_host() -> None:
 
 def test_a_record_states_totals_of_the_run_and_rates_of_the_window() -> None:
     clock = Clock()
-    meters = Meters(flops_per_token=6e9, peak_flops=1e13, ranks=2, clock=clock)
+    meters = Meters(mfu=Mfu({"tokens": 6e9}, 1e13, 2, "H"), clock=clock)
     run_steps(meters, clock, 1)
     run_steps(meters, clock, 4)
     first = meters.record(
@@ -80,7 +81,7 @@ def test_a_record_states_totals_of_the_run_and_rates_of_the_window() -> None:
 
 def test_each_quantity_has_its_own_rate() -> None:
     clock = Clock()
-    meters = Meters(flops_per_token=5e9, peak_flops=1e13, warmup=0, clock=clock)
+    meters = Meters(mfu=Mfu({"images": 5e9}, 1e13, 1, "H"), warmup=0, clock=clock)
     run_steps(meters, clock, 4, quantities={"images": 1000, "seconds_of_audio": 2.5})
     record = meters.record(step=4, epoch=1, loss=1.0, lr=1e-4)
     assert record["images_per_second"] == 1000.0
@@ -93,9 +94,8 @@ def test_each_quantity_has_its_own_rate() -> None:
 
 def test_mfu_includes_the_flops_of_images() -> None:
     clock = Clock()
-    meters = Meters(
-        flops_per_token=2e9, media_flops={"image_tokens": 3e9}, peak_flops=1e13, ranks=2, warmup=0, clock=clock
-    )
+    mfu = Mfu({"tokens": 2e9, "image_tokens": 3e9}, 1e13, 2, "H")
+    meters = Meters(mfu=mfu, warmup=0, clock=clock)
     run_steps(meters, clock, 4, quantities={"tokens": 1000, "image_tokens": 500})
     assert meters.record(step=4, epoch=1, loss=1.0, lr=1e-4)["mfu"] == (1000 * 2e9 + 500 * 3e9) / 2e13
 
@@ -135,7 +135,7 @@ def test_time_outside_every_phase_still_lowers_the_rate() -> None:
 
 def test_no_mfu_is_claimed_without_a_peak() -> None:
     clock = Clock()
-    meters = Meters(flops_per_token=6e9, peak_flops=None, warmup=0, clock=clock)
+    meters = Meters(mfu=Mfu({"tokens": 6e9}, None, 1, "CPU"), warmup=0, clock=clock)
     run_steps(meters, clock, 2)
     assert "mfu" not in meters.record(step=2, epoch=1, loss=1.0, lr=1e-4)
 

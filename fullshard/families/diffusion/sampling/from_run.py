@@ -30,6 +30,7 @@ from fullshard.families.diffusion.encoders.image import Images
 from fullshard.families.diffusion.image_samples import ImageCollator
 from fullshard.families.diffusion.sampling.conditioning import guidance_of, kept_open, takes_texts
 from fullshard.families.diffusion.sampling.image_batches import SamplerSettings, collected, make_images
+from fullshard.kernels.float8 import without
 from fullshard.log.console import Console
 from fullshard.setup.inputs import RunInputs
 from fullshard.setup.run_inputs import cache_folder, encoder_of
@@ -224,7 +225,7 @@ def make(
     """(rows x per_class, C, H, W) with values from -1 to 1, or latents, on rank 0; None elsewhere. `watch` opens a
     progress bar over a number of steps."""
     recipe = chosen.reading.recipe
-    precision = resolve_precision(recipe.precision, world.device)
+    precision = resolve_precision(without(recipe.precision), world.device)
     # Before the model is loaded, so that the text encoders are freed again.
     text, empty = _texts(loaded, chosen, options, world, precision) if options.texts else (None, None)
     module, aux = _sharded(loaded, chosen, world), {}
@@ -272,7 +273,7 @@ def _texts(
 def _sharded(loaded: Loaded, chosen: Chosen, world: World) -> nn.Module:
     """The model on the ranks, with its weights."""
     recipe, module = chosen.reading.recipe, loaded.module
-    precision = resolve_precision(recipe.precision, world.device)
+    precision = resolve_precision(without(recipe.precision), world.device)
     recipe = recipe.model_copy(update={"model": loaded.family})
     plan = replace(shard_plan(recipe, module, world, precision), activation_checkpointing="none", compile=False)
     loaded.family.choose_kernels(module, device=world.device.type, compute=precision.compute, packed=False)

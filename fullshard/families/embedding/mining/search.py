@@ -91,7 +91,7 @@ def get_ready(device: str | None) -> None:
         raise missing_package("sentence-transformers", extra="embedding", needed_by="fullshard mine") from error
     import torch
 
-    from fullshard.dist.precision import avoid_broken_amx
+    from fullshard.kernels.amx import avoid_broken_amx
 
     avoid_broken_amx()
     try:

@@ -91,7 +91,7 @@ class Vlm(TowerModel):
                 "questions would see each other. Set data.pack: false."
             )
         if _takes_types(module):
-            if self.attention in ("varlen", "flash_attention_2"):
+            if self.attention in ("varlen", "flash_attention_2", "flash_attention_4"):
                 raise RecipeError(
                     f"model.attention = {self.attention!r} has no mask, and {type(module).__name__} reads some tokens "
                     "in both directions. Use attention: auto."

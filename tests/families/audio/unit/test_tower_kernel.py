@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.families.audio.models.audio_lm import AudioLM
 from fullshard.hf.architecture.attention import use_varlen
-from fullshard.hf.architecture.varlen_attention import NAME
+from fullshard.kernels.varlen_attention import NAME
 from fullshard.multimodal.towers import tower_of
 from tests.families.audio.small import model_folder
 

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 from fullshard.errors import RecipeError
 from fullshard.families.vision.models.vlm import Vlm
 from fullshard.families.vision.sizes import tiny_vision
-from fullshard.hf.architecture import varlen_attention
+from fullshard.kernels import varlen_attention
 from fullshard.multimodal.tower_attention import use_bounds
 
 
