@@ -274,10 +274,10 @@ def test_a_rank_that_waits_for_data_is_named(ranks: RankPool, folder: Path) -> N
         checkpoint={"at_end": False},
     )
     records = ranks.run(train_with_late_data, settings, late=1, seconds=0.1, world=2)[0]
-    [event] = events(records, "straggler")
-    assert (event["rank"], event["phase"]) == (1, "data")
+    # On a busy machine rank 0 may really be slower for a while, in some other phase, and is named too.
+    [event] = [each for each in events(records, "straggler") if each["phase"] == "data"]
+    assert event["rank"] == 1
     assert event["slower"] > 0.25
     said = (run_folder(settings) / "log.txt").read_text()
-    assert said.count("slower than the other rank over the last") == 1
-    assert "steps: it waits for data." in said
+    assert said.count("steps: it waits for data.") == 1
     assert "Rank 1 (host " in said
