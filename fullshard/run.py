@@ -105,6 +105,7 @@ def _run(
     from fullshard.check.gpu_use import gpu_use
     from fullshard.check.units import dtype_line
     from fullshard.log.report import Report
+    from fullshard.plan.ahead import Ahead
     from fullshard.setup.run_inputs import resume_run
     from fullshard.setup.run_summary import header_rows, resolved
 
@@ -127,6 +128,8 @@ def _run(
         stage = (reading.place.number, reading.place.of) if reading.place else (1, 1)
         status, listening = Status(inputs.plan.total_steps, stage=stage), os.environ if world.is_main else {}
         write = ending.enter_context(told(write, status, environ=listening, warn=console.warn))
+        ahead = Ahead(recipe, inputs.module, world)
+        write = ending.enter_context(ahead.beside(write, console.say))
         report = Report(console, write, world, gpu_use(world))
         built = build.build(recipe, inputs, world, checkpoint=checkpoint, progress=progress, report=report)
         saver, units = built.parts.saves.saver, built.model.units
@@ -138,7 +141,7 @@ def _run(
             save_resolved(in_force, recipe.folder / "recipe.resolved.yaml", facts=run_facts(reading))
             write_json(recipe.folder / "units.json", {"units": [unit.as_dict() for unit in units]})
         title = reading.place.title if reading.place else recipe.name
-        console.header(f"fullshard: {title}", header_rows(recipe, inputs, world, built, checkpoint))
+        console.header(f"fullshard: {title}", header_rows(recipe, inputs, world, built, checkpoint, ahead.of(built)))
         total, trainable = sum(unit.parameters for unit in units), sum(unit.trainable for unit in units)
         console.say(f"FSDP dtype check: {dtype_line(units)}")
         console.parameter_summary(total=total, trainable=trainable, frozen=total - trainable)

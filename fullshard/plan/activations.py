@@ -23,6 +23,7 @@ from fullshard.dist import keep_in_fp32, recompute
 from fullshard.dist.shard import ShardPlan
 from fullshard.formatting.plural import counted
 from fullshard.hf.architecture.attention import use_varlen
+from fullshard.kernels import custom
 from fullshard.plan.block_cost import BlockCost, block_cost
 from fullshard.plan.live import Live, key, tensors_in
 from fullshard.plan.workload import Workload
@@ -53,6 +54,8 @@ class Activations:
     """Kept outside the blocks in all, at the end of the forward pass: the last norm, and gradients of the head."""
     loss: int = 0
     """The most that is needed after the last block, with what is kept."""
+    known: bool = False
+    """The forward pass ran; otherwise nothing is known, and everything is 0."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -68,12 +71,12 @@ def activations(recipe: Recipe, module: nn.Module, plan: ShardPlan, work: Worklo
         return Activations(notes=notes)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     computed = as_computed(module, plan, fake)
-    if gpu:
-        _gpu_kernels(recipe, computed, plan)
     try:
-        with fake, _fused_loss(gpu), torch.enable_grad():
+        if gpu:
+            _gpu_kernels(recipe, computed, plan)
+        with fake, _fused_loss(gpu), custom.tracing() if gpu else contextlib.nullcontext(), torch.enable_grad():
             found = _Pass(computed, plan, fake).run(work.run)
-            return replace(found, notes=(*notes, *found.notes))
+            return replace(found, known=True, notes=(*notes, *found.notes))
     except Exception as error:
         logger.info("the forward pass on fake tensors failed", exc_info=True)
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:120]
@@ -117,8 +120,11 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _gpu_kernels(recipe: Recipe, module: nn.Module, plan: ShardPlan) -> None:
-    """The attention kernel that a GPU of compute capability 8.0 would get."""
+    """The kernels that a GPU of compute capability 8.0 would get."""
     model: Any = module
+    if not hasattr(model, "_supports_attention_backend"):
+        recipe.model.choose_kernels(module, device="cuda", compute=plan.compute, packed=bool(recipe.data.pack))
+        return
     half, asked = plan.compute in (torch.bfloat16, torch.float16), recipe.model.attention_kernel()
     able = half and getattr(model, "_supports_attention_backend", False)
     if able and (asked == "varlen" or (asked == "auto" and recipe.data.pack)):
@@ -167,7 +173,7 @@ class _Pass:
         del found
         idle = len(set(self._plan.wrap.blocks) - {block.name for block in self._blocks})
         note = f"{counted(idle, 'block')} did not run, as of an image or audio tower: their activations are not counted"
-        return Activations(self._blocks, self._before, outside, highest, (note,) if idle else ())
+        return Activations(self._blocks, self._before, outside, highest, notes=(note,) if idle else ())
 
     def _instead_of(self, name: str, block: nn.Module) -> Callable[..., Any]:
         forward = block.forward

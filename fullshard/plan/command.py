@@ -56,6 +56,7 @@ def plan(
     with json_alone(as_json):
         reading = asked.read()
         device = _gpu(reading.recipe, gpu, network)
+        _refuse(device, price, scaling=scaling)
         place = _place(reading.recipe, device)
     raise typer.Exit(_plan(reading.recipe, place, price=price, scaling=scaling, fit=fit, svg=svg, as_json=as_json))
 
@@ -130,6 +131,18 @@ def _gpu(recipe: Recipe, name: str | None, network: float | None) -> Gpu | None:
 
     found = gpu_here(recipe.topology.device) if name is None else gpu_named(name)
     return None if found is None else with_network(found, network)
+
+
+def _refuse(gpu: Gpu | None, price: float | None, *, scaling: bool) -> None:
+    """Raises for what cannot be answered."""
+    from fullshard.errors import SetupError
+    from fullshard.plan.hardware import GPUS
+
+    if price is not None and not 0 <= price < float("inf"):
+        raise SetupError(f"--price {price:g}: give what one GPU costs per hour, 0 or more.")
+    if scaling and (gpu is None or gpu.flops is None):
+        where = f"the speed of {gpu.name} is not known" if gpu else "this machine has no GPU"
+        raise SetupError(f"--scaling needs a GPU whose speed is known, and {where}. Add --gpu {'|'.join(GPUS)}.")
 
 
 def _place(recipe: Recipe, gpu: Gpu | None) -> Place:

@@ -61,7 +61,8 @@ def gpu_named(text: str) -> Gpu:
     word = text.lower().removeprefix("nvidia-").removeprefix("rtx-")
     if word in GPUS:
         return GPUS[word]
-    if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gib|gb)?", word):
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:gib|gb)?", word)
+    if found and float(found[1]) > 0:
         # Rates unknown: memory only.
         return Gpu(f"a GPU of {found[1]} GiB", float(found[1]) * GIB, None, 1e12, 14e9, 3e9, 14e9)
     near = did_you_mean(word, list(GPUS))
@@ -70,16 +71,23 @@ def gpu_named(text: str) -> Gpu:
 
 def with_network(gpu: Gpu, gbit: float | None) -> Gpu:
     """The same with another share of the network, in Gbit/s per GPU."""
+    if gbit is not None and not 0 < gbit < float("inf"):
+        raise SetupError(f"--network {gbit:g}: give the Gbit/s of one GPU to other nodes, more than 0.")
     return gpu if gbit is None else replace(gpu, network_rate=gbit * 1e9 / 8)
 
 
 def gpu_here(device: str) -> Gpu | None:
-    """The first GPU of this machine, if a run on `device` would use it: the nearest of the table by name and memory."""
+    """The first GPU of this machine, if a run on `device` would use it."""
     import torch
 
     if device == "cpu" or not torch.cuda.is_available():
         return None
-    words, memory = torch.cuda.get_device_name(0).lower(), torch.cuda.get_device_properties(0).total_memory
+    return gpu_like(torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory)
+
+
+def gpu_like(name: str, memory: int) -> Gpu:
+    """The nearest of the table to what torch says of a GPU; its memory as torch says."""
+    words = name.lower()
     known = [gpu for key, gpu in GPUS.items() if key.split("-")[0] in words]
     near = min(known, key=lambda gpu: abs(gpu.memory - memory), default=gpu_named(f"{memory / GIB:.1f}"))
     return replace(near, memory=float(memory))

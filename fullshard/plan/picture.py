@@ -13,11 +13,11 @@ from itertools import pairwise
 from fullshard.formatting.readable import size
 from fullshard.plan.moments import Memory, Moment, peak
 
-WIDTH, HEIGHT = 72, 12
+WIDTH, HEIGHT = 60, 12
 GROUPS = {
     "held": (("parameters", "optimizer", "ema", "buffers", "gradients"), "░"),
     "activations": (("activations",), "▒"),
-    "short-lived (gathered units, reductions, working memory)": (("gathered", "reduced", "working"), "█"),
+    "short-lived (gathered units, reductions, working)": (("gathered", "reduced", "working"), "█"),
 }
 PLAIN = str.maketrans({"░": ".", "▒": ":", "█": "#"})
 """For a terminal that shows no more than ASCII."""

@@ -97,9 +97,10 @@ class Prediction:
 class Planner:
     """Predicts variants of one recipe. What does not depend on the variant is found once."""
 
-    def __init__(self, module: nn.Module | None = None) -> None:
-        """`module`: the model on meta, if it has been built already."""
-        self._built = module
+    def __init__(self, module: nn.Module | None = None, *, run: bool = True) -> None:
+        """`module`: the model on meta, if it has been built already. `run`: the forward pass may run on fake tensors;
+        without it no activations are predicted."""
+        self._built, self._run = module, run
         self._modules: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
         self._shapes: dict[str, _Shape] = {}
         self._activations: dict[str, Activations] = {}
@@ -111,6 +112,7 @@ class Planner:
         shape = self._shape(recipe, place)
         plan = _placed(recipe, shape, place)
         work = workload(recipe, shape.module)
+        work = work if self._run else replace(work, run=None)
         seen = self._seen(recipe, shape, plan, work, place)
         has = held(recipe, shape.units, shards=plan.layout.shards, buffers=shape.buffers)
         accumulate = accumulation(recipe, place.world)

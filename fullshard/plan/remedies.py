@@ -112,6 +112,8 @@ def _axes(found: Prediction) -> list[list[Change]]:
     ]
     if place.world > 1 and found.plan.layout.strategy != "full":
         axes.append([none, Change({"sharding.strategy": "full"}, same=True)])
+    if chunks := list(_chunks(found)):
+        axes.append([none, *chunks])
     if not sharding.cpu_offload:
         axes.append([none, Change({"sharding.cpu_offload": True}, same=True)])
     # With less state, `auto` would keep parameters gathered.
@@ -134,6 +136,14 @@ def _smaller(found: Prediction) -> Iterator[Change]:
         yield Change(more, same=True)
 
 
+def _chunks(found: Prediction) -> Iterator[Change]:
+    """Fewer texts in memory at a time, for an objective that can compute a step in chunks."""
+    texts = found.work.rows
+    if "cache" in plain(found.recipe.objective):
+        for chunk in sorted({max(texts // 2, 1), max(texts // 8, 1)} - {texts}, reverse=True):
+            yield Change({"objective.cache": {"chunk": chunk}}, same=True)
+
+
 def _combined(found: Prediction) -> list[Change]:
     """Several changes together, the cheapest first."""
     changes = []
@@ -150,6 +160,7 @@ def _price(change: Change) -> tuple[bool, float]:
     cost = {"full": 0.33, "selective": 0.12}.get(settings.get("sharding.activation_checkpointing", ""), 0.0)
     cost += 3.0 if "sharding.cpu_offload" in settings else 0.0
     cost += 0.02 if "batch.per_device" in settings else 0.0
+    cost += 0.33 if "objective.cache" in settings else 0.0
     return not change.same, cost
 
 

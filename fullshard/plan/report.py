@@ -5,6 +5,7 @@ Must not predict anything.
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
@@ -20,16 +21,16 @@ from fullshard.plan.scaling import Row
 from fullshard.plan.speed import StepTime
 
 WORDS = {"optimizer": "optimizer state", "ema": "average (EMA)", "gathered": "gathered units", "reduced": "reductions"}
-PAGE = 110
+PAGE, CELL = 80, 24
 
 
 def text(found: Prediction, time: StepTime | None, *, steps: int | None, price: float | None) -> Iterator[str]:
     """The report, line by line."""
-    yield f"Plan of {found.recipe.name}: {_where(found)}"
+    yield from _wrapped(f"Plan of {found.recipe.name}: {_where(found)}")
     yield ""
     highest = found.peak
     rows = [(WORDS.get(kind, kind), size(amount)) for kind, amount in _kinds(highest.memory)]
-    yield f"Memory of a rank at its peak, {highest.name}: {size(highest.memory.total)}"
+    yield from _wrapped(f"Memory of a rank at its peak, {highest.name}: {needs(found, highest.memory.total)}")
     yield from _lines([*rows, *((name, size(amount)) for name, amount in found.outside.items() if amount)])
     yield ""
     yield from _lines(
@@ -48,7 +49,12 @@ def text(found: Prediction, time: StepTime | None, *, steps: int | None, price: 
         yield ""
         yield from _lines(_time(found, time, steps=steps, price=price))
     for note in found.notes:
-        yield f"Note: {note}."
+        yield from _wrapped(f"Note: {note}.")
+
+
+def needs(found: Prediction, amount: float) -> str:
+    """A size; without the activations it is a bound."""
+    return size(amount) if found.activations.known else f"at least {size(amount)} (activations are not predicted)"
 
 
 def verdict(found: Prediction) -> str:
@@ -56,41 +62,49 @@ def verdict(found: Prediction) -> str:
     gpu, room = found.place.gpu, found.room
     if gpu is None or room is None:
         return "CPU ranks: give --gpu to see whether it fits on one."
-    needs = f"{size(found.needed)} of {size(gpu.memory)} on {gpu.name}"
-    if room >= 0:
-        return f"It fits: {needs}, {size(room)} left ({room / gpu.memory:.0%})."
-    return f"It does not fit: {needs}, {size(-room)} too much."
+    known = found.activations.known
+    asked = f"{'' if known else 'at least '}{size(found.needed)} of {size(gpu.memory)} on {gpu.name}"
+    if room < 0:
+        return f"It does not fit: {asked}, {size(-room)} too much."
+    left = f"{asked}, {size(room)} left ({room / gpu.memory:.0%})"
+    return f"It fits: {left}." if known else f"It may fit: {left} for activations, which are not predicted."
 
 
 def advice(tried: Sequence[Remedy], chosen: Remedy | None) -> Iterator[str]:
     """What helps, the cheapest first."""
     yield "What helps, the cheapest first:"
     for remedy in tried:
-        fits = f"fits, {size(remedy.found.room or 0)} left" if remedy.fits else "does not fit alone"
+        known = remedy.found.activations.known
+        fits = f"{'fits' if known else 'may fit'}, {size(remedy.found.room or 0)} left"
         speed = f", {short(remedy.time.rate)} {remedy.found.work.noun}s/s" if remedy.time else ""
         other = "" if remedy.change.same else "; changes what is computed"
-        yield f"  {str(remedy.change):<48} {size(remedy.found.needed):>10}{speed}; {fits}{other}"
+        yield f"  {remedy.change}"
+        fits = fits if remedy.fits else "does not fit alone"
+        yield f"      {'' if known else 'at least '}{size(remedy.found.needed)}{speed}; {fits}{other}"
     if chosen is None:
         yield "No combination of these fits. Use more or larger GPUs, or a smaller model."
     else:
         speed = f" and {short(chosen.time.rate)} {chosen.found.work.noun}s/s" if chosen.time else ""
-        yield f"Cheapest that fits: {chosen.change}, with {size(chosen.found.needed)}{speed}."
+        yield "Cheapest that fits:"
+        yield f"  {chosen.change}"
+        yield f"      {size(chosen.found.needed)}{speed}"
 
 
 def scaling_table(rows: Sequence[Row]) -> Iterator[str]:
     """Speed of one rank, and the memory it needs, by strategy and number of ranks."""
-    yield "Ranks of 8 to a node, the same micro-batch on each: speed of one rank (memory it needs)"
+    yield "Speed of a rank (memory it needs): 8 ranks to a node, the same micro-batch"
     worlds = sorted({world for row in rows for world in row.cells})
-    yield f"{'ranks':>8}" + "".join(f"{row.strategy:>30}" for row in rows)
+    yield f"{'ranks':>6}" + "".join(f"{row.strategy:>{CELL}}" for row in rows)
     for world in worlds:
-        yield f"{world:>8,}" + "".join(f"{_cell(row, world):>30}" for row in rows)
+        yield f"{world:>6,}" + "".join(f"{_cell(row, world):>{CELL}}" for row in rows)
     for row in rows:
-        yield f"  {row.strategy}: {row.ends()}"
+        yield from _wrapped(f"  {row.strategy}: {row.ends()}")
 
 
 def _cell(row: Row, world: int) -> str:
     cell = row.cells[world]
-    return f"{short(cell.each)}/s ({size(cell.found.needed)}{'' if cell.fits else ' too much'})"
+    needed = size(cell.found.needed)
+    return f"{short(cell.each)}/s ({needed})" if cell.fits else f"too large ({needed})"
 
 
 def data(
@@ -187,6 +201,10 @@ def _time(found: Prediction, time: StepTime, *, steps: int | None, price: float 
 
 def _s(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, PAGE, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _lines(rows: Sequence[tuple[str, str]]) -> Iterator[str]:

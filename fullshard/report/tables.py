@@ -26,7 +26,7 @@ from fullshard.report.verdict import best_of, last_step, result_of, took
 EVENTS, UNITS = 200, 60
 """The most rows of a table."""
 Event = tuple[str, str, str]
-_QUIET = ("samples", "texts", "picture", "audio", "finished", "limit")
+_QUIET = ("samples", "texts", "picture", "audio", "finished", "limit", "memory")
 
 
 def tiles(run: Run) -> Iterator[tuple[str, str, str]]:
@@ -49,6 +49,10 @@ def tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     if memory := max(_values(train, "memory_gib"), default=None):
         foreseen = next((v for key in _predicted(train) for v in _values(train, key)), None)
         yield "peak memory", f"{memory:.3g} GiB", f"predicted {foreseen:.3g} GiB" if foreseen else "per rank"
+    for each in [each for each in run.of_kind("event") if each.get("what") == "held between steps"][-1:]:
+        real, guess = each["real_gib"] * 2**30, each["predicted_gib"] * 2**30
+        near = "as predicted" if not each["error"] else f"predicted {readable.size(guess)}"
+        yield "held by rank 0 between steps", readable.size(real), near
 
 
 def _predicted(train: list[dict[str, Any]]) -> list[str]:

@@ -15,7 +15,6 @@ from fullshard.contracts.optimizer import describe_groups
 from fullshard.contracts.world import World
 from fullshard.control.triggers import Due
 from fullshard.dist.recompute import of_block
-from fullshard.faults.micro_batch import described
 from fullshard.formatting.plural import counted
 from fullshard.multimodal import balance
 from fullshard.recipe import Recipe
@@ -29,7 +28,7 @@ NO_WORKERS = "none: each rank reads its data between steps"
 
 
 def header_rows(
-    recipe: Recipe, inputs: RunInputs, world: World, built: Built, checkpoint: Path | None
+    recipe: Recipe, inputs: RunInputs, world: World, built: Built, checkpoint: Path | None, memory: list[str]
 ) -> list[tuple[str, str]]:
     """Label and fact, in reading order."""
     rows = [
@@ -62,7 +61,7 @@ def header_rows(
         ("guard", recipe.guard.describe()),
     ]
     rows += [("MFU", mfu.describe())] if (mfu := built.parts.report.meters.mfu) else []
-    rows += [("memory", line) for line in described(recipe.batch, built.plan.per_device)]
+    rows += [("memory", line) for line in memory]
     rows += [("proven", proof) for proof in built.proofs]
     if checkpoint is not None:
         rows.append(("resumed", f"{checkpoint} at step {built.parts.progress.step}"))

@@ -238,3 +238,64 @@ def test_a_prediction_that_fails_is_a_warning(monkeypatch: pytest.MonkeyPatch) -
     text, remedy = module.foreseen(None, None, None)
     assert text == "it cannot be predicted: RuntimeError: no such operator"
     assert remedy == "Watch the memory of the first steps."
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--gpu", "0"), "--gpu 0: not known"),
+        (("--gpu", "h100", "--price", "-1"), "--price -1: give what one GPU costs per hour, 0 or more."),
+        (("--gpu", "h100", "--network", "0"), "--network 0: give the Gbit/s"),
+        (("--scaling",), "--scaling needs a GPU whose speed is known, and this machine has no GPU. Add --gpu b200|"),
+        (("--gpu", "48GiB", "--scaling"), "the speed of a GPU of 48 GiB is not known"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = run(tmp_path, *words)
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.output.split())
+
+
+def test_it_can_be_read_in_80_columns(tmp_path: Path) -> None:
+    words = ("--gpu", "h100", "--devices", "8", "--nodes", "512", "--price", "2.5", "--scaling")
+    for done in (run(tmp_path, *words), run(tmp_path, "--gpu", "1.1GiB")):
+        lines = [line for line in done.output.splitlines() if "model.lora" not in line]
+        assert len(lines) > 20
+        assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
+
+
+def embedding(rows: int) -> dict[str, Any]:
+    return settings(
+        model={
+            "kind": "sentence_transformer",
+            "architecture": "qwen3",
+            "overrides": SHAPE,
+            "tokenizer": {"train": {"vocab_size": 8192}},
+        },
+        objective={"kind": "contrastive"},
+        batch={"per_device": rows},
+    )
+
+
+def test_fewer_texts_at_a_time_are_advised(planner: Planner) -> None:
+    recipe = read_recipe(embedding(64))
+    found = planner.predict(recipe, Place(1, 1, gpu_named("3GiB")))
+    assert found.room is not None
+    assert found.room < 0
+    tried = {str(remedy.change): remedy for remedy in remedies(planner, found)}
+    chunks = [tried["objective.cache={chunk: 64}"], tried["objective.cache={chunk: 16}"]]
+    assert found.needed > chunks[0].found.needed > chunks[1].found.needed
+    assert all(remedy.change.same for remedy in chunks)
+
+
+def test_without_activations_a_plan_says_at_least(planner: Planner) -> None:
+    from fullshard.plan import report
+    from fullshard.plan.foreseen import sentence
+
+    recipe, gpu = read_recipe(settings()), gpu_named("h100")
+    found = Planner(run=False).predict(recipe, Place(1, 1, gpu))
+    assert found.needed < planner.predict(recipe, Place(1, 1, gpu)).needed
+    assert report.verdict(found).startswith("It may fit: at least ")
+    assert "(activations are not predicted)" in sentence(found)
+    small = Planner(run=False).predict(recipe, Place(1, 1, gpu_named("0.5")))
+    assert report.verdict(small).startswith("It does not fit: at least ")

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.kernels import custom
+
 SWITCH = "FULLSHARD_DIT_KERNELS"
 """Set to 0 in the environment, diffusers' own code runs."""
 LONGEST = 256
@@ -87,11 +89,6 @@ def _packs_qkv(attention: Any) -> bool:
     )
 
 
-def _runs(x: torch.Tensor) -> bool:
-    """Kernels need CUDA; with TRITON_INTERPRET=1 they run anywhere, for tests."""
-    return (x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)) or os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def _denoise(
     model: Any,
     hidden_states: torch.Tensor,
@@ -120,7 +117,7 @@ def _denoise(
 
 
 def _last_norm(norm: Any, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> Any:
-    if not _runs(x):
+    if not custom.runs(x):
         return norm(x) * (1 + scale[:, None]) + shift[:, None]
     from fullshard.families.diffusion.kernels.modulated_norm import modulated_norm
 
@@ -135,7 +132,7 @@ def _embed(embed: Any, latent: torch.Tensor) -> Any:
     rows, columns = height // size, width // size
     fits = (rows, columns, height % size, width % size) == (embed.height, embed.width, 0, 0)
     plain = embed.flatten and not embed.layer_norm and embed.pos_embed is not None and not embed.pos_embed_max_size
-    if not (_runs(latent) and fits and plain and type(embed.proj) is nn.Conv2d):
+    if not (custom.runs(latent) and fits and plain and type(embed.proj) is nn.Conv2d):
         own: Any = PatchEmbed.forward
         return own(embed, latent)
     patches = latent.reshape(len(latent), -1, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
@@ -158,7 +155,7 @@ def _block(
     from diffusers.models.attention import BasicTransformerBlock
 
     others = (attention_mask, encoder_hidden_states, encoder_attention_mask)
-    if not _runs(hidden_states) or cross_attention_kwargs or any(other is not None for other in others):
+    if not custom.runs(hidden_states) or cross_attention_kwargs or any(other is not None for other in others):
         own: Any = BasicTransformerBlock.forward
         return own(block, hidden_states, *others, timestep, cross_attention_kwargs, class_labels, added_cond_kwargs)
     from fullshard.families.diffusion.kernels.gated_sum import gated_sum
