@@ -2,27 +2,35 @@
 
     python benchmarks/plan.py                  every run, each in its own process, and the table
     python benchmarks/plan.py --only lora      runs whose name holds a word
+    python benchmarks/plan.py --together 3     up to three at a time, as far as their predictions fit on the GPU
     python benchmarks/plan.py --dry            the predictions alone, without a GPU
 
 Real is `torch.cuda.max_memory_allocated` and `max_memory_reserved` after a few steps through the ordinary command's own
-path. Models have random weights; texts are Python's language reference, pairs and latents are random.
+path; other processes on the GPU are not in it. Models have random weights; texts are Python's language reference, pairs
+and latents are random.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import csv
 import json
+import os
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-STEPS = 6
+STEPS = 4
 GIB = 2**30
+READY = "READY"
+Pair = tuple[float, float]
 
 
 def _llm(size: str, rows: int, length: int, **more: Any) -> dict[str, Any]:
@@ -142,64 +150,117 @@ def write_data(folder: Path) -> None:
             rows.writerow([f"{index}.npy", index % 1000])
 
 
-def predicted(name: str, folder: Path, gpu: str) -> float:
-    """GiB that are allocated at the peak."""
+def predicted(name: str, folder: Path, gpu: str) -> Pair:
+    """GiB that are allocated at the peak, and that torch reserves."""
     from fullshard.plan.hardware import gpu_named
     from fullshard.plan.predict import Place, Planner
     from fullshard.recipes.read import read_recipe
 
     found = Planner().predict(read_recipe(recipe(name, folder)), Place(1, 1, gpu_named(gpu)))
-    return found.peak.memory.total / GIB
+    allocated = found.peak.memory.total
+    return allocated / GIB, (allocated + found.outside["fragmentation"]) / GIB
 
 
 def measure(name: str, folder: Path) -> None:
-    """Trains in this process, and prints what torch counted."""
+    """Trains in this process once a line comes in, and prints what torch counted."""
     import torch
+    import torch._dynamo  # what a run imports later
 
     from fullshard.recipes.read import read
     from fullshard.run import execute
 
-    execute(read(recipe(name, folder)), resume="never")
+    reading = read(recipe(name, folder))
+    print(READY, flush=True)
+    sys.stdin.readline()
+    execute(reading, resume="never")
     print(json.dumps([torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB]))
 
 
-def real(name: str, folder: Path) -> tuple[float, float] | None:
-    command = [sys.executable, __file__, "--one", name, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{name}: failed\n{done.stdout[-800:]}{done.stderr[-800:]}", flush=True)
-        return None
-    allocated, reserved = json.loads(done.stdout.strip().splitlines()[-1])
-    return allocated, reserved
+class Runs:
+    """Runs side by side as far as their predictions fit on one GPU; none begins after the last minute."""
+
+    def __init__(self, folder: Path, gib: float, *, minutes: float) -> None:
+        self._folder, self._left, self._all = folder, gib, gib
+        self._end = time.monotonic() + 60 * minutes
+        self._free = threading.Condition()
+
+    def measure(self, name: str, plan: Pair) -> Pair | None:
+        """A process that imports at once, and takes memory when there is room."""
+        needs = min(plan[1] * 1.1 + 1.0, self._all)
+        words = [sys.executable, __file__, "--one", name, "--folder", str(self._folder)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, text=True, **pipes)
+        while process.stdout and (line := process.stdout.readline()) and line.strip() != READY:
+            pass
+        with self._free:
+            self._free.wait_for(lambda: self._left >= needs)
+            if time.monotonic() > self._end:
+                process.kill()
+                return None
+            self._left -= needs
+        try:
+            said, _ = process.communicate("\n")
+        finally:
+            with self._free:
+                self._left += needs
+                self._free.notify_all()
+        if process.returncode:
+            print(f"{name}: failed\n{said[-2500:]}", flush=True)
+            return None
+        allocated, reserved = json.loads(said.strip().splitlines()[-1])
+        return allocated, reserved
+
+
+def row(name: str, plan: Pair, found: Pair | None) -> str:
+    if found is None:
+        return f"| {name} | {plan[0]:.1f} | | | {plan[1]:.1f} | | |"
+    errors = [f"{guess / value - 1:+.1%}" for guess, value in zip(plan, found, strict=True)]
+    return f"| {name} | {plan[0]:.1f} | {found[0]:.1f} | {errors[0]} | {plan[1]:.1f} | {found[1]:.1f} | {errors[1]} |"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--dry", action="store_true")
+    parser.add_argument("--together", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=60.0, help="no run begins later")
     parser.add_argument("--one")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     if options.one:
         measure(options.one, options.folder)
         return
-    errors = []
+    names = [name for name in RUNS if options.only in name]
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if not options.dry:
-            write_data(folder)
-        print("| run | predicted GiB | allocated | error | reserved |\n|---|---|---|---|---|", flush=True)
-        for name in (name for name in RUNS if options.only in name):
-            plan, found = predicted(name, folder, options.gpu), None if options.dry else real(name, folder)
-            shown = "| | | |"
-            if found is not None:
-                errors.append(plan / found[0] - 1)
-                shown = f"| {found[0]:.1f} | {errors[-1]:+.1%} | {found[1]:.1f} |"
-            print(f"| {name} | {plan:.1f} {shown}", flush=True)
-    if errors:
-        sizes = [abs(error) for error in errors]
-        print(f"\nallocated: median error {statistics.median(sizes):.1%}, worst {max(sizes):.1%}, {len(sizes)} runs")
+        table = compare(names, Path(temporary), options)
+    print("| run | predicted GiB | allocated | error | predicted | reserved | error |\n|---|---|---|---|---|---|---|")
+    print("\n".join(row(name, *table[name]) for name in names))
+    for index, what in enumerate(("allocated", "reserved")):
+        errors = [abs(plan[index] / found[index] - 1) for plan, found in table.values() if found]
+        if errors:
+            print(f"{what}: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, {len(errors)} runs")
+
+
+def compare(names: list[str], folder: Path, options: argparse.Namespace) -> dict[str, tuple[Pair, Pair | None]]:
+    """What is predicted, and what is real."""
+    if not options.dry:
+        write_data(folder)
+    with concurrent.futures.ProcessPoolExecutor(min(4 * options.together, os.cpu_count() or 1)) as pool:
+        plans = dict(
+            zip(names, pool.map(predicted, names, [folder] * len(names), [options.gpu] * len(names)), strict=True)
+        )
+    print(f"predicted {len(names)} runs", flush=True)
+    runs = Runs(folder, 124.0, minutes=options.minutes)
+
+    def measured(name: str) -> Pair | None:
+        begun = time.monotonic()
+        found = None if options.dry else runs.measure(name, plans[name])
+        print(row(name, plans[name], found), f"{time.monotonic() - begun:.0f} s", flush=True)
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(options.together) as threads:
+        return {name: (plans[name], found) for name, found in zip(names, threads.map(measured, names), strict=True)}
 
 
 if __name__ == "__main__":
