@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,12 +70,12 @@ def activations(recipe: Recipe, module: nn.Module, plan: ShardPlan, work: Worklo
     if work.run is None:
         return Activations(notes=notes)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    computed = as_computed(module, plan, fake)
+    computed = as_computed(module, plan, _on(fake))
     try:
         if gpu:
             _gpu_kernels(recipe, computed, plan)
         with fake, _fused_loss(gpu), custom.tracing() if gpu else contextlib.nullcontext(), torch.enable_grad():
-            found = _Pass(computed, plan, fake).run(work.run)
+            found = _Pass(computed, plan, fake).run(work.over)
             return replace(found, known=True, notes=(*notes, *found.notes))
     except Exception as error:
         logger.info("the forward pass on fake tensors failed", exc_info=True)
@@ -83,25 +83,40 @@ def activations(recipe: Recipe, module: nn.Module, plan: ShardPlan, work: Worklo
         return Activations(notes=(*notes, f"activations are left out: the model does not run without data ({reason})"))
 
 
-def as_computed(module: nn.Module, plan: ShardPlan, fake: FakeTensorMode) -> nn.Module:
-    """A copy of the module with fake parameters in the dtype that each computes in; ties stay ties."""
-    found, made = copy.deepcopy(module), dict[nn.Parameter, nn.Parameter]()
+def as_computed(
+    module: nn.Module,
+    plan: ShardPlan,
+    made: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    *,
+    without: Collection[str] = (),
+) -> nn.Module:
+    """A copy of the module in the dtypes that it computes in. `made` gives what replaces a parameter or buffer; ties
+    stay ties. Modules `without` are left as they are."""
+    found, known = copy.deepcopy(module), dict[nn.Parameter, nn.Parameter]()
     exact = {id(p) for unit in plan.wrap.exact for p in found.get_submodule(unit).parameters()}
-    with fake:
-        for part in found.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is None:
-                    continue
+    for path, part in found.named_modules():
+        if keep_in_fp32.within(path, without):
+            continue
+        for name, parameter in part._parameters.items():
+            if parameter is None:
+                continue
+            if parameter not in known:
                 dtype = torch.float32 if id(parameter) in exact else plan.compute
-                if parameter not in made:
-                    empty = torch.empty(parameter.shape, dtype=dtype)
-                    made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                part._parameters[name] = made[parameter]
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                known[parameter] = nn.Parameter(made(parameter, dtype), requires_grad=parameter.requires_grad)
+            part._parameters[name] = known[parameter]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = made(buffer, buffer.dtype)
     _cast_at_units(found, plan)
     return found.train()
+
+
+def _on(fake: FakeTensorMode) -> Callable[[torch.Tensor, torch.dtype], torch.Tensor]:
+    def made(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        with fake:
+            return torch.empty(tensor.shape, dtype=dtype)
+
+    return made
 
 
 def _cast_at_units(module: nn.Module, plan: ShardPlan) -> None:

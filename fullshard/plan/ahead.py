@@ -81,9 +81,11 @@ class Ahead:
             trained, known = record["kind"] == "train", "peak" in self._found
             if known and self._on_gpu and trained:
                 record = {**record, "predicted_memory_gib": round(self._found["peak"] / GIB, 3)}
+            if record.get("event") == "finished" and record["step"] > self._step and known and not said:
+                said = True  # a run that ended before it was warm; its last record stays the last
+                write(self._compared(record["step"])[1])
             write(record)
-            warm = record["step"] >= self._step + WARM_UP if trained else record.get("event") == "finished"
-            if known and warm and not said:
+            if known and trained and record["step"] >= self._step + WARM_UP and not said:
                 said = True
                 line, event = self._compared(record["step"])
                 say(line)

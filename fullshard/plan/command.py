@@ -40,6 +40,10 @@ def plan(
     scaling: Annotated[
         bool, typer.Option("--scaling", help="Also a table over 1 to 4,096 ranks with each strategy.")
     ] = False,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="First measure a block of each kind and the head, on this machine."),
+    ] = False,
     fit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the recipe that fits, if this one does not.")
     ] = None,
@@ -57,11 +61,14 @@ def plan(
         reading = asked.read()
         device = _gpu(reading.recipe, gpu, network)
         _refuse(device, price, scaling=scaling)
+        if measure:
+            _refuse_another(reading.recipe, gpu, device)
         place = _place(reading.recipe, device)
-    raise typer.Exit(_plan(reading.recipe, place, price=price, scaling=scaling, fit=fit, svg=svg, as_json=as_json))
+    shown: dict[str, Any] = {"price": price, "scaling": scaling, "fit": fit, "svg": svg, "as_json": as_json}
+    raise typer.Exit(_plan(reading.recipe, place, measure=measure, **shown))
 
 
-def _plan(recipe: Recipe, place: Place, *, scaling: bool, as_json: bool, **asked: Any) -> int:
+def _plan(recipe: Recipe, place: Place, *, measure: bool, scaling: bool, as_json: bool, **asked: Any) -> int:
     from fullshard.log import libraries
     from fullshard.log.console import Console
     from fullshard.plan import report
@@ -73,6 +80,8 @@ def _plan(recipe: Recipe, place: Place, *, scaling: bool, as_json: bool, **asked
     planner = Planner()
     with json_alone(as_json), libraries.route(Console(silent=True)):
         found = planner.predict(recipe, place)
+        if measure:
+            found = _measured(planner, recipe, found)
         time = step_time(found)
         tried, chosen = _help(planner, found)
         rows = over_ranks(planner, recipe, place.gpu) if scaling and place.gpu else []
@@ -89,6 +98,19 @@ def _plan(recipe: Recipe, place: Place, *, scaling: bool, as_json: bool, **asked
             typer.echo(line)
     fits = found.room is None or found.room >= 0 or (asked["fit"] is not None and chosen is not None)
     return EXIT_DONE if fits else EXIT_NUMERICAL
+
+
+def _measured(planner: Planner, recipe: Recipe, found: Prediction) -> Prediction:
+    """The prediction from numbers that are measured now."""
+    import torch
+
+    from fullshard.plan.speed import modelled
+
+    devices = recipe.topology.devices
+    first = int(devices[0]) if isinstance(devices, list) else 0
+    device = torch.device("cuda", first) if found.place.gpu else torch.device("cpu")
+    planner.measure(found, device, modelled=modelled(found))
+    return planner.predict(recipe, found.place)
 
 
 def _help(planner: Planner, found: Prediction) -> tuple[list[Remedy], Remedy | None]:
@@ -143,6 +165,19 @@ def _refuse(gpu: Gpu | None, price: float | None, *, scaling: bool) -> None:
     if scaling and (gpu is None or gpu.flops is None):
         where = f"the speed of {gpu.name} is not known" if gpu else "this machine has no GPU"
         raise SetupError(f"--scaling needs a GPU whose speed is known, and {where}. Add --gpu {'|'.join(GPUS)}.")
+
+
+def _refuse_another(recipe: Recipe, name: str | None, gpu: Gpu | None) -> None:
+    """Raises if another GPU than that of this machine is to be measured."""
+    from fullshard.errors import SetupError
+    from fullshard.plan.hardware import gpu_here
+
+    here = gpu_here(recipe.topology.device)
+    if name is not None and gpu is not None and (here is None or here.name != gpu.name):
+        has = f"has {here.name}" if here else "has no GPU" if recipe.topology.device != "cpu" else "is to use its CPU"
+        raise SetupError(
+            f"--gpu {name} with --measure: only this machine can be measured, and it {has}. Leave out one of the two."
+        )
 
 
 def _place(recipe: Recipe, gpu: Gpu | None) -> Place:

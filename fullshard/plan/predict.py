@@ -26,6 +26,8 @@ from fullshard.optim.adamw_8bit import AdamW8bit
 from fullshard.optim.muon import Muon
 from fullshard.plan.activations import Activations, activations
 from fullshard.plan.hardware import GIB, Gpu
+from fullshard.plan.measure import measure
+from fullshard.plan.measured import Measured
 from fullshard.plan.moments import Layout, Moment, Step, peak
 from fullshard.plan.sizes import Held, UnitSize, checkpoint_bytes, held, unit_sizes
 from fullshard.plan.workload import Workload, workload
@@ -78,6 +80,8 @@ class Prediction:
     flops: tuple[float, float]
     """Of a token (or image), as MFU counts; and what is really computed, with recomputation."""
     notes: Sequence[str]
+    measured: Measured | None = None
+    """What was measured for these settings, or for others of the same recipe."""
 
     @property
     def peak(self) -> Moment:
@@ -104,6 +108,14 @@ class Planner:
         self._modules: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
         self._shapes: dict[str, _Shape] = {}
         self._activations: dict[str, Activations] = {}
+        self._measured: Measured | None = None
+
+    def measure(self, found: Prediction, device: torch.device, *, modelled: float | None) -> None:
+        """Measures parts of the model on this device; from then on `predict` uses the numbers. `modelled`: the seconds
+        of computing a micro-batch, without them."""
+        module, sharing = self._shape(found.recipe, found.place).module, found.place.per_node
+        asked = (found.recipe, module, found.plan, found.work, found.activations)
+        self._measured = measure(*asked, device=device, sharing=sharing, modelled=modelled)
 
     def predict(self, recipe: Recipe, place: Place) -> Prediction:
         """What a rank needs with this recipe at this place; `batch.per_device: auto` is the largest that fits."""
@@ -114,6 +126,8 @@ class Planner:
         work = workload(recipe, shape.module)
         work = work if self._run else replace(work, run=None)
         seen = self._seen(recipe, shape, plan, work, place)
+        if self._measured is not None:
+            seen = self._measured.over(seen, recipe, plan, work.tokens)
         has = held(recipe, shape.units, shards=plan.layout.shards, buffers=shape.buffers)
         accumulate = accumulation(recipe, place.world)
         layout = Layout(
@@ -142,6 +156,7 @@ class Planner:
             checkpoint=stored,
             flops=_flops(recipe, shape.module, plan),
             notes=(*shape.notes, *seen.notes),
+            measured=self._measured,
         )
 
     def _largest(self, recipe: Recipe, place: Place) -> Prediction:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from fullshard.formatting.plural import counted
 from fullshard.formatting.readable import columns, duration, short, size
+from fullshard.plan.measured import Measured, Part, Pass
 from fullshard.plan.moments import Memory
 from fullshard.plan.picture import in_characters
 from fullshard.plan.predict import Prediction
@@ -48,6 +49,9 @@ def text(found: Prediction, time: StepTime | None, *, steps: int | None, price: 
     if time is not None:
         yield ""
         yield from _lines(_time(found, time, steps=steps, price=price))
+    if found.measured is not None:
+        yield ""
+        yield from _measured(found, found.measured)
     for note in found.notes:
         yield from _wrapped(f"Note: {note}.")
 
@@ -130,10 +134,36 @@ def data(
         "checkpoint": found.checkpoint,
         "moments": [{"name": moment.name, **asdict(moment.memory)} for moment in found.moments],
         "time": _time_data(time),
+        "measured": _measured_data(found.measured) if found.measured else None,
         "remedies": [_remedy_data(remedy) for remedy in tried],
         "fit": _remedy_data(chosen) if chosen else None,
         "scaling": {row.strategy: _row_data(row) for row in rows},
         "notes": list(found.notes),
+    }
+
+
+def _measured_data(known: Measured) -> dict[str, Any]:
+    """Bytes are left out where nothing counts them."""
+
+    def data(found: Pass) -> dict[str, float]:
+        times = {"tokens": found.tokens, "forward": found.forward, "backward": found.backward}
+        return asdict(found) if known.counts_bytes else times
+
+    def guessed(found: Pass) -> dict[str, float]:
+        return {
+            key: value for key, value in asdict(found).items() if key in ("kept", "forward_needs", "backward_needs")
+        }
+
+    parts = []
+    for part, guess in zip((*known.kinds, known.outside), known.was_modelled(), strict=True):
+        both = {"name": part.name, "calls": part.calls, "whole": data(part.whole), "other": data(part.other)}
+        parts.append({**both, "modelled": guessed(guess)})
+    return {
+        "device": known.device,
+        "counts_bytes": known.counts_bytes,
+        "parts": parts,
+        "seconds": known.seconds(known.work),
+        "modelled_seconds": known.modelled,
     }
 
 
@@ -197,6 +227,50 @@ def _time(found: Prediction, time: StepTime, *, steps: int | None, price: float 
         cost = f", {price * hours:,.2f} at {price:g} per GPU hour" if price is not None else ""
         rows.append((label, f"{duration(seconds)}, {hours:,.1f} GPU hours{cost}"))
     return rows
+
+
+def _measured(found: Prediction, known: Measured) -> Iterator[str]:
+    """What was measured beside what was modelled."""
+    work, parts = known.work, (*known.kinds, known.outside)
+    rows = f"{work.rows:,} x {work.length:,} {work.noun}s" if work.length > 1 else counted(work.rows, work.noun)
+    yield from _wrapped(f"Measured on {known.device} with {rows}" + (", and used above:" if found.place.gpu else ":"))
+    names = [part.name if part.calls == 1 else f"{part.calls} x {part.name}" for part in parts]
+    bytes_of = [_bytes(*pair) if known.counts_bytes else "" for pair in zip(parts, known.was_modelled(), strict=True)]
+    each = [_seconds(part, work.noun) + more for part, more in zip(parts, bytes_of, strict=True)]
+    seconds = known.seconds(work)
+    beside = f", modelled {_near(known.modelled, seconds, _ms)}" if known.modelled else ""
+    rate = f"{short(work.learned / seconds)} {work.noun}s/s of a rank, without update and communication"
+    all_of_it = ("a micro-batch", f"computed in {_ms(seconds)}{beside}: {rate}")
+    yield from _lines([*zip(names, each, strict=True), all_of_it])
+    if not known.counts_bytes:
+        yield from _wrapped("Only times are measured: nothing counts the memory of a CPU, so bytes stay modelled.")
+
+
+def _seconds(part: Part, noun: str) -> str:
+    real, other = part.whole, part.other
+    less = f"{_ms(other.forward)} and {_ms(other.backward)} with {counted(other.tokens, noun)}"
+    return f"forward {_ms(real.forward)}, backward {_ms(real.backward)} ({less})"
+
+
+def _bytes(part: Part, guess: Pass) -> str:
+    """Measured and modelled; and whether twice the tokens keep twice as much."""
+    real, other = part.whole, part.other
+    names = {"keeps": "kept", "needs forward": "forward_needs", "needs backward": "backward_needs"}
+    both = [(word, getattr(real, name), getattr(guess, name)) for word, name in names.items()]
+    found = "".join(f"; {word} {size(seen)}, modelled {_near(said, seen, size)}" for word, seen, said in both)
+    straight = other.kept * real.tokens / other.tokens
+    if abs(straight - real.kept) > 0.05 * real.kept:
+        found += f"; not in proportion to the tokens: {size(other.kept)} with {other.tokens:,}"
+    return found
+
+
+def _near(guess: float, real: float, said: Callable[[float], str]) -> str:
+    """A modelled number, and how far it is from the measured one."""
+    return f"{said(guess)} ({guess / real - 1:+.1%})" if real else said(guess)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _s(seconds: float) -> str:

@@ -66,8 +66,8 @@ def step_time(found: Prediction) -> StepTime | None:
     gpu = found.place.gpu
     if gpu is None or gpu.flops is None:
         return None
-    counted, real = found.flops
-    once = max(found.work.computed * real / (gpu.flops * _share(found)), UNIT_S * len(found.units))
+    counted, _ = found.flops
+    once = max(_computing(found), UNIT_S * len(found.units))
     compute = once * found.accumulate
     sent, exposed, limit = _communication(found, once, gpu)
     tokens = found.work.learned * found.accumulate * found.place.world
@@ -76,6 +76,22 @@ def step_time(found: Prediction) -> StepTime | None:
     mfu = tokens * counted / total / (gpu.flops * found.place.world)
     save = found.checkpoint / (DISK * found.place.nodes)
     return StepTime(compute, update, exposed, sent, offload, tokens, mfu, save, limit)
+
+
+def modelled(found: Prediction) -> float | None:
+    """Seconds of computing one micro-batch, from its operations alone; None if the rates are not known."""
+    gpu = found.place.gpu
+    if gpu is None or gpu.flops is None:
+        return None
+    return found.work.computed * found.flops[1] / (gpu.flops * _share(found))
+
+
+def _computing(found: Prediction) -> float:
+    """The same as measured; corrected by what was measured, for other settings of the recipe."""
+    known = found.measured
+    if known is not None and known.holds(found.recipe, found.plan):
+        return known.seconds(found.work)
+    return (modelled(found) or 0.0) * (known.ratio() if known else 1.0)
 
 
 def _share(found: Prediction) -> float:

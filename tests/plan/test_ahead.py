@@ -53,7 +53,8 @@ def test_a_run_says_what_is_predicted_and_what_it_holds(
     assert found["step"] == min(2, records[-1]["step"])
     log = (folder / "runs" / name / "log.txt").read_text()
     assert "predicted: a rank holds parameters" in log
-    assert log.count("Memory of rank 0, held between steps: ") == 1
+    assert log.count("Memory of rank 0, held between steps: ") == (found["step"] == 2)
+    assert records[-1]["event"] == "finished"
     tiles = {title: remark for title, _, remark in tables.tiles(Run(folder / "runs" / name, name))}
     assert tiles["held by rank 0 between steps"] == "as predicted"
 
