@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fullshard.errors import RecipeError, SetupError
+from fullshard.errors import SetupError
+from fullshard.faults.aborted_pass import abort_pass
 from fullshard.formatting.plural import counted
 
 GATHERS = ("all_gather_into_tensor", "all_gather_single")
@@ -46,12 +47,6 @@ class Together:
     _groups: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        if not all(hasattr(module, "reset_iter_state") for module in self.modules):
-            raise RecipeError(
-                f"torch {torch.__version__} cannot repeat a step that failed, which batch.on_oom: split and "
-                "batch.per_device: auto need. Use torch 2.13 or later, or a number for batch.per_device and no "
-                "batch.on_oom."
-            )
         meshes = {p.device_mesh for m in self.modules for p in m.parameters() if isinstance(p, DTensor)}
         found = [group for mesh in meshes for group in mesh.get_all_groups()]
         self._groups = list(dict.fromkeys([*found, self.collectives.dist.group.WORLD]))
@@ -129,8 +124,7 @@ class Together:
         """Leaves no gradient, and nothing gathered."""
         for module in self.modules:
             module.zero_grad(set_to_none=True)  # of gathered parameters
-            if module._get_fsdp_state()._is_root is not None:  # type: ignore[operator]
-                module.reset_iter_state()  # type: ignore[operator]
+            abort_pass(module)
             module.zero_grad(set_to_none=True)  # of their slices
 
 
@@ -151,7 +145,7 @@ def _forget(error: BaseException) -> None:
 
 def _reshard(module: nn.Module) -> None:
     for unit in module.modules():
-        if hasattr(unit, "reset_iter_state"):
+        if hasattr(unit, "_get_fsdp_state"):
             unit.reshard()  # type: ignore[operator]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from fullshard.log.metrics import FILE, read
 from tests.dist.test_fp16 import outcome, run_folder, states
@@ -123,6 +124,31 @@ def test_the_step_is_repeated_in_smaller_micro_batches(ranks: RankPool, folder: 
     fits = settings["objective"]["fits"]
     assert [each["per_device"] for each in events(found)] == ([2, 1] if case == "twice" else [fits])
     assert (run_folder(settings) / "log.txt").read_text().count("ran out of memory at step 1") == len(events(found))
+
+
+def train_as_before_torch_2_13(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """FSDP of torch 2.11 and 2.12 has no such function."""
+    own = FSDPModule.reset_iter_state
+    del FSDPModule.reset_iter_state
+    try:
+        return train(settings)
+    finally:
+        FSDPModule.reset_iter_state = own  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["one-rank-backward", "full-forward", "recompute"]
+    + [pytest.param(case, marks=pytest.mark.slow) for case in ("full-backward", "grad_op", "prefetch", "hybrid")],
+)
+def test_torch_without_a_way_back_from_a_failed_pass(ranks: RankPool, folder: Path, case: str, plain: Any) -> None:
+    world, nodes, changes = CASES[case]
+    settings = tight(folder, f"older-{case}", **changes)
+    found = ranks.run(train_as_before_torch_2_13, settings, world=world, nodes=nodes)[0]
+    reference, expected = plain(settings, world, nodes)
+    assert curve(found, "loss", "grad_norm", "lr") == curve(expected, "loss", "grad_norm", "lr")
+    same(ranks, settings, reference, 2)
+    assert len(events(found)) == 1
 
 
 MIDDLE = 2 * PER_STEP + 5

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch import nn
 
 from fullshard.contracts.objective import Objective
 from fullshard.contracts.progress import Progress
@@ -17,7 +16,6 @@ from fullshard.families.reasoning.objectives.reasoning import Reasoning
 from fullshard.faults import micro_batch
 from fullshard.faults.fit import bisect, first_guess, longest
 from fullshard.faults.out_of_memory import Split, TooLarge
-from fullshard.faults.replay import Together
 from fullshard.recipes.read import read
 
 
@@ -123,9 +121,3 @@ def test_passes_that_depend_on_each_other_are_refused() -> None:
         with pytest.raises(RecipeError, match="whose passes depend on each other"):
             micro_batch.refuse(read("embedding", *changes).recipe)
     micro_batch.refuse(read("quickstart", "batch.on_oom=split").recipe)
-
-
-def test_a_torch_that_cannot_repeat_a_step_is_refused() -> None:
-    """FSDP's modules of such a torch have no way back from a pass that failed; here, a module that is not sharded."""
-    with pytest.raises(RecipeError, match=r"cannot repeat a step that failed.*torch 2\.13 or later"):
-        Together([nn.Linear(1, 1)], collectives=None, group=None)
