@@ -98,6 +98,7 @@ def main() -> None:
             failed |= apart > allowed
             mark = "" if apart <= allowed else " TOO FAR"
             rows.append(f"| {label} | {loss:.5f} | {apart:.1e}{mark} | {time.monotonic() - begun:.1f} |")
+            print(rows[-1], flush=True)
     print("\n| run | last loss | from fp32 | seconds |\n|---|---|---|---|\n" + "\n".join(rows))
     sys.exit(failed)
 

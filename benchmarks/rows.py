@@ -374,7 +374,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--only", nargs="*", default=[], help="jobs whose name contains one of these words")
     parser.add_argument("--set", nargs="*", default=[], help="further key=value settings of every run of fullshard")
-    parser.add_argument("--expandable", action="store_true", help="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    parser.add_argument("--fixed", action="store_true", help="torch's segments of fixed sizes, also for fullshard")
     parser.add_argument("--quality", action="store_true", help="of float8: losses, not speed")
     for hidden in ("--one", "--folder", "--asked"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -382,8 +382,8 @@ def main() -> None:
     if options.one:
         print("RESULT " + json.dumps(getattr(peers, options.one)(Path(options.folder), **json.loads(options.asked))))
         return
-    if options.expandable:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if options.fixed:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
     if options.row is None:
         parser.error(f"name a row: {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory() as temporary:

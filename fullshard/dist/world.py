@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from fullshard.contracts.world import World
 from fullshard.dist.env import check_devices
 from fullshard.explain.host_memory import peak_of_family
+from fullshard.faults.segments import grow_segments
 from fullshard.faults.watchdog import GRACE_S
 from fullshard.launch.addresses import address_towards, choose_interface
 from fullshard.launch.rendezvous import Meeting, facts
@@ -43,6 +44,7 @@ def join(*, device: str, backend: str, timeout_s: float) -> World:
         # LOCAL_RANK, never RANK: on the second node RANK is beyond the last GPU. The remainder is for ranks that share
         # a GPU over gloo, and for SLURM tasks that each see one GPU; `proofs/launch.py` refuses too many ranks.
         place = torch.device("cuda", local_rank % torch.cuda.device_count())
+        grow_segments(os.environ)
         torch.cuda.set_device(place)
     if backend == "auto":
         backend = "nccl" if place.type == "cuda" else "gloo"
