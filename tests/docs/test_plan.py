@@ -20,13 +20,14 @@ PAGE = (ROOT / "docs" / "plan.md").read_text()
 
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings()))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings(batch={"per_device": 1})))
     lines = "".join(blocks("bash", PAGE)).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     for line in lines:
         done = CliRunner().invoke(app, shlex.split(line)[1:], catch_exceptions=False)
         assert done.exit_code == 0, done.output
-        assert "It fits" in done.output
+        # Without a GPU nothing says how much memory a rank may take.
+        assert ("Measured on a CPU" if "--measure" in line else "It fits") in done.output
     assert (tmp_path / "step.svg").exists()
 
 
