@@ -37,7 +37,7 @@ from llm import RECIPE, write_text  # noqa: E402
 from fullshard.contracts.objective import Batch, Terms  # noqa: E402
 from fullshard.families.language.objectives.causal_lm import CausalLM  # noqa: E402
 
-STEPS, FILL_AT = 12, 6
+STEPS, FILL_AT = 8, 4
 REAL = ["model.size=1.7B", "batch.global=256", "sharding.activation_checkpointing=none"]
 TINY = ["model.size=tiny", "data.sequence_length=128", "topology.device=cpu", "topology.devices=2", "precision=fp32"]
 TINY += ["batch.global=32", "model.tokenizer.train.vocab_size=2000", "model.overrides.vocab_size=2000"]

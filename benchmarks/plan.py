@@ -1,7 +1,7 @@
 """Runs a list of differing recipes on one GPU and prints the memory that `fullshard plan` predicts beside the real one.
 
     python benchmarks/plan.py                  every run, each in its own process, and the table
-    python benchmarks/plan.py --only lora      runs whose name holds a word
+    python benchmarks/plan.py --only lora DiT  runs whose names hold one of these words
     python benchmarks/plan.py --together 3     up to three at a time, as far as their predictions fit on the GPU
     python benchmarks/plan.py --dry            the predictions alone, without a GPU
 
@@ -117,6 +117,7 @@ def recipe(name: str, folder: Path) -> dict[str, Any]:
     if "encode" in found["data"]:
         found["data"]["encode"]["root"] = str(folder)
     usual = {
+        "name": "".join(letter if letter.isalnum() else "-" for letter in name),
         "output": str(folder / "runs"),
         "precision": "bf16",
         "duration": {"steps": STEPS},
@@ -220,7 +221,7 @@ def row(name: str, plan: Pair, found: Pair | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="*", default=[""], help="names of runs, or words in them, in this order")
     parser.add_argument("--gpu", default="h200")
     parser.add_argument("--dry", action="store_true")
     parser.add_argument("--together", type=int, default=1)
@@ -231,7 +232,8 @@ def main() -> None:
     if options.one:
         measure(options.one, options.folder)
         return
-    names = [name for name in RUNS if options.only in name]
+    words = ([word] if word in RUNS else [name for name in RUNS if word in name] for word in options.only)
+    names = list(dict.fromkeys(name for found in words for name in found))
     with tempfile.TemporaryDirectory() as temporary:
         table = compare(names, Path(temporary), options)
     print("| run | predicted GiB | allocated | error | predicted | reserved | error |\n|---|---|---|---|---|---|---|")

@@ -35,6 +35,7 @@ from fullshard.dist.agreement import all_or_fail
 from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
 from fullshard.errors import CheckpointError, SetupError
+from fullshard.faults.segments import begin_with_state
 from fullshard.formatting.readable import size
 from fullshard.log.console import Console
 
@@ -86,7 +87,7 @@ class Saver:
             self.target.sharded.agree(tensors, "A save cannot be planned", group=self.group)
 
     def _future_tensors(self) -> Tensors:
-        """The tensors of a save. An optimizer that has no state yet creates it for this, and drops it again."""
+        """The tensors of a save. An optimizer that has no state yet creates it for this."""
         fresh = not self.optimizer.state
         if fresh:
             materialise_state(self.optimizer)
@@ -94,7 +95,7 @@ class Saver:
                 self.average.materialise()
         tensors = all_tensors(self.model, self.optimizer, left_out=self.left_out)
         if fresh:
-            self.optimizer.state.clear()
+            begin_with_state(self.optimizer)
         return tensors
 
     def save(self, progress: Progress, best: bool, *, now: bool = False) -> None:

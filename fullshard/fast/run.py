@@ -1,6 +1,6 @@
 """Where a run takes the faster ways: when its model is sharded, and around the passes of a step.
 
-With the switch off, both do nothing. Must not know recipes or losses.
+With the switch off, a CPU runs as it does without this package. Must not know recipes or losses.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from torch import nn
 from fullshard.dist.shard import ShardPlan
 from fullshard.fast import onednn, switch, whole
 from fullshard.fast.local_update import on_slices
+from fullshard.fast.one_stream import use_one_stream
 
 
 def prepare(module: nn.Module, plan: ShardPlan, mesh: Any, device: torch.device) -> ShardPlan:
     """The plan; what is done faster stands behind the reason for its layout, so the header names it."""
+    if device.type != "cpu" and mesh.size() == 1:
+        use_one_stream(module)
     if not switch.is_on() or device.type != "cpu":
         return plan
     whole.prepare(module, plan, mesh, device)

@@ -18,6 +18,7 @@ from fullshard.faults import micro_batch
 from fullshard.faults.micro_batch import USUAL, Size
 from fullshard.faults.out_of_memory import Stop, allocate_state
 from fullshard.faults.replay import Passes, Together, free
+from fullshard.faults.segments import give_back
 from fullshard.formatting.plural import counted
 
 
@@ -66,6 +67,7 @@ class Trial:
         found = micro_batch.remembered(guard, asked=asked, share=share)
         if found is None:
             found = self._largest(share) if asked == "auto" else asked
+        give_back(self.learner.device)
         if found != asked:
             micro_batch.remember(guard, found, asked=asked)
         return found
