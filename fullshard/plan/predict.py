@@ -42,8 +42,8 @@ CONTEXT = int(0.6 * GIB)
 NCCL = int(0.35 * GIB)
 """Buffers of NCCL for each group of ranks that communicate."""
 UNUSED, GAPS = 0.01, 0.8
-"""What torch reserves and cannot use, with segments that grow: a share of all, and one of the gradients. These lie where
-activations were freed, so the next step does not find the same room again. Fitted to 24 runs on one H200."""
+"""What torch reserves and cannot use, with segments that grow: a share of the peak, and one of the gradients. These lie
+where activations were freed, so the next step does not find the same room again. Fitted to 24 runs on one H200."""
 
 
 @dataclass(frozen=True)
