@@ -1,7 +1,7 @@
 """Quickstart's shape on the CPU: `fullshard train quickstart` and the Hugging Face Trainer, in turns in one call.
 
     python benchmarks/cpu.py                    one rank, then two ranks; three turns each
-    python benchmarks/cpu.py --fast             with FULLSHARD_FAST=1, which is off by default
+    python benchmarks/cpu.py --plain            with FULLSHARD_FAST=0
     python benchmarks/cpu.py --ranks 1 --turns 5
     python benchmarks/cpu.py --tiny             a few steps, to see that it works
 
@@ -88,9 +88,9 @@ def product(folder: Path, ranks: int, options: argparse.Namespace) -> Run:
         "duration.epochs=null",
     ]
     command += [f"log.every_steps={options.every}", "evaluate.parts=[]", "checkpoint.at_end=false", *options.set]
-    run = watched(command, {"FULLSHARD_CACHE": str(folder / "cache"), "FULLSHARD_FAST": str(int(options.fast))})
-    if any("in a step" in line for line in run.lines if line.startswith("  sharding")) != options.fast:
-        raise SystemExit("".join([*run.lines[:20], "The header disagrees with --fast."]))
+    run = watched(command, {"FULLSHARD_CACHE": str(folder / "cache"), "FULLSHARD_FAST": str(int(not options.plain))})
+    if any("in a step" in line for line in run.lines if line.startswith("  sharding")) == options.plain:
+        raise SystemExit("".join([*run.lines[:20], "The header disagrees with --plain."]))
     return run
 
 
@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--every", type=int, default=EVERY, help="how often a step is printed")
     parser.add_argument("--set", nargs="*", default=[], help="further key=value settings of the product")
-    parser.add_argument("--fast", action="store_true", help="set FULLSHARD_FAST=1 for the product")
+    parser.add_argument("--plain", action="store_true", help="set FULLSHARD_FAST=0 for the product")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--peer", type=Path, help="be the Trainer, with the files in this folder")
     options = parser.parse_args()
