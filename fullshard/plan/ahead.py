@@ -95,7 +95,8 @@ class Ahead:
             yield both
         finally:
             if self._process is not None:
-                self._process.kill()
+                with self._process:  # waits until it has ended, and closes its pipe
+                    self._process.kill()
 
     def _look(self) -> None:
         """Takes what the other process has found, if it has ended."""

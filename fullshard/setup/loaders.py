@@ -18,8 +18,8 @@ from fullshard.contracts.world import World
 from fullshard.control.triggers import Due
 from fullshard.data.loader import Loader
 from fullshard.dist import reduce
-from fullshard.dist.shard import reshard
 from fullshard.dist.upload import to_device
+from fullshard.faults.aborted_pass import abort_pass
 from fullshard.images.grids import Gallery
 from fullshard.log.console import Console
 from fullshard.log.report import Report
@@ -74,7 +74,7 @@ def proven(recipe: Recipe, model: ShardedModel, train: Loader, world: World, aux
     lines = prove(probe, train.long_sample, packed=packed, longest=recipe.data.sequence_length)
     batch = to_device(train.first_batch(), world.device)
     lines += recipe.objective.check(model.module, batch, packed=packed, compute=compute)
-    reshard(model.module)
+    abort_pass(model.module)  # a proof may have ended a pass with an error
     return lines
 
 

@@ -79,6 +79,18 @@ def test_what_is_traced_is_predicted_by_a_process_of_its_own(folder: Path) -> No
     assert records[0]["predicted_memory_gib"] == round(alone["peak"] / 2**30, 3)
 
 
+def test_a_run_that_ends_first_leaves_nothing_of_that_process(folder: Path) -> None:
+    recipe = read_recipe(small.recipe(folder, name="short", sharding={"compile": True}))
+    ahead = Ahead(recipe, build_module(recipe, None), WORLD)
+    process = ahead._process
+    assert process is not None
+    with ahead.beside(lambda record: None, print):
+        pass
+    assert process.returncode is not None
+    assert process.stdout is not None
+    assert process.stdout.closed
+
+
 def test_a_gpu_is_described_to_that_process_by_name_and_memory(folder: Path) -> None:
     recipe = read_recipe(small.recipe(folder, name="gpu"))
     found = predicted(recipe, RANKS, module=None, gpu=gpu_like("NVIDIA H200", 150_000_000_000))

@@ -139,7 +139,8 @@ def test_the_header_describes_the_model(run: Run) -> None:
     )
     rates = [record["lr"] for record in done.records if record["kind"] == "train"]
     assert rates[:3] == pytest.approx([0.005, 0.01, 0.01]), "two steps of warm-up"
-    assert done.rows["sharding"] == "full: 1 x 1 (replicate x shard); one rank, so nothing is sharded"
+    sharding = done.rows["sharding"].removesuffix("; linear layers by oneDNN")  # on some processors
+    assert sharding == "full: 1 x 1 (replicate x shard); one rank, so nothing is sharded; whole within a step"
     assert done.rows["compile"] == "off"
     assert done.rows["recompute"] == "activation checkpointing full"
     assert done.rows["workers"] == "none: each rank reads its data between steps"

@@ -1,9 +1,9 @@
-"""An export needs less memory than one and a half of its largest files, however large the model is."""
+"""An export needs little more memory than the largest file that it writes, however large the model is."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import os
 import subprocess
 import sys
 import warnings
@@ -24,6 +24,8 @@ from fullshard.hf.adapters.settings import Lora
 from tests.unit.export import peak_memory
 
 SHARD_BYTES = 40_000_000
+AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
+"""glibc gives freed memory back at once, so that a peak holds only what the export holds."""
 SHAPE: dict[str, Any] = {
     "vocab_size": 36_000,  # embedding and head have 74 MB each
     "hidden_size": 512,
@@ -64,24 +66,21 @@ def checkpoint(path: Path, family: Hf, module: nn.Module) -> None:
 
 def peaks(words: list[str]) -> list[int]:
     """The peak of each export above what the process held before, in a process of its own."""
-    for out in words[1::5]:
-        shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", peak_memory.__name__, *words]
-    said = subprocess.run(command, check=False, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    environ = {**os.environ, **AT_ONCE}
+    root = Path(__file__).parents[3]
+    said = subprocess.run(command, check=False, capture_output=True, text=True, cwd=root, env=environ)
     assert said.returncode == 0, said.stderr
     return [int(word) for word in said.stdout.split()]
 
 
 def test_peak_memory_stays_near_one_file(folder: Path) -> None:
-    """In bf16 the embedding has its own file, half as large as the tensor that it is read from. Two files in memory
-    would be more than 2. Allocators and a busy machine only ever add to a peak (1.53 and 1.76 were seen), so the least
-    of three measurements counts."""
+    """In bf16 the embedding has its own file, half as large as the tensor that it is read from, in parts."""
     words = []
     for name, form, dtype in (("whole", "hf", "bf16"), ("adapters", "merged", "original")):
         words += [str(folder / name), str(folder / form), form, str(SHARD_BYTES), dtype]
-    measured = [peaks(words) for _ in range(3)]
-    for form, above in zip(("hf", "merged"), map(min, zip(*measured, strict=True)), strict=True):
+    for form, above in zip(("hf", "merged"), peaks(words), strict=True):
         sizes = [path.stat().st_size for path in (folder / form).glob("*.safetensors")]
         assert sum(sizes) > 2.5 * max(sizes)
         assert max(sizes) < 1.01 * (SHARD_BYTES if form == "hf" else 74_000_000)
-        assert above < 1.75 * max(sizes), (form, above / max(sizes))
+        assert above < 1.25 * max(sizes), (form, above / max(sizes))
