@@ -34,8 +34,11 @@ _MARKED = ("restart", "rollback", "skipped", "straggler", "out_of_memory")
 _PROFILE = 100_000
 
 
-def page(runs: Sequence[Run], *, verify: bool = False, live: bool = False) -> str:
-    """The page about these runs. `verify` reads checksums of checkpoints; `live` follows the server that sent it."""
+def page(runs: Sequence[Run], *, verify: bool = False, live: str = "") -> str:
+    """The page about these runs. `verify` reads checksums of checkpoints.
+
+    `live`, the server's state from before, makes a page that follows the server.
+    """
     room = Room()
     shown = [_run(run, room, verify=verify) for run in runs]
     most = max(POINTS // max(len(runs) - 1, 1), FEWEST)
@@ -56,7 +59,7 @@ def page(runs: Sequence[Run], *, verify: bool = False, live: bool = False) -> st
         made=datetime.now().strftime("%Y-%m-%d %H:%M"),
         version=metadata.version("fullshard"),
         live=live,
-        policy=_policy(style, scripts, live=live),
+        policy=_policy(style, scripts, live=bool(live)),
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         data=Markup(as_json({"runs": drawn, "charts": pictures})),

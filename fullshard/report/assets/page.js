@@ -340,21 +340,23 @@
 
   /* A page that a server has sent follows it. */
   async function follow() {
-    const sign = find("#live"), seen = await (await fetch("/state")).text().catch(() => "");
-    let last = seen;
-    setInterval(async () => {
+    const sign = find("#live");
+    let shown = document.body.dataset.live; // the state that this page was made from
+    for (;;) {
+      await new Promise((wake) => setTimeout(wake, 2000));
       try {
         const now = await (await fetch("/state")).text();
         sign.classList.remove("lost");
         sign.lastElementChild.textContent = "following";
-        if (now === last) return;
-        last = now;
-        replace(new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html"));
+        if (now === shown) continue;
+        const fresh = new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html");
+        replace(fresh);
+        shown = fresh.body.dataset.live;
       } catch {
         sign.classList.add("lost");
         sign.lastElementChild.textContent = "the server has ended";
       }
-    }, 2000);
+    }
   }
   function replace(fresh) {
     const [before, after] = [document, fresh].map((page) => page.querySelectorAll(".chart").length);
