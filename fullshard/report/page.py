@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from importlib import metadata, resources
@@ -47,7 +48,13 @@ def page(runs: Sequence[Run], *, verify: bool = False, live: str = "") -> str:
     style = _asset(f"{UPLOT}.min.css") + _asset("page.css")
     scripts = [_asset(f"{UPLOT}.min.js"), _asset("page.js")]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"brief": _brief, "counted": counted, "ticks": _ticks}
+    environment.filters |= {
+        "brief": _brief,
+        "counted": counted,
+        "ticks": _ticks,
+        "options": _options,
+        "breakable": _breakable,
+    }
     return environment.from_string(_asset("page.html")).render(
         runs=shown,
         charts=pictures,
@@ -135,6 +142,19 @@ def _ticks(text: str) -> Markup:
     """A text in which backticks surround code."""
     parts = [escape(part) for part in text.split("`")]
     return Markup("").join(Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts))
+
+
+def _options(text: str) -> Markup:
+    """A text in which options of the command line, such as `--profile`, are not broken in two."""
+    parts = [escape(part) for part in re.split(r"(?<![\w-])(--[a-z][a-z-]*)", text)]
+    return Markup("").join(
+        Markup('<span class="option">{}</span>').format(part) if at % 2 else part for at, part in enumerate(parts)
+    )
+
+
+def _breakable(key: str) -> Markup:
+    """A recipe key that a narrow column may break after its dots."""
+    return Markup(".<wbr>").join(key.split("."))
 
 
 def _hash(text: str) -> str:

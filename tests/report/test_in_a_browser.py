@@ -192,6 +192,17 @@ def test_zoom_smoothing_log_scale_and_axes(browser: Browser, pair: str) -> None:
     assert browser.problems == []
 
 
+def test_the_x_axis_has_whole_steps_and_round_times(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", records=[train_record(step, seconds=220.0 * step) for step in range(1, 6)])
+    shown = browser.open(saved(tmp_path, run))
+    labels = "report.plots[0].plot.axes[0]._values"
+    assert shown.evaluate(labels) == ["1", "2", "3", "4", "5"]
+    shown.get_by_label("Over").select_option("seconds")
+    times = shown.evaluate(labels)
+    assert len(times) >= 5
+    assert all(re.fullmatch(r"\d+:00 min", each) for each in times), times
+
+
 def test_the_keyboard_and_a_screen_reader(browser: Browser, pair: str) -> None:
     shown = browser.open(pair)
     shown.keyboard.press("Tab")
@@ -234,6 +245,9 @@ def test_on_a_phone(browser: Browser, pair: str) -> None:
     shown = browser.open(pair, width=360)
     assert fits(shown)
     assert shown.evaluate("report.plots.every(({plot}) => plot.width <= 360)")
+    for part in ("settings", "checkpoints", "events", "phases"):
+        whole = "each => [each.scrollWidth - each.clientWidth, each.scrollHeight - each.clientHeight]"
+        assert shown.locator(f"#{part}-0 .scroll").evaluate(whole) == [0, 0], f"nothing of {part} is cut off"
     assert browser.problems == []
 
 
