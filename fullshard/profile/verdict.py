@@ -118,7 +118,7 @@ def _on_cpu(phases: Phases, tuning: Tuning) -> Verdict:
         return _update(phases)
     if tuning.ranks == 1:
         return Verdict("compute", f"{1 - phases.share('data'):.0%} of the time is spent in steps, on a CPU", "")
-    because = f"{tuning.ranks} ranks compute and send on CPUs, which cannot be told apart from outside"
+    because = f"{tuning.ranks} ranks compute and send on CPUs, and which takes longer cannot be seen from outside"
     return Verdict("compute or communication", because, "--profile, which measures both")
 
 

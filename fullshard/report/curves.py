@@ -35,6 +35,8 @@ def curves(run: Run, *, most: int) -> dict[str, Any]:
             found["series"][f"{kind}/{name}"] = _series(_column(records, name), size)
             if steps := _not_finite(records, name):
                 found["not_finite"][f"{kind}/{name}"] = {"count": len(steps), "steps": steps[:_NAMED]}
+    if found["series"].get("train/host_memory_gib") == found["series"].get("train/memory_gib"):
+        found["series"].pop("train/host_memory_gib", None)  # on a CPU both are the same
     return found
 
 

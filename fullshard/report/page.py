@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from importlib import metadata, resources
@@ -34,8 +35,11 @@ _MARKED = ("restart", "rollback", "skipped", "straggler", "out_of_memory")
 _PROFILE = 100_000
 
 
-def page(runs: Sequence[Run], *, verify: bool = False, live: bool = False) -> str:
-    """The page about these runs. `verify` reads checksums of checkpoints; `live` follows the server that sent it."""
+def page(runs: Sequence[Run], *, verify: bool = False, live: str = "") -> str:
+    """The page about these runs. `verify` reads checksums of checkpoints.
+
+    `live`, the server's state from before, makes a page that follows the server.
+    """
     room = Room()
     shown = [_run(run, room, verify=verify) for run in runs]
     most = max(POINTS // max(len(runs) - 1, 1), FEWEST)
@@ -44,7 +48,13 @@ def page(runs: Sequence[Run], *, verify: bool = False, live: bool = False) -> st
     style = _asset(f"{UPLOT}.min.css") + _asset("page.css")
     scripts = [_asset(f"{UPLOT}.min.js"), _asset("page.js")]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"brief": _brief, "counted": counted, "ticks": _ticks}
+    environment.filters |= {
+        "brief": _brief,
+        "counted": counted,
+        "ticks": _ticks,
+        "options": _options,
+        "breakable": _breakable,
+    }
     return environment.from_string(_asset("page.html")).render(
         runs=shown,
         charts=pictures,
@@ -56,7 +66,7 @@ def page(runs: Sequence[Run], *, verify: bool = False, live: bool = False) -> st
         made=datetime.now().strftime("%Y-%m-%d %H:%M"),
         version=metadata.version("fullshard"),
         live=live,
-        policy=_policy(style, scripts, live=live),
+        policy=_policy(style, scripts, live=bool(live)),
         style=Markup(style),
         scripts=[Markup(script) for script in scripts],
         data=Markup(as_json({"runs": drawn, "charts": pictures})),
@@ -132,6 +142,19 @@ def _ticks(text: str) -> Markup:
     """A text in which backticks surround code."""
     parts = [escape(part) for part in text.split("`")]
     return Markup("").join(Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts))
+
+
+def _options(text: str) -> Markup:
+    """A text in which options of the command line, such as `--profile`, are not broken in two."""
+    parts = [escape(part) for part in re.split(r"(?<![\w-])(--[a-z][a-z-]*)", text)]
+    return Markup("").join(
+        Markup('<span class="option">{}</span>').format(part) if at % 2 else part for at, part in enumerate(parts)
+    )
+
+
+def _breakable(key: str) -> Markup:
+    """A recipe key that a narrow column may break after its dots."""
+    return Markup(".<wbr>").join(key.split("."))
 
 
 def _hash(text: str) -> str:

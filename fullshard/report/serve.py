@@ -36,7 +36,9 @@ class Server(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_address[1]}/"
 
     def page(self) -> str:
-        return page([Run(run.folder, run.label) for run in self.runs], live=True)
+        # The state comes first: what is written while the page is made is news to it.
+        state = self.state()
+        return page([Run(run.folder, run.label) for run in self.runs], live=state)
 
     def state(self) -> str:
         """A short text that is the same as long as nothing has changed."""

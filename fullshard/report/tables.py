@@ -34,7 +34,8 @@ def tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     best, metric, step = best_of(run)
     train = run.of_kind("train")
     if best is not None:
-        yield f"best {metric.replace('_', ' ')}", readable.number(best), f"at step {step:,}" if step is not None else ""
+        name = "validation loss" if metric == "loss" else metric.replace("_", " ")
+        yield f"best {name}", readable.number(best), f"at step {step:,}" if step is not None else ""
     elif (loss := _last(train, "loss")) is not None:
         yield "last training loss", readable.number(loss), "no validation"
     done, total = last_step(run), run.log.total_steps
@@ -52,7 +53,7 @@ def tiles(run: Run) -> Iterator[tuple[str, str, str]]:
     for each in [each for each in run.of_kind("event") if each.get("what") == "held between steps"][-1:]:
         real, guess = each["real_gib"] * 2**30, each["predicted_gib"] * 2**30
         near = "as predicted" if not each["error"] else f"predicted {readable.size(guess)}"
-        yield "held by rank 0 between steps", readable.size(real), near
+        yield "held between steps", readable.size(real), f"by rank 0, {near}"
 
 
 def _predicted(train: list[dict[str, Any]]) -> list[str]:
@@ -89,8 +90,8 @@ def unit_rows(run: Run) -> list[dict[str, Any]]:
     for unit in run.units:
         row = {
             "class": unit.get("class_name"),
-            "parameters": unit.get("parameters"),
-            "trainable": unit.get("trainable"),
+            "parameters": _thousands(unit.get("parameters")),
+            "trainable": _thousands(unit.get("trainable")),
         }
         row |= {key: _words(unit.get(key)) for key in ("storage", "compute", "reduce")}
         row["tied"] = _words([_words(group) for group in unit.get("tied") or []])
@@ -100,6 +101,10 @@ def unit_rows(run: Run) -> list[dict[str, Any]]:
         else:
             rows.append({**row, "name": unit.get("name"), "last": None, "count": 1})
     return rows
+
+
+def _thousands(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else _words(value)
 
 
 def _words(value: Any) -> str:
@@ -141,9 +146,7 @@ def _told(name: str, facts: dict[str, Any]) -> str:
     if name == "out_of_memory":
         return f"rank {facts.get('rank')}: micro-batches of {facts.get('per_device')} rows, not {facts.get('before')}"
     if name == "straggler" and _is_number(facts.get("slower")):
-        return (
-            f"rank {facts.get('rank')} ({facts.get('place')}) is {facts['slower']:.0%} slower in {facts.get('phase')}"
-        )
+        return f"{facts.get('place')} is {facts['slower']:.0%} slower than others ({facts.get('phase')})"
     return ", ".join(f"{key.replace('_', ' ')} {shown(value)}" for key, value in facts.items())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.checkpoint import folder as files
+from fullshard.commands.chosen_run import MODEL
 from fullshard.explain import crash
 from fullshard.explain.match import explain
 from fullshard.explain.record import KnownError
@@ -58,7 +59,8 @@ def judge(run: Run) -> Verdict:
     if result:
         early = ", early: validation did not improve for long enough" if result.get("stopped") == "patience" else ""
         after = f" in {took(seconds)}" if (seconds := _number(result.get("seconds"))) else ""
-        return Verdict("finished", f"It finished {counted(result['step'], 'step')}{after}{early}.", notes)
+        model = f" The trained model is in {run.folder.name}/{MODEL}." if (run.folder / MODEL).is_dir() else ""
+        return Verdict("finished", f"It finished {counted(result['step'], 'step')}{after}{early}.{model}", notes)
     return _failed(run, notes)
 
 
@@ -116,7 +118,8 @@ def command_of(run: Run) -> str:
     words = run.facts.get("command")
     if not isinstance(words, list) or not words:
         return ""
-    return shlex.join([Path(str(words[0])).name, *map(str, words[1:])])
+    name = Path(str(words[0])).name
+    return shlex.join([*(("python", "-m", "fullshard") if name == "__main__.py" else (name,)), *map(str, words[1:])])
 
 
 def limits(run: Run) -> Iterator[str]:

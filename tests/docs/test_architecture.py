@@ -1,14 +1,14 @@
-"""docs/architecture.md lists the layers that tests/arch enforces, and its picture shows them in the same order."""
+"""docs/architecture.md lists the layers that tests/arch enforces, and its picture is drawn from them."""
 
 from __future__ import annotations
 
 import re
 
 from tests.arch.test_layers import LAYERS
+from tests.docs.house import CAPTIONS, FLOORS, PICTURE, ROOF, house, rows
 from tests.docs.pages import ROOT, blocks
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-PICTURE = (ROOT / "docs" / "images" / "house.svg").read_text()
 
 
 def test_the_layers_are_those_of_the_tests() -> None:
@@ -16,15 +16,20 @@ def test_the_layers_are_those_of_the_tests() -> None:
     assert re.findall(r"\w+", listed) == LAYERS
 
 
-def test_the_picture_shows_every_layer_in_its_order() -> None:
-    """From the roof down, each floor from left to right."""
-    drawn = re.findall(r">([\w/]+(?: &#160; \w+)?)</text>", PICTURE)
-    names = [name.partition("/")[0] for text in drawn for name in text.split(" &#160; ") if text]
-    rooms = [name for name in dict.fromkeys(names) if name in LAYERS]
-    assert sorted(rooms) == sorted(LAYERS)
-    floors = [line.split(", ") for line in blocks("text", PAGE)[0].replace(",\n", "\n").splitlines()]
-    floors[-1:] = [["families"], ["cli", "__main__"]]
-    assert rooms == [name for floor in reversed(floors) for name in floor]
+def test_the_picture_is_drawn_from_the_layers() -> None:
+    assert PICTURE.read_text() == house(), "draw it again: python -m tests.docs.house"
+
+
+def test_every_layer_and_every_family_has_one_room() -> None:
+    families = [path.parent.name for path in (ROOT / "fullshard" / "families").glob("*/__init__.py")]
+    assert len(families) >= 3
+    rooms = re.findall(r'<text class="room".*>(\w+)</text>', house())
+    assert sorted(rooms) == sorted([*(set(LAYERS) - {"families", *ROOF}), *families]) == sorted(CAPTIONS)
+
+
+def test_each_floor_is_a_line_of_the_list() -> None:
+    floors = [", ".join(name for row in rows(floor) for name in row) for floor in FLOORS]
+    assert blocks("text", PAGE)[0].replace(",\n", "\n").splitlines()[:-1] == floors[:-1]
 
 
 def test_every_package_has_a_line() -> None:
@@ -37,9 +42,3 @@ def test_every_package_has_a_line() -> None:
         "evaluations",
         "recipes",
     }
-
-
-def test_the_picture_shows_every_family() -> None:
-    folders = [path.parent.name for path in (ROOT / "fullshard" / "families").glob("*/__init__.py")]
-    assert len(folders) >= 3
-    assert [name for name in folders if f">families/{name}<" not in PICTURE] == []

@@ -56,7 +56,7 @@ def started() -> Iterator[Browser]:
         context = playwright.chromium.launch_persistent_context(
             profile, executable_path=str(CHROMIUM), args=list(FLAGS), headless=True, offline=False
         )
-        context.set_default_timeout(120_000)  # a machine that is busy with other tests
+        context.set_default_timeout(180_000)  # a machine that is busy with other tests
         try:
             yield Browser(context)
         finally:

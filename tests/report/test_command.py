@@ -69,7 +69,7 @@ def test_the_server_listens_here_only_and_ends_by_ctrl_c(tmp_path: Path) -> None
         [port] = re.findall(r"http://127\.0\.0\.1:(\d+)/ on this machine only", first)
 
         def ask(path: str, host: str) -> int:
-            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=180)
             connection.request("GET", path, headers={"Host": host})
             status = connection.getresponse().status
             connection.close()
@@ -82,7 +82,7 @@ def test_the_server_listens_here_only_and_ends_by_ctrl_c(tmp_path: Path) -> None
         taken = subprocess.run([*command, "--port", port], capture_output=True, text=True, check=False)
         assert (taken.returncode, f"--port {port} cannot be used" in taken.stderr) == (2, True)
         started.send_signal(signal.SIGINT)
-        rest = started.communicate(timeout=60)[0]
+        rest = started.communicate(timeout=180)[0]
     assert (started.returncode, "Ended." in rest, "Traceback" in rest) == (0, True, False)
 
 

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def background(shown: Any) -> str:
 
 def becomes(shown: Any, condition: str) -> None:
     """Waits for it. Playwright's own waiting needs `eval`, which the page forbids."""
-    ends = time.monotonic() + 120
+    ends = time.monotonic() + 180
     while not shown.evaluate(condition):
         assert time.monotonic() < ends, condition
         time.sleep(0.05)
@@ -191,6 +192,17 @@ def test_zoom_smoothing_log_scale_and_axes(browser: Browser, pair: str) -> None:
     assert browser.problems == []
 
 
+def test_the_x_axis_has_whole_steps_and_round_times(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", records=[train_record(step, seconds=220.0 * step) for step in range(1, 6)])
+    shown = browser.open(saved(tmp_path, run))
+    labels = "report.plots[0].plot.axes[0]._values"
+    assert shown.evaluate(labels) == ["1", "2", "3", "4", "5"]
+    shown.get_by_label("Over").select_option("seconds")
+    times = shown.evaluate(labels)
+    assert len(times) >= 5
+    assert all(re.fullmatch(r"\d+:00 min", each) for each in times), times
+
+
 def test_the_keyboard_and_a_screen_reader(browser: Browser, pair: str) -> None:
     shown = browser.open(pair)
     shown.keyboard.press("Tab")
@@ -233,6 +245,9 @@ def test_on_a_phone(browser: Browser, pair: str) -> None:
     shown = browser.open(pair, width=360)
     assert fits(shown)
     assert shown.evaluate("report.plots.every(({plot}) => plot.width <= 360)")
+    for part in ("settings", "checkpoints", "events", "phases"):
+        whole = "each => [each.scrollWidth - each.clientWidth, each.scrollHeight - each.clientHeight]"
+        assert shown.locator(f"#{part}-0 .scroll").evaluate(whole) == [0, 0], f"nothing of {part} is cut off"
     assert browser.problems == []
 
 
@@ -305,13 +320,22 @@ def test_hostile_strings_stay_text(browser: Browser, tmp_path: Path) -> None:
     assert (browser.problems, browser.requests) == ([], [shown.url])
 
 
-def test_a_page_that_is_served_follows_the_run(browser: Browser, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", records=[train_record(step) for step in range(1, 6)])
-    server = Server(find([str(run)]), port=0)
+@contextmanager
+def served(server: Server) -> Iterator[str]:
     serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     serving.start()
     try:
-        shown = browser.open(server.address)
+        yield server.address
+    finally:
+        server.shutdown()
+        serving.join()
+        server.server_close()
+
+
+def test_a_page_that_is_served_follows_the_run(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", records=[train_record(step) for step in range(1, 6)])
+    with served(Server(find([str(run)]), port=0)) as at:
+        shown = browser.open(at)
         assert drawn(shown)["Loss"][0] == [1, 2, 3, 4, 5]
         shown.get_by_label("Smoothing").fill("0.5")
         shown.locator("#units-0 summary").click()
@@ -322,9 +346,24 @@ def test_a_page_that_is_served_follows_the_run(browser: Browser, tmp_path: Path)
         assert shown.evaluate("report.state.smooth") == 0.5
         assert shown.evaluate("document.getElementById('units-0').open"), "what was open stays open"
         assert browser.problems == []
-        assert all(each.startswith(server.address) for each in browser.requests)
-    finally:
-        server.shutdown()
-        serving.join()
-        server.server_close()
+        assert all(each.startswith(at) for each in browser.requests)
     becomes(shown, "document.getElementById('live').textContent.includes('ended')")
+
+
+def test_a_record_that_comes_while_the_page_is_made_is_shown_too(browser: Browser, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", records=[train_record(step) for step in range(1, 6)])
+
+    class Slow(Server):
+        """A step is logged between the reading of the files and the arrival of the first page."""
+
+        def page(self) -> str:
+            made = super().page()
+            if len((run / "metrics.jsonl").read_text().splitlines()) == 5:
+                with (run / "metrics.jsonl").open("a") as file:
+                    file.write(json.dumps(train_record(6)) + "\n")
+            return made
+
+    with served(Slow(find([str(run)]), port=0)) as at:
+        shown = browser.open(at)
+        becomes(shown, "report.plots[0].plot.data[0].length == 6")
+        assert browser.problems == []

@@ -54,8 +54,10 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "Limited by data: 31% of the time is spent waiting for data. Most likely to help: data.workers."
     ]
     tiles = {name: (value, remark) for name, value, remark in tables.tiles(run)}
-    assert tiles["best loss"] == ("4.5", "at step 6")
+    assert tiles["best validation loss"] == ("4.5", "at step 6")
     assert tiles["peak memory"] == ("61.2 GiB", "predicted 60 GiB")
+    (run.folder / "model").mkdir()
+    assert judge(run).sentence == "It finished 6 steps in 1 h 02 min. The trained model is in run/model."
 
 
 def test_how_else_a_run_ends(tmp_path: Path) -> None:
@@ -63,6 +65,9 @@ def test_how_else_a_run_ends(tmp_path: Path) -> None:
     assert "early: validation did not improve" in judge(early).sentence
     stopped = a_run(tmp_path / "stopped", train_record(1), finished(1, stopped="signal"))
     assert (judge(stopped).state, judge(stopped).command) == ("stopped", "fullshard train quickstart")
+    as_module = {"command": ["/site-packages/fullshard/__main__.py", "train", "my run.yaml"]}
+    again = a_run(tmp_path / "again", train_record(1), finished(1, stopped="signal"), facts=as_module)
+    assert judge(again).command == "python -m fullshard train 'my run.yaml'"
     silent = a_run(tmp_path / "silent", train_record(7), total=50)
     assert (judge(silent).state, "at step 7 of 50" in judge(silent).sentence) == ("died", True)
     resumed = a_run(tmp_path / "resumed", train_record(1), finished(1), train_record(2))
@@ -106,6 +111,13 @@ def test_few_records_are_drawn_as_they_are(tmp_path: Path) -> None:
     assert found["train"]["step"] == [record["step"] for record in records]
     for name in ("loss", "lr", "grad_norm", "mfu"):
         assert found["series"][f"train/{name}"] == {"mean": [float(f"{each[name]:.7g}") for each in records]}
+
+
+def test_on_a_cpu_memory_is_one_curve(tmp_path: Path) -> None:
+    """There the memory of the device is that of the host."""
+    same = curves(a_run(tmp_path / "cpu", train_record(1, memory_gib=8.5)), most=9)["series"]
+    assert [name for name in same if name.endswith("memory_gib")] == ["train/memory_gib", "train/predicted_memory_gib"]
+    assert "train/host_memory_gib" in curves(a_run(tmp_path / "gpu", train_record(1)), most=9)["series"]
 
 
 def test_buckets_keep_the_mean_and_the_extremes(tmp_path: Path) -> None:
@@ -196,7 +208,7 @@ def test_events_are_told_in_words(tmp_path: Path) -> None:
     restart = event("restart", 50, restart=1, of=3, why="rank 1 was killed in step 51", start="an id")
     skipped = event("skipped", 60, cause="spike", loss=9.5)
     back = event("rollback", 50, bad_step=61, cause="At step 61 the loss is nan.", sample_ids=[4, 7])
-    slow = event("straggler", 70, rank=3, place="node-2", phase="compute", slower=0.25)
+    slow = event("straggler", 70, rank=3, place="Rank 3 (host a)", phase="data", slower=0.25)
     quiet, split = event("samples", 70, sample_ids=[1]), event("out_of_memory", 71, rank=1, per_device=2, before=4)
     run = a_run(tmp_path / "run", *saves, restart, skipped, back, slow, quiet, split, saves[0])
     assert tables.event_rows(run) == [
@@ -204,7 +216,7 @@ def test_events_are_told_in_words(tmp_path: Path) -> None:
         ("50", "restart", "restart 1 of 3: rank 1 was killed in step 51"),
         ("60", "skipped", "cause spike, loss 9.5"),
         ("50", "rollback", "At step 61 the loss is nan. 2 samples left out"),
-        ("70", "straggler", "rank 3 (node-2) is 25% slower in compute"),
+        ("70", "straggler", "Rank 3 (host a) is 25% slower than others (data)"),
         ("71", "out_of_memory", "rank 1: micro-batches of 2 rows, not 4"),
         ("10", "saved", "training waited 0.25 s"),
     ]
@@ -291,6 +303,13 @@ def test_hostile_strings_add_no_markup(tmp_path: Path) -> None:
     assert Tags(bad).found == Tags(good).found
     assert bad.count("</script>") == good.count("</script>")
     assert bad.count("onerror") >= 10, "the strings themselves are there"
+
+
+def test_options_are_not_broken_in_two(tmp_path: Path) -> None:
+    told = event("limit", 1, limit="<b>", because="it is", setting="--profile, which measures both")
+    text = page([a_run(tmp_path / "run", train_record(1), told)])
+    assert "Limited by &lt;b&gt;: it is." in text
+    assert 'help: <span class="option">--profile</span>, which' in text
 
 
 def test_the_table_of_a_profile_is_shown(tmp_path: Path) -> None:

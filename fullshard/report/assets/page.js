@@ -34,6 +34,12 @@
   const onAxis = (value) => (state.axis === "seconds" ? duration(value) : compact(value));
   const axisName = () => ({ step: "step", seconds: "time", tokens: "tokens" })[state.axis];
 
+  /* Where the x axis may have labels: at whole steps and tokens; at seconds, minutes and hours that are round. */
+  const WHOLE = Array.from({ length: 14 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
+  const ROUND = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30,
+    ...[1, 2, 5, 10, 20, 30].map((minutes) => minutes * 60),
+    ...[1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].map((hours) => hours * 3600)];
+
   /* Colours: of the series for one run, of the run for several. */
   const style = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   function colour(run, place) {
@@ -86,10 +92,10 @@
   }
 
   /* One uPlot series for each column of a line; `main` is the one that is read out, which is never smoothed. */
-  function columns(line, exact) {
+  function columns(line, exact, few) {
     const several = data.runs.length > 1;
     const width = 1.8, dash = several && line.place ? [6, 4] : undefined;
-    const points = { show: line.kind === "validation" ? line.x.length <= 200 : line.x.length <= 40, size: 6,
+    const points = { show: line.kind === "validation" ? line.x.length <= 200 : few, size: 6,
       stroke: line.colour, fill: line.colour };
     const smooth = state.smooth > 0 && line.kind === "train" && !exact;
     const main = { label: line.name, stroke: line.colour, width, dash, points };
@@ -118,11 +124,11 @@
 
   function drawn(figure, chart, range) {
     const place = figure.querySelector(".plot");
-    const found = lines(chart);
+    const found = lines(chart), few = found.every((line) => line.x.length <= 40);
     const series = [{}], bands = [], tables = [], mains = [];
     for (const line of found) {
       const table = [line.x];
-      for (const part of columns(line, chart.exact)) {
+      for (const part of columns(line, chart.exact, few)) {
         table.push(part.values);
         series.push(part.series);
         if (part.closes) {
@@ -144,7 +150,8 @@
         bind: { dblclick: () => () => zoom(null) },
       },
       scales: { x: { time: false, range: () => state.range || extent() }, y: { distr: state.log ? 3 : 1 } },
-      axes: [axis({ values: (_, ticks) => ticks.map(onAxis), space: 55, size: 30 }),
+      axes: [axis({ values: (_, ticks) => ticks.map(onAxis), space: 55, size: 30,
+        incrs: () => (state.axis === "seconds" ? ROUND : WHOLE) }),
         axis({ values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick, chart.unit))), size: 58 })],
       series, bands,
       hooks: { setCursor: [() => readOut(held)], setSelect: [select], drawClear: [marks] },
@@ -340,21 +347,23 @@
 
   /* A page that a server has sent follows it. */
   async function follow() {
-    const sign = find("#live"), seen = await (await fetch("/state")).text().catch(() => "");
-    let last = seen;
-    setInterval(async () => {
+    const sign = find("#live");
+    let shown = document.body.dataset.live; // the state that this page was made from
+    for (;;) {
+      await new Promise((wake) => setTimeout(wake, 2000));
       try {
         const now = await (await fetch("/state")).text();
         sign.classList.remove("lost");
         sign.lastElementChild.textContent = "following";
-        if (now === last) return;
-        last = now;
-        replace(new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html"));
+        if (now === shown) continue;
+        const fresh = new DOMParser().parseFromString(await (await fetch("/")).text(), "text/html");
+        replace(fresh);
+        shown = fresh.body.dataset.live;
       } catch {
         sign.classList.add("lost");
         sign.lastElementChild.textContent = "the server has ended";
       }
-    }, 2000);
+    }
   }
   function replace(fresh) {
     const [before, after] = [document, fresh].map((page) => page.querySelectorAll(".chart").length);
