@@ -85,6 +85,22 @@ def test_a_question_is_over_when_the_process_that_asked_has_ended(tmp_path: Path
     assert not evidence.first_to_make(asked, stale_s=600)
 
 
+def test_one_of_two_that_find_a_stale_file_makes_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, known = tmp_path / evidence.ASKED, evidence._is_over
+    asked.touch()
+
+    def other_is_faster(path: Path) -> bool:
+        """Between a look at the file and what follows from it, another rank does all of it."""
+        monkeypatch.setattr(evidence, "_is_over", lambda path: True)
+        assert evidence.first_to_make(path, stale_s=600)
+        monkeypatch.setattr(evidence, "_is_over", known)
+        return True
+
+    monkeypatch.setattr(evidence, "_is_over", other_is_faster)
+    assert not evidence.first_to_make(asked, stale_s=600)
+    assert list(tmp_path.iterdir()) == [asked]
+
+
 def test_a_file_from_before_the_clock_was_set_back_is_stale(tmp_path: Path) -> None:
     file = tmp_path / "hang"
     assert evidence.first_to_make(file, stale_s=600)
