@@ -20,7 +20,7 @@ from fullshard.explain import crash
 from fullshard.faults import beat, evidence, words
 from fullshard.faults.beat import FOLDER, Reading
 from fullshard.faults.evidence import Rank
-from fullshard.faults.watchdog import AUTOPSY, GRACE_S, STRICT
+from fullshard.faults.watchdog import AUTOPSY, GRACE_S
 
 STANDS = 1
 _LOOK_S = 2.0
@@ -69,22 +69,27 @@ def _folder(run: str) -> Path:
 
 
 def _running(folder: Path, *, wait_s: float) -> tuple[int, list[str], list[Rank]]:
-    """Looks twice; asks for dumps only if a rank has not moved in between."""
+    """Looks twice; asks for dumps only if a rank has not moved in between, and looks again: a step may take longer."""
     place = folder / FOLDER
     before = beat.read_all(place)
     time.sleep(_LOOK_S)
-    readings = beat.read_all(place)
-    moved = [rank for rank in readings if rank not in before or readings[rank].count > before[rank].count]
-    if len(moved) == len(readings) == _world(readings):
+    readings, asked = beat.read_all(place), None
+    if not _all_moved(before, readings):
+        asked = evidence.ask(place, readings, wait_s=wait_s)
+        readings = beat.read_all(place)
+    if _all_moved(before, readings):
         return 0, [_healthy(folder, readings)], evidence.gather(place, {})
-    asked = evidence.ask(place, readings, wait_s=wait_s)
-    readings = beat.read_all(place)
     ranks = evidence.gather(place, readings, asked=asked)
     lines = words.report(ranks, world=_world(readings))
     lines += [
         f"`kill -CONT {rank.process}` lets rank {rank.rank} continue." for rank in ranks if rank.state == "stopped"
     ]
     return STANDS, [_title(ranks), *(f"  {line}" for line in lines), f"  {_outlook(ranks, readings)}"], ranks
+
+
+def _all_moved(before: Mapping[int, Reading], now: Mapping[int, Reading]) -> bool:
+    moved = [rank for rank in now if rank not in before or now[rank].count > before[rank].count]
+    return len(moved) == len(now) == _world(now)
 
 
 def _world(readings: Mapping[int, Reading]) -> int:
@@ -101,7 +106,7 @@ def _title(ranks: list[Rank]) -> str:
 def _outlook(ranks: list[Rank], readings: Mapping[int, Reading]) -> str:
     """When the run ends by itself, and where the stacks are."""
     place = f"All stacks: {Path(FOLDER) / 'rank-*.txt'} in the run folder."
-    limit, why = _limit(ranks, max(float(reading.facts["timeout_s"]) for reading in readings.values()))
+    limit, why = _limit(ranks, readings)
     if limit is None:
         return f"It does not end by itself: {why}. {place}"
     left = limit - min(rank.age for rank in ranks)
@@ -109,9 +114,10 @@ def _outlook(ranks: list[Rank], readings: Mapping[int, Reading]) -> str:
     return f"{ends}, in {words.seconds(left)}. {place}" if left > 0 else f"{ends}. {place}"
 
 
-def _limit(ranks: list[Rank], timeout_s: float) -> tuple[float | None, str]:
+def _limit(ranks: list[Rank], readings: Mapping[int, Reading]) -> tuple[float | None, str]:
     """How long the run may stand still where it is, and why; None: for as long as it likes."""
-    if any(rank.phase in STRICT or rank.state == "stopped" for rank in ranks):
+    timeout_s = max(float(reading.facts["timeout_s"]) for reading in readings.values())
+    if any(reading.must_move for reading in readings.values()) or any(rank.state == "stopped" for rank in ranks):
         return timeout_s, "topology.timeout_s"
     waits = [call.timeout_s - GRACE_S for rank in ranks if (call := rank.waits_in)]
     if waits:

@@ -35,6 +35,7 @@ from fullshard.dist.agreement import all_or_fail
 from fullshard.dist.average import Average
 from fullshard.dist.shard import reshard
 from fullshard.errors import CheckpointError, SetupError
+from fullshard.faults.patience import tell_wait
 from fullshard.faults.segments import begin_with_state
 from fullshard.formatting.readable import size
 from fullshard.log.console import Console
@@ -100,7 +101,7 @@ class Saver:
 
     def save(self, progress: Progress, best: bool, *, now: bool = False) -> None:
         """Saves `checkpoint-STEP` after the previous save is done; in the background if possible, unless `now`."""
-        self.settle()
+        self.settle(for_next=True)
         snapshot = self._snapshot(progress, best)
         if self.background is None or now or not self._memory_reserved(self.background):
             self._announce(write(snapshot, self.target, group=self.group))
@@ -149,13 +150,12 @@ class Saver:
         if self.background is not None and (written := self.background.finished()):
             self._announce(written)
 
-    def settle(self) -> None:
-        """Waits for the save in the background, if any, and raises its error."""
+    def settle(self, *, for_next: bool = False) -> None:
+        """Waits for the save in the background, if any, and raises its error. `for_next`: another save waits for it."""
         begun = time.monotonic()
         if self.background is not None and (written := self.background.settle()):
+            tell_wait(time.monotonic() - begun, written.lost_s, for_next=for_next, say=self.console.note)
             self._announce(written)
-            if (waited := time.monotonic() - begun) > 1:
-                self.console.note(f"Training waited {waited:.1f} s for the previous save: save less often.")
 
     def newest(self) -> str:
         """A sentence about what to resume from; waits for the save under way."""

@@ -66,21 +66,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Written:
-    """A published checkpoint."""
+    """A published checkpoint; `lost_s` went before, as the store was gone."""
 
     path: Path
     seconds: float
     size_bytes: int
+    lost_s: float = 0.0
 
 
 def write(snapshot: Snapshot, target: Target, *, group: Any = None) -> Written:
-    """Writes, checks and publishes `checkpoint-STEP`, moves the pointers, deletes old ones. A failure is fatal, but for
-    a store that comes back."""
+    """Writes, checks and publishes `checkpoint-STEP`. A failure is fatal, but for a remote store that comes back."""
     wait_s = target.patience_s if paths.is_remote(target.run) else 0.0
-    return patiently(lambda: _write(snapshot, target, group=group), for_s=wait_s, say=target.warn)
+    return patiently(lambda lost_s: _write(snapshot, target, lost_s, group=group), for_s=wait_s, say=target.warn)
 
 
-def _write(snapshot: Snapshot, target: Target, *, group: Any) -> Written:
+def _write(snapshot: Snapshot, target: Target, lost_s: float, *, group: Any) -> Written:
     begun, main = time.monotonic(), _is_main()
     hidden = files.unfinished(target.run, snapshot.step)
     with all_or_fail(f"{hidden} cannot be created", group=group):
@@ -104,7 +104,7 @@ def _write(snapshot: Snapshot, target: Target, *, group: Any) -> Written:
             manifest = {"step": snapshot.step, "epoch": epoch, "format": "sharded" if target.sharded else "full"}
             _publish(target, snapshot, manifest | {"files": described, "tensors": tree(snapshot.tensors)})
     size = sum(int(entry["size_bytes"]) for entry in described.values())
-    return Written(target.run / files.name_of(snapshot.step), time.monotonic() - begun, size)
+    return Written(target.run / files.name_of(snapshot.step), time.monotonic() - begun, size, lost_s)
 
 
 def norms(squares: dict[str, float], *, group: Any = None) -> dict[str, float]:

@@ -27,6 +27,8 @@ FOLDER = "watch"
 PHASES = ("setup", "data", "compute", "log", "evaluate", "save")
 ACTS = ("", "all-gather", "reduce-scatter")
 _LIVE = struct.Struct("<Qddqiii4xQ")
+_ALIVE, _ALIVE_AT = struct.Struct("<Q"), 64
+_FIRST, _FIRST_AT = struct.Struct("<q"), 72
 _FACTS_AT, _SIZE = 128, 2**16
 _KEPT = 256
 """How many collectives of units a rank remembers."""
@@ -55,9 +57,12 @@ class Beat:
         """Called once, when a rank has proven that it moves."""
         self.collectives: deque[tuple[int, int]] = deque(maxlen=_KEPT)
         """(unit, act) of the latest collectives of FSDP units, in order."""
+        self.alive = 0
+        """Signs of life of the process, whatever its rank does."""
         self._unit, self._act = -1, 0
         self._memory, self._mapped = self._open()
         self.describe()
+        _FIRST.pack_into(self._memory, _FIRST_AT, self.first_step)
         self.write()
 
     def _open(self) -> tuple[mmap.mmap, bool]:
@@ -80,7 +85,9 @@ class Beat:
         """A phase of the run begins."""
         self.phase = PHASES.index(phase) if phase in PHASES else self.phase
         self.step = self.step if step is None else step
-        self.first_step = self.step if self.first_step < 0 else self.first_step
+        if self.first_step < 0:
+            self.first_step = self.step
+            _FIRST.pack_into(self._memory, _FIRST_AT, self.first_step)
         if self.step > self.first_step and self.on_second_step is not None:
             self.on_second_step()
             self.on_second_step = None
@@ -98,6 +105,11 @@ class Beat:
         self._moved = time.monotonic()
         now = self._moved, time.time()
         _LIVE.pack_into(self._memory, 0, self.count, *now, self.step, self.phase, self._unit, self._act, self.count)
+
+    def live(self) -> None:
+        """A sign of life, also while the rank does not move: a process that is stopped gives none."""
+        self.alive += 1
+        _ALIVE.pack_into(self._memory, _ALIVE_AT, self.alive)
 
     def still_s(self) -> float:
         """Seconds since the last beat."""
@@ -136,7 +148,16 @@ class Reading:
     unit: str | None
     """The last FSDP unit with a collective."""
     act: str
+    alive: int
+    """Grows while the process runs."""
+    first_step: int
+    """The step that the run began with."""
     facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def must_move(self) -> bool:
+        """Whether the rank hangs if it does not move, whatever it does."""
+        return must_move(self.phase, self.step, self.first_step)
 
     @property
     def here(self) -> bool:
@@ -146,6 +167,12 @@ class Reading:
     def age(self) -> float:
         """Seconds since the last beat."""
         return max(time.monotonic() - self.monotonic if self.here else time.time() - self.wall, 0.0)
+
+
+def must_move(phase: str, step: int, first_step: int) -> bool:
+    """Whether a rank in this phase hangs if it does not move. Others may take as long as they need, unless a collective
+    takes too long or a rank is stopped; the first step may compile for long."""
+    return phase == "data" or (phase == "compute" and step > first_step)
 
 
 def read(path: Path) -> Reading | None:
@@ -159,7 +186,8 @@ def read(path: Path) -> Reading | None:
                 facts = json.loads(data[_FACTS_AT + 4 :][:length])
                 units = facts["units"]
                 name = units[unit] if 0 <= unit < len(units) else None
-                return Reading(count, monotonic, wall, step, PHASES[phase], name, ACTS[act], facts)
+                (alive,), (first,) = _ALIVE.unpack_from(data, _ALIVE_AT), _FIRST.unpack_from(data, _FIRST_AT)
+                return Reading(count, monotonic, wall, step, PHASES[phase], name, ACTS[act], alive, first, facts)
         except (OSError, ValueError, KeyError, IndexError, struct.error):
             pass
         time.sleep(0.01)

@@ -162,13 +162,26 @@ def _text(path: Path, since: float) -> str:
 def first_to_make(path: Path, *, stale_s: float) -> bool:
     """Whether this process makes the file; False if another has made it within `stale_s`, and is still there."""
     with contextlib.suppress(OSError):
-        if _is_over(path) or not -CLOCKS_APART_S <= time.time() - path.stat().st_mtime <= stale_s:
-            path.unlink()
-    try:
-        path.open("x").close()
-    except OSError:
-        return False
-    return True
+        if not path.exists():
+            path.open("x").close()
+            return True
+        old = path.stat()
+        if _is_over(path) or not -CLOCKS_APART_S <= time.time() - old.st_mtime <= stale_s:
+            return _replaced(path, old)
+    return False
+
+
+def _replaced(path: Path, old: os.stat_result) -> bool:
+    """Whether this process, among several that find a file stale, is the one that makes it anew."""
+    mine = path.with_name(f".{path.name}-{old.st_ino}-{old.st_mtime_ns}")
+    mine.open("x").close()
+    with contextlib.suppress(OSError):
+        now = path.stat()
+        if (now.st_ino, now.st_mtime_ns) == (old.st_ino, old.st_mtime_ns):
+            os.replace(mine, path)  # its name is free from now on, but the old file is gone
+            return True
+    mine.unlink()
+    return False
 
 
 def _is_over(path: Path) -> bool:

@@ -67,6 +67,8 @@ class _Round:
     ends: dict[int, Ended] = field(default_factory=dict)
     read: set[int] = field(default_factory=set)
     """Nodes that know how all others ended."""
+    told: bool = False
+    """The others can read how this node ended, and that it knows of all others."""
     alone_since: float | None = None
     stopped_here: bool = False
 
@@ -119,6 +121,9 @@ class Nodes:
         deadline = time.monotonic() + _LINGER_S
         while self._me == 0 and set(self._others) - {*missing} - this.read and time.monotonic() < deadline:
             time.sleep(0.05)
+        # The others wait until node 0 can read of them: it would take a launcher that ends too soon for a lost node.
+        while self._me and not missing and not this.told and self.silence(0) < _SILENT_S:
+            time.sleep(0.05)
         return [ends[node] for node in sorted(ends)]
 
     def silence(self, node: int) -> float:
@@ -160,6 +165,7 @@ class Nodes:
                 this.read.add(node)
         if this.mine is not None and len(this.ends) == len(self._others):
             store.set(f"read-{number}-{self._me}", "yes")
+            this.told = True
 
     def _watch(self) -> None:
         """Ends the ranks of this node if those of another have failed, or if it is gone. They cannot continue, and some

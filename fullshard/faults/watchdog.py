@@ -32,9 +32,6 @@ EXIT_HUNG = 1
 GRACE_S = 20.0
 """How much longer torch waits in a collective than `topology.timeout_s`: the time for a complete dump."""
 AUTOPSY = "autopsy.txt"
-STRICT = ("data", "compute")
-"""The phases in which a rank that does not move hangs, whatever it does. Others may take as long as they need, unless a
-collective takes too long or the rank is stopped."""
 
 
 class Hang(Exception):
@@ -75,6 +72,10 @@ class Watchdog:
         self.stacks = Stacks(folder, self.rank)
         self._every_s = min(1.0, self.timeout_s / 20)
         self._still, self._count = 0.0, 0
+        self._looked = 0.0
+        """How long this rank had stood still when it last looked at the others."""
+        self._elsewhere: dict[int, tuple[int, float]] = {}
+        """The last sign of life of each rank on another machine, and the same for when it came."""
         self._answered = self._flushed = time.monotonic()
         self._size, self._asked = 0, _time_of(folder / evidence.ASKED)
         self._said = False
@@ -113,6 +114,7 @@ class Watchdog:
         with contextlib.suppress(OSError, ValueError):
             self._still = 0.0 if self.beat.count != self._count else self._still + elapsed
             self._count = self.beat.count
+            self.beat.live()
             self._rearm()
             self._answer()
             if time.monotonic() - self._flushed > 5:
@@ -122,23 +124,34 @@ class Watchdog:
                 self._said = True
                 self._end_hang()
 
-    def _strict(self) -> bool:
-        """Whether this rank must move. The first step may compile for long."""
-        data, compute = map(beat.PHASES.index, STRICT)
-        return self.beat.phase == data or (self.beat.phase == compute and self.beat.step > self.beat.first_step)
-
     def hangs(self) -> bool:
         """Whether this rank has not moved for too long, or waits in a collective or for a stopped rank for too long."""
-        if self._still > self.timeout_s and (self._strict() or self._a_rank_is_stopped()):
-            return True
         if self._still < self.timeout_s / 2:
+            self._elsewhere.clear()
+            self._looked = 0.0
             return False
+        late = self._still > self.timeout_s
+        if late and beat.must_move(beat.PHASES[self.beat.phase], self.beat.step, self.beat.first_step):
+            return True
+        if self._a_rank_is_stopped() and late:
+            return True
         ages = [self._age(entry) for entry in flight.entries(stacks=False) if not entry.get("retired")]
         return any(age > max(self.timeout_s, limit - GRACE_S) for age, limit in ages)
 
     def _a_rank_is_stopped(self) -> bool:
-        """On this machine. A save may take long, and ranks wait long for each other in it; but not for such a one."""
-        return any(evidence.state_of(each) == "stopped" for each in beat.read_all(self.folder).values())
+        """A save may take long, and ranks wait long for each other in it; but not for such a one. On another machine it
+        is one that gives no sign of life for `topology.timeout_s`, counted here: two machines have two clocks."""
+        if self._still - self._looked < self.timeout_s / 20:  # many ranks read the same files over a network
+            return False
+        self._looked, stopped = self._still, False
+        for rank, reading in beat.read_all(self.folder).items():
+            state = evidence.state_of(reading)
+            stopped |= state == "stopped"
+            if state == "elsewhere":
+                if self._elsewhere.get(rank, (-1, 0.0))[0] != reading.alive:
+                    self._elsewhere[rank] = reading.alive, self._still
+                stopped |= self._still - self._elsewhere[rank][1] > self.timeout_s
+        return stopped
 
     def _age(self, entry: dict[str, object]) -> tuple[float, float]:
         """How long a collective has been pending, and how long torch waits for it."""

@@ -56,15 +56,20 @@ def _leaving_out(optimizer: Any, steps: list[int]) -> torch.optim.Optimizer:
 
 
 def train_with_late_data(settings: dict[str, Any], *, late: int, seconds: float) -> list[dict[str, Any]]:
-    """One rank of a run whose rank `late` waits for every micro-batch."""
+    """One rank of a run whose rank `late` waits for each micro-batch: up to a second where a busy machine takes long
+    to compute a step."""
     from fullshard.data import loader
     from tests.small import train
 
-    made = loader._Batches.__getitem__
+    made, last = loader._Batches.__getitem__, time.monotonic()
 
     def slowly(self: Any, turn: Any) -> Any:
-        time.sleep(seconds if int(os.environ["RANK"]) == late else 0)
-        return made(self, turn)
+        nonlocal last
+        if int(os.environ["RANK"]) == late:
+            time.sleep(max(seconds, min(3 * (time.monotonic() - last), 1.0)))
+        batch = made(self, turn)
+        last = time.monotonic()
+        return batch
 
     loader._Batches.__getitem__ = slowly  # type: ignore[method-assign]
     try:

@@ -20,10 +20,13 @@ from fullshard.families.language.objectives.causal_lm import CausalLM
 
 
 def due(*kinds: str) -> bool:
-    """Whether this rank hangs now."""
+    """Whether this rank hangs now; the file `hangs` in the run folder then says so."""
     kind, _, rank = os.environ.get("HANG", "").partition(":")
     log = Path(os.environ.get("HANG_LOG", "/none"))
-    return kind in kinds and rank == os.environ.get("RANK") and log.exists() and log.read_text().count("train") >= 2
+    if kind not in kinds or rank != os.environ.get("RANK") or not log.exists() or log.read_text().count("train") < 2:
+        return False
+    log.with_name("hangs").touch()
+    return True
 
 
 class Reading(Text):

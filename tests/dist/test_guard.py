@@ -263,7 +263,7 @@ def test_the_header_says_the_policy(ranks: RankPool, folder: Path) -> None:
 
 
 def test_a_rank_that_waits_for_data_is_named(ranks: RankPool, folder: Path) -> None:
-    """Rank 1 waits 0.1 s for each micro-batch, a step takes much less."""
+    """Rank 1 waits at least 0.1 s for each micro-batch, and longer than a step takes."""
     settings = recipe(
         folder,
         name="straggler",

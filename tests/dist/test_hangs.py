@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fullshard.faults import beat
-from tests.dist.hung_runs import ENDS, KINDS, hangs, settings
+from tests.dist.hung_runs import ENDS, hangs, settings
 from tests.small import model_folder, token_file
 
 ROOT = Path(__file__).parents[2]
@@ -35,14 +35,14 @@ DIFFERENT = (
     r"The ranks are in different collectives.* rank 0: all-gather of unit \(root\) at hanging_parts\.py:\d+ loss; "
     r"rank 1: all-reduce at hanging_parts\.py:\d+ misbehave\."
 )
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("hangs")
     command = [sys.executable, "-m", "tests.dist.hung_runs", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, dict[str, Any]] = json.loads((path / "ends.json").read_text())
     return found
@@ -61,11 +61,11 @@ def test_the_command_names_rank_place_and_collective_while_it_hangs(ends: dict[s
         assert re.search(r"`kill -CONT \d+` lets rank 1 continue\.", said), said
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ENDS if kind != "kill"])
+@pytest.mark.parametrize("kind", ENDS)
 def test_the_run_ends_with_the_words_on_the_console_and_in_the_crash_folder(
     ends: dict[str, dict[str, Any]], kind: str
 ) -> None:
-    end = ends[kind]
+    end = ends[f"{kind}-ends"]
     assert all(code not in (None, 0, 2, 3, 75) for code in end["codes"]), end
     assert end["log"].count("The run hangs at step 3") == 1, end["log"]
     for words in (end["log"], end["after"]):
@@ -94,7 +94,6 @@ def test_a_run_that_moves_is_left_alone(ends: dict[str, dict[str, Any]]) -> None
     assert ends["healthy"]["code"] == 0
     assert re.search(r"runs: it is at step \d+, and all 2 ranks move; the last sign of life", ends["healthy"]["said"])
     assert "is not running: it was stopped by a signal and saved, at step" in ends["healthy"]["after"]
-    assert set(KINDS) == set(ends)
 
 
 def test_ctrl_backslash_asks_and_the_launcher_reports_the_hang(tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_ctrl_backslash_asks_and_the_launcher_reports_the_hang(tmp_path: Path) -
             time.sleep(0.2)
         processes = [reading.facts["process"] for reading in beat.read_all(run / "watch").values()]
         process.send_signal(signal.SIGQUIT)
-        said = process.communicate(timeout=200)[1]
+        said = process.communicate(timeout=400)[1]
     assert process.returncode == 1, said
     by_hand, _, at_end = said.partition("The run hangs at step")
     where = r"Rank 1 is in the data loader \(hanging_parts\.py:\d+ read, in a worker process\)"
@@ -124,6 +123,6 @@ def test_ctrl_backslash_asks_and_the_launcher_reports_the_hang(tmp_path: Path) -
         assert re.search(WAITS["data"], words), said
     assert at_end.rstrip().endswith(f"Crash folder: {run / 'crash-1'}"), said
     assert not any(Path(f"/proc/{number}").exists() for number in processes)
-    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert again.returncode == 0, again.stderr
     assert "Resuming from" in again.stdout

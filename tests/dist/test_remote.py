@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,18 @@ def outcome(chosen: dict[str, Any], resume: str = "auto") -> tuple[str, str]:
         return type(error).__name__, str(error)
 
 
+def impatient(chosen: dict[str, Any]) -> tuple[str, str]:
+    """The same on a rank that does not wait for a store that fails."""
+    from fullshard.faults import patience
+
+    waits = patience._WAITS_S
+    patience._WAITS_S = ()
+    try:
+        return outcome(chosen)
+    finally:
+        patience._WAITS_S = waits
+
+
 def test_a_run_saves_to_a_store_and_keeps_its_log_there(half: str, folder: Path) -> None:
     run = files.place(half)
     assert names(run) == [
@@ -166,9 +180,8 @@ def test_a_store_that_fails_in_the_middle_stops_every_rank_with_the_reason(
     place = folder / f"refusing-{name}"
     saving = {"store": bucket.url(place), "every_steps": 2, "asynchronous": background, "at_end": False}
     chosen = settings(folder, f"refused-{name}", duration={"steps": 1000}, checkpoint=saving)
-    chosen["topology"] |= {"timeout_s": 9.0}  # the store is given up after a tenth of it
     (place / bucket.REFUSING).write_text(f"checkpoint-4/{name}")
-    ends = ranks.run(outcome, chosen, world=2)
+    ends = ranks.run(impatient, chosen, world=2)
     assert [kind for kind, _ in ends] == ["CheckpointError"] * 2, ends
     for _, said in ends:
         assert f"{store(chosen)}/checkpoint-4 cannot be " in said
@@ -200,8 +213,42 @@ def test_a_store_that_is_gone_for_a_while_delays_a_save_and_loses_nothing(
     said = " ".join((folder / "runs" / chosen["name"] / "log.txt").read_text().split())
     assert f"LibraryError: 503 SlowDown for {name}" in said
     assert sorted({int(wait) for wait in re.findall(r"Trying again in (\d+) s\.", said)}) == waits
+    delayed = said.rpartition("Trying again in")[2].partition("checkpoint-6")[0]
+    assert "checkpoint-4" in delayed
+    assert "save less often" not in delayed, "the store was gone: no other setting would have helped"
     assert [path.name for path in files.published(store(chosen))] == [f"checkpoint-{step}" for step in (2, 4, 6)]
     assert not [line for path in files.published(store(chosen)) for line in integrity.problems(path)]
+
+
+def slowly_saved(chosen: dict[str, Any]) -> tuple[str, str]:
+    """How a run ended in which every save in the background goes on for two seconds after somebody waits for it."""
+    from fullshard.checkpoint import saver
+
+    settle, write, awaited = saver.Saver.settle, saver.write, threading.Event()
+
+    def waits(self: Any, **named: Any) -> None:
+        if self.background.busy:
+            awaited.set()
+        settle(self, **named)
+
+    def writes(*given: Any, **named: Any) -> Any:
+        awaited.wait()
+        time.sleep(2)
+        return write(*given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saver.Saver, "settle", waits)
+        patch.setattr(saver, "write", writes)
+        return outcome(chosen)
+
+
+def test_only_a_save_that_the_next_one_waits_for_asks_for_fewer_of_them(ranks: RankPool, folder: Path) -> None:
+    saving = {"store": None, "every_steps": 2, "asynchronous": True, "at_end": False}
+    chosen = settings(folder, "slow", duration={"steps": 4}, checkpoint=saving)
+    assert ranks.run(slowly_saved, chosen, world=1) == [("stopped", "done")]
+    said = " ".join((folder / "runs" / "slow" / "log.txt").read_text().split())
+    assert said.count("save less often") == 1, "the end waits for the last save, which is no news"
+    assert said.index("save less often") < said.index("checkpoint-4")
 
 
 def test_local_checkpoints_beside_an_empty_store_are_an_error(ranks: RankPool, folder: Path) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fullshard.autopsy import command
 from fullshard.cli import app
 from fullshard.explain import crash
+from fullshard.faults import evidence
 from fullshard.faults.beat import FOLDER, Beat
 
 
@@ -32,11 +34,46 @@ def ended(run: Path, *, rank: int = 0, how: str | None = None, **facts: Any) -> 
         pulse.close(how)
 
 
+@pytest.fixture
+def pulse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Beat:
+    """The heartbeat of a rank that runs: this process, which nobody asks with a signal."""
+    (tmp_path / FOLDER).mkdir()
+    monkeypatch.setattr(command, "_LOOK_S", 0.0)
+    monkeypatch.setattr(evidence, "ask", lambda *_, wait_s: 0.0)
+    return Beat(tmp_path / FOLDER, rank=0, world=1, timeout_s=600)
+
+
 def test_a_run_that_is_not_there(tmp_path: Path) -> None:
     code, said = call(tmp_path / "none")
     assert code == 2
     assert said.startswith(f"Error: {tmp_path}/none: there is no such run folder")
     assert "Traceback" not in said
+
+
+def test_a_step_that_takes_longer_than_the_look_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pulse: Beat
+) -> None:
+    pulse.enter("data", 6)
+    assert call(tmp_path)[0] == 1
+
+    def answers(*_: Any, wait_s: float) -> float:
+        pulse.enter("compute")
+        return 0.0
+
+    monkeypatch.setattr(evidence, "ask", answers)
+    code, said = call(tmp_path)
+    assert code == 0
+    assert f"{tmp_path} runs: it is at step 7, and its rank moves" in said
+
+
+@pytest.mark.parametrize(("steps", "end"), [(1, "It does not end by itself: "), (2, "It ends by itself after 10 min ")])
+def test_the_first_step_may_take_as_long_as_it_needs(tmp_path: Path, pulse: Beat, steps: int, end: str) -> None:
+    for step in range(steps):
+        pulse.enter("data", step)
+        pulse.enter("compute")
+    code, said = call(tmp_path)
+    assert code == 1
+    assert end in said
 
 
 def test_a_name_is_looked_up_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
