@@ -65,10 +65,8 @@ _RAISED = r"DrillError: This error is part of a fault drill"
 _FULL = r"(File too large|No space left)"
 _STOPPED = r"Rank {last} is stopped \(process \d+, by SIGSTOP"
 _WAITED_FOR = r"Rank {last} keeps the others waiting"
-_MISMATCH = (
-    r"(distributed collective mismatch|in different collectives|of different shapes|called at \S+ other_collective)"
-)
-"""gloo's own words, or those about the hang, which may be that the other ranks have gone on, and name the call."""
+_MISMATCH = r"(distributed collective mismatch|in different collectives|tensors of different shapes)"
+"""gloo's own words, or those about the hang."""
 
 
 def _everywhere(
