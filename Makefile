@@ -45,8 +45,8 @@ chromium:
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } || \
 		echo "chromium could not be installed"
 
-# Every fault in every place, then at least 100 recoveries from faults drawn at random, with a table of them. It takes
-# more than an hour.
+# Faults of a kind that `make test-slow` tries elsewhere, then at least 100 recoveries from faults drawn at random, which
+# writes benchmarks/faults.md. It takes more than an hour.
 .PHONY: test-faults
 test-faults: .venv/.installed-test
 	$(PYTEST) -m faults

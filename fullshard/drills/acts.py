@@ -79,6 +79,20 @@ def disk_full(_: Any) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+def store_gone(_: Any) -> None:
+    """The store of checkpoints, a folder by its URL, refuses two files of this rank, and is back then."""
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+    usual, gone = LocalFileSystem._open, OSError("The store is gone. This error is part of a fault drill.")
+
+    def refuses_once(*_: Any, **__: Any) -> None:
+        LocalFileSystem._open = usual
+        raise gone
+
+    LocalFileSystem._open = refuses_once
+    raise gone
+
+
 def worker_killed(_: Any) -> None:
     """Kills one of the processes that read data for this rank."""
     import psutil  # type: ignore[import-untyped]
@@ -100,5 +114,6 @@ ACTS: dict[str, Callable[[Any], Any]] = {
     "not_a_number": not_a_number,
     "other_collective": other_collective,
     "disk_full": disk_full,
+    "store_gone": store_gone,
     "worker_killed": worker_killed,
 }

@@ -26,7 +26,7 @@ from fullshard.checkpoint import folder as files
 from fullshard.checkpoint.reader import open_tensors
 from fullshard.commands.verify import problems
 from fullshard.config.part import plain
-from fullshard.drills.kinds import SAVE_EVERY, STEP, STEPS, TIMEOUT_S, Drill, Happens
+from fullshard.drills.kinds import SAVE_EVERY, STEP, STEPS, STORE, TIMEOUT_S, Drill, Happens
 from fullshard.log.metrics import FILE, last_step, read
 from fullshard.prove.compare import compare_numbers, compare_samples, compare_tensors, steps_of
 from fullshard.prove.proof import EXACT
@@ -35,10 +35,10 @@ from fullshard.recipe import Recipe
 
 TAG = "FULLSHARD_DRILL"
 """The variable by which the processes of a drill are known, also when their parent is gone."""
-ORPHANS_S = 10.0
-"""How long processes may take to end after their launcher."""
-_LONGEST_S = 20 * TIMEOUT_S
-"""How long a run with one fault may take, also on a machine under load."""
+ORPHANS_S, _LOOK_S = 30.0, 0.1
+"""How long processes may take to end after their launcher, not counting the time that it takes to look for them."""
+_LONGEST = 20
+"""How many timeouts a run with one fault may take, also on a machine under load."""
 _LINES = 12
 """How many of the last lines of a failed run are shown."""
 
@@ -61,17 +61,21 @@ class Outcome:
     """What is wrong with the recovery."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Drills:
     """Where drills are run: the shrunk recipe, and the run that nobody breaks."""
 
     recipe: Recipe
     folder: Path
     world: int
+    timeout_s: float = TIMEOUT_S
 
     def straight(self) -> None:
-        """Makes the run that the others must equal."""
-        code = self._run("straight", self._settings("straight"), uuid.uuid4().hex)
+        """Makes the run that the others must equal. Where it takes long, ranks of the others wait longer, too."""
+        begun, settings = time.monotonic(), self._settings("straight")
+        settings["topology"]["timeout_s"] = _LONGEST * TIMEOUT_S
+        code = self._run("straight", settings, uuid.uuid4().hex)
+        self.timeout_s = max(TIMEOUT_S, time.monotonic() - begun)
         if code:
             lines = "\n".join(f"    {line}" for line in self.output("straight").rstrip().splitlines()[-_LINES:])
             failed = RunFailed(f"The run without faults ended with exit code {code}. Its last lines:\n{lines}")
@@ -107,7 +111,7 @@ class Drills:
 
     def _settings(self, name: str, drill: Drill | None = None) -> dict[str, Any]:
         settings: dict[str, Any] = plain(self.recipe.model_copy(update={"name": name, "output": self.folder}))
-        settings["topology"] |= {"timeout_s": TIMEOUT_S, "restarts": max(2, len(drill.faults) if drill else 0)}
+        settings["topology"] |= {"timeout_s": self.timeout_s, "restarts": max(2, len(drill.faults) if drill else 0)}
         settings["batch"] |= {"on_oom": "stop"}  # every fault must reach the launcher
         if drill is None:
             return settings
@@ -121,7 +125,7 @@ class Drills:
         }
         for key, value in drill.settings:
             section, _, last = key.rpartition(".")
-            settings[section][last] = value
+            settings[section][last] = value.format(folder=self.folder) if value == STORE else value
         return settings
 
     def _run(self, name: str, settings: Mapping[str, Any], tag: str, *, kill_launcher: bool = False) -> int:
@@ -135,7 +139,7 @@ class Drills:
                 if kill_launcher:
                     _after_step(self._of(name) / FILE, process)
                     process.send_signal(signal.SIGKILL)
-                return process.wait(_LONGEST_S * max(len(settings["evaluate"].get("parts") or ()), 1))
+                return process.wait(_LONGEST * self.timeout_s * max(len(settings["evaluate"].get("parts") or ()), 1))
             except subprocess.TimeoutExpired:
                 return -int(signal.SIGALRM)
             finally:
@@ -159,15 +163,27 @@ class Drills:
             return f"the output does not explain it: {unexplained}"
         if drill.recovery == "skip":
             return self._finite(drill)
-        least = [fault.after - SAVE_EVERY for fault in drill.faults if fault.where != "start"] or [STEP - SAVE_EVERY]
+        least = self._least(drill)
         if len(outcome.resumed_from) != len(least) or any(map(int.__lt__, outcome.resumed_from, least)):
             return f"resumed from {outcome.resumed_from or 'no checkpoint'}: more is lost than the last checkpoint"
         return self._compared(drill)
 
+    def _least(self, drill: Drill) -> list[int]:
+        """For each restart the oldest checkpoint from which the run may go on."""
+        if drill.recovery == "retry":
+            return []
+        asked = self.recipe.checkpoint.asynchronous
+        background = self.recipe.topology.device != "cpu" if asked is None else asked
+        faults = [fault for fault in drill.faults if fault.where != "start"] or [Happens("killed", "data")]
+        return [oldest(fault, background=background) for fault in faults]
+
     def _compared(self, drill: Drill) -> str | None:
         """The first difference from the straight run, bit by bit."""
         ours, theirs = (steps_of(read(self._of(name) / FILE)) for name in (drill.name, "straight"))
-        tensors = [open_tensors(self._of(name) / files.name_of(self._steps)) for name in (drill.name, "straight")]
+        saved = self._of(drill.name)
+        if ("checkpoint.store", STORE) in drill.settings:
+            saved = files.place(f"{STORE.format(folder=self.folder)}/{drill.name}")
+        tensors = [open_tensors(run / files.name_of(self._steps)) for run in (saved, self._of("straight"))]
         looks = (
             compare_samples(ours, theirs, within=EXACT),
             compare_numbers(ours, theirs, within=EXACT),
@@ -178,6 +194,14 @@ class Drills:
     def _finite(self, drill: Drill) -> str | None:
         """The last checkpoint of a run that left out an update is whole, and verify finds only finite weights in it."""
         return next(iter(problems(self._of(drill.name) / files.name_of(self._steps))), None)
+
+
+def oldest(fault: Happens, *, background: bool) -> int:
+    """The oldest checkpoint from which a run may go on: the last one before the fault. At a step that is saved, a fault
+    in the evaluation comes before that save, and one in the save ends it. A save in the background may not be done."""
+    last = fault.after // SAVE_EVERY * SAVE_EVERY
+    before = fault.where in ("save", "evaluate") and fault.after == last
+    return last - SAVE_EVERY if before or background else last
 
 
 def _explained(said: str, patterns: Sequence[str]) -> tuple[str, str | None]:
@@ -207,9 +231,10 @@ def _processes(tag: str) -> list[Any]:
 
 def _orphans(tag: str) -> list[int]:
     """Processes of a drill that outlive it; they are ended here."""
-    until = time.monotonic() + ORPHANS_S
-    while (found := _processes(tag)) and time.monotonic() < until:
-        time.sleep(0.1)
+    looks = round(ORPHANS_S / _LOOK_S)
+    while (found := _processes(tag)) and looks:
+        time.sleep(_LOOK_S)
+        looks -= 1
     _end(tag)
     return [process.pid for process in found]
 

@@ -128,11 +128,13 @@ def _in_update(act: Callable[..., Any]) -> None:
 
 
 def _in_save(act: Callable[..., Any]) -> None:
-    """When this rank opens a file of the checkpoint."""
+    """When this rank opens a file of the checkpoint; in a store it writes the file in its place."""
 
     def opened(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and ".unfinished-checkpoint-" in str(arguments[0]):
-            act()
+        if event == "open":
+            path, writes = str(arguments[0]), "w" in str(arguments[1])
+            if ".unfinished-checkpoint-" in path or (writes and "/checkpoint-" in path):
+                act()
 
     sys.addaudithook(opened)
 

@@ -11,13 +11,16 @@ from typing import Any, Literal
 
 from fullshard.drills.fault import Where
 
-Recovery = Literal["restart", "rerun", "skip"]
+Recovery = Literal["restart", "rerun", "skip", "retry"]
 """By the launcher; by running the same command again, as after a save that failed: a restart would not help; by leaving
-out one update."""
+out one update; by trying the save again in the same run."""
 TIMEOUT_S = 30.0
-"""After which a rank that waits for another gives up. The ranks of a drill start within a fraction of it."""
+"""After which a rank that waits for another gives up, or the time of the run without faults if that is longer."""
 STEP, STEPS, SAVE_EVERY = 3, 6, 2
 """A fault happens in the step after this one: between two checkpoints."""
+STORE = "file://{folder}/store"
+"""The store of the drills that need one, in the folder of the runs."""
+NOT_TRIED = "Not tried here, since a machine cannot do it to itself: a lost node, a cut network, a clock that is set."
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ _RAISED = r"DrillError: This error is part of a fault drill"
 _FULL = r"(File too large|No space left)"
 _STOPPED = r"Rank {last} is stopped \(process \d+, by SIGSTOP"
 _WAITED_FOR = r"Rank {last} keeps the others waiting"
+_MISMATCH = r"(distributed collective mismatch|in different collectives|tensors of different shapes)"
+"""gloo's own words, or those about the hang."""
 
 
 def _everywhere(
@@ -88,12 +93,12 @@ DRILLS: tuple[Drill, ...] = (
     *_everywhere("killed", "a rank is killed (SIGKILL)", _KILLED),
     *_everywhere("exception", "a rank raises an error", _RAISED, in_save="rerun"),
     _once("exits", "forward", "a rank exits silently", r"exit code 7"),
-    _once("out_of_memory", "forward", "a rank runs out of memory", r"(out of memory|can't allocate memory|alloc)"),
+    _once("out_of_memory", "forward", "a rank runs out of memory", r"(out of memory|can't allocate memory)"),
     *_everywhere("stopped", "a rank is stopped (SIGSTOP)", _STOPPED, waits=True),
     _once("hangs", "data", "a rank hangs while it waits for data", r"Rank {last} is in the data loader", waits=True),
     _once("hangs", "backward", "a rank hangs while the others wait in a collective", _WAITED_FOR, waits=True),
     _once("hangs_holding_the_gil", "forward", "a rank hangs in C and holds the GIL", _WAITED_FOR, waits=True),
-    _once("other_collective", "evaluate", "a rank calls a collective that the others do not", r"(?i)collective"),
+    _once("other_collective", "evaluate", "a rank calls a collective that the others do not", _MISMATCH),
     _once(
         "not_a_number",
         "backward",
@@ -103,6 +108,14 @@ DRILLS: tuple[Drill, ...] = (
         settings=(("guard.not_finite", "skip"),),
     ),
     _once("disk_full", "save", "the disk is full in a save of a rank", _FULL, recovery="rerun"),
+    _once(
+        "store_gone",
+        "save",
+        "the store of checkpoints is gone for a moment in a save",
+        r"The store is gone.*Trying again in \d+ s",
+        recovery="retry",
+        settings=(("checkpoint.store", STORE), ("checkpoint.format", "sharded")),
+    ),
     _once(
         "worker_killed",
         "data",

@@ -16,9 +16,11 @@ from rich.text import Text
 
 from fullshard.check.report import Screen
 from fullshard.drills.drill import Outcome
+from fullshard.drills.kinds import NOT_TRIED
 from fullshard.formatting.plural import counted
 
 _INDENT = " " * 12
+_EQUAL = "losses and weights equal those of a run without faults, bit by bit"
 
 
 class Report(Screen):
@@ -43,7 +45,8 @@ class Report(Screen):
         failed = [outcome for outcome in outcomes if outcome.problem]
         if self._quiet:
             drills = [_as_dict(outcome) for outcome in outcomes]
-            sys.stdout.write(json.dumps({"recovered": not failed, **facts, "drills": drills}, indent=1) + "\n")
+            report = {"recovered": not failed, **facts, "drills": drills, "note": NOT_TRIED}
+            sys.stdout.write(json.dumps(report, indent=1) + "\n")
             return
         self._screen.print(_table(outcomes))
         if failed:
@@ -51,6 +54,7 @@ class Report(Screen):
             self._show(Text(text, style="bold red"))
         else:
             self._show(Text(f"\nThe run recovers from {counted(len(outcomes), 'kind')} of faults", style="bold green"))
+        self._wrapped(NOT_TRIED, indent="  ", style="dim")
         if "folder" in facts:
             self._show(Text(f"  The runs and their output are kept in {facts['folder']}"))
 
@@ -72,9 +76,11 @@ def how(outcome: Outcome) -> str:
     """How a run went on after its faults."""
     if outcome.drill.recovery == "skip":
         return "went on without that update; the weights are finite"
+    if outcome.drill.recovery == "retry":
+        return f"tried the save again; {_EQUAL}"
     steps = " and ".join(f"step {step}" for step in outcome.resumed_from)
     by = "run again" if outcome.drill.recovery == "rerun" else "restarted"
-    return f"{by} from {steps}; losses and weights equal those of a run without faults, bit by bit"
+    return f"{by} from {steps}; {_EQUAL}"
 
 
 def _as_dict(outcome: Outcome) -> dict[str, Any]:

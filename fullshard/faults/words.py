@@ -228,14 +228,17 @@ def waited_for_in(text: str) -> int:
 
 def _left_behind(ranks: Sequence[Rank], calls: dict[int, Collective]) -> tuple[int, list[int]] | None:
     """A rank that waits in a collective which others have completed, and those others."""
-    done = {
-        rank.rank: {(each.op, each.group, each.seq) for each in rank.collectives or () if not each.pending}
-        for rank in ranks
-    }
+    done = {rank.rank: {_key(each) for each in rank.collectives or () if not each.pending} for rank in ranks}
     for behind, call in calls.items():
-        if ahead := [rank for rank in calls if (call.op, call.group, call.seq) in done[rank]]:
+        if ahead := [rank for rank in calls if _key(call) in done[rank]]:
             return behind, ahead
     return None
+
+
+def _key(call: Collective) -> tuple[str, str, int, str | None]:
+    """What ranks in the same collective have in common. An all-reduce of another size is another one: gloo may complete
+    it on one of the ranks."""
+    return call.op, call.group, call.seq, call.sizes if call.op == "all-reduce" else None
 
 
 def _called(calls: dict[int, Collective]) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -23,8 +22,12 @@ from typing import Any
 
 WORLD = 2
 LOOK_S = 0.004
-PATIENCE_S = 10
+PATIENCE_S = 60
 """How long a rank that has lost the other may take to end by itself."""
+RUN_S = 300
+"""How long a whole run may take."""
+ALL = 1000
+"""More files than a checkpoint has: a save with so many is published."""
 TINY: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -122,15 +125,27 @@ def saving(run: Path) -> set[str]:
     return {name for name in found if not (run / name / _SEEN).exists()}
 
 
-def kill_in_save(processes: list[ForkProcess], run: Path, life: Life, *, save: int, delay_s: float) -> None:
-    """Kills the victims so long after the beginning of the life's first or second save."""
+def files_in(hidden: Path) -> int:
+    """How many files a save has begun to write, or more than any save has once it is published."""
+    try:
+        return len(os.listdir(hidden))
+    except FileNotFoundError:
+        return ALL
+
+
+def kill_in_save(processes: list[ForkProcess], run: Path, life: Life, *, save: int, files: int) -> None:
+    """Kills the victims when the life's first or second save has so many files."""
     sentinels = [process.sentinel for process in processes]
     seen: set[str] = set()
+    new: set[str] = set()
     while len(seen) < save:
         if wait(sentinels, timeout=LOOK_S):
             return
-        seen |= saving(run)
-    wait(sentinels, timeout=delay_s)
+        new = saving(run) - seen
+        seen |= new
+    hidden = next(iter(new))
+    while files_in(run / hidden) < files and not wait(sentinels, timeout=LOOK_S):
+        pass
     for rank in life.victims:
         os.kill(processes[rank].pid or 0, signal.SIGKILL)
     life.killed = True
@@ -162,24 +177,15 @@ def look(run: Path, life: Life) -> None:
     life.problems = [line for path in found for line in problems(path)]
 
 
-def straight(folder: Path, steps: int) -> float:
-    """The run that nobody kills; gives the seconds that a save of it takes."""
+def straight(folder: Path, steps: int) -> None:
+    """The run that nobody kills."""
     chosen = settings(folder, "straight", steps, keep=None)
-    processes, run = start(chosen, folder / "straight.txt"), folder / "runs" / "straight"
-    sentinels, begun, lengths = [process.sentinel for process in processes], 0.0, []
-    while not wait(sentinels, timeout=LOOK_S):
-        under_way = bool(saving(run))
-        if under_way and not begun:
-            begun = time.monotonic()
-        if begun and not under_way:
-            lengths.append(time.monotonic() - begun)
-            begun = 0.0
-    end(processes, patience_s=PATIENCE_S)
+    processes = start(chosen, folder / "straight.txt")
+    end(processes, patience_s=RUN_S)
     assert [process.exitcode for process in processes] == [0] * WORLD, (folder / "straight.txt").read_text()
-    return statistics.median(lengths)
 
 
-def lives(folder: Path, kills: int, steps: int, save_s: float) -> list[Life]:
+def lives(folder: Path, kills: int, steps: int) -> list[Life]:
     """Life after life of one run, each killed in a save, the last one left alone."""
     draw, run = random.Random(4), folder / "runs" / "killed"
     kinds = list(itertools.islice(itertools.cycle(itertools.product(([0], [1], [0, 1]), (False, True))), kills))
@@ -191,21 +197,21 @@ def lives(folder: Path, kills: int, steps: int, save_s: float) -> list[Life]:
         chosen = settings(folder, "killed", steps, asynchronous=asynchronous, format=life.format)
         processes = start(chosen, folder / f"life-{number}.txt")
         save = 2 if done < (steps - 8) * number / kills else 1
-        kill_in_save(processes, run, life, save=save, delay_s=draw.uniform(0, 1.5) * save_s)
+        kill_in_save(processes, run, life, save=save, files=draw.choice((0, 1, 2, 3, ALL)))
         life.stuck = end(processes, patience_s=PATIENCE_S)
         look(run, life)
         found.append(life)
     life = Life(kills, [], True, "sharded")
-    life.stuck = end(start(settings(folder, "killed", steps), folder / "end.txt"), patience_s=120)
+    life.stuck = end(start(settings(folder, "killed", steps), folder / "end.txt"), patience_s=RUN_S)
     look(run, life)
     return [*found, life]
 
 
 def main(folder: Path, kills: int, steps: int) -> None:
     prepare(folder)
-    save_s = straight(folder, steps)
-    found = lives(folder, kills, steps, save_s)
-    (folder / "lives.json").write_text(json.dumps({"save_s": save_s, "lives": [asdict(life) for life in found]}))
+    straight(folder, steps)
+    found = lives(folder, kills, steps)
+    (folder / "lives.json").write_text(json.dumps({"lives": [asdict(life) for life in found]}))
 
 
 if __name__ == "__main__":

@@ -359,7 +359,7 @@ def test_the_command_reports_a_hostile_checkpoint_without_a_traceback(folder: Pa
     made = hostile(run, "metadata")
     (folder / "hostile.yaml").write_text(yaml.safe_dump(chosen))
     command = [sys.executable, "-m", "fullshard", "train", str(folder / "hostile.yaml"), "--devices", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "Do not use this checkpoint, and find out where it came from." in done.stderr
     assert "Traceback" not in done.stdout + done.stderr

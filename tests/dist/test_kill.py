@@ -139,6 +139,6 @@ print(moments)
 def test_a_kill_at_any_point_of_publishing_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     """Every call to the file system of a save, in turn, is the last one of a process."""
     command = [sys.executable, "-W", "error", "-c", MOMENTS, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 40, "as many kills as two saves have calls"

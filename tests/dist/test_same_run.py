@@ -39,7 +39,7 @@ def free_port() -> int:
 def test_two_nodes_with_different_recipes_exit_with_the_difference(folder: Path) -> None:
     """The command as it is typed on two nodes, one with a setting more."""
     path = folder / "recipe.yaml"
-    path.write_text(render(recipe(folder, name="nodes", topology={"device": "cpu", "timeout_s": 60.0})))
+    path.write_text(render(recipe(folder, name="nodes", topology={"device": "cpu", "timeout_s": 300.0})))
     command = [sys.executable, "-m", "fullshard", "train", str(path), "--nodes", "2", "--devices", "1"]
     command += ["--master", f"127.0.0.1:{free_port()}"]
     nodes = [
@@ -51,7 +51,7 @@ def test_two_nodes_with_different_recipes_exit_with_the_difference(folder: Path)
         )
         for rank in range(2)
     ]
-    said = [node.communicate(timeout=200)[0] for node in nodes]
+    said = [node.communicate(timeout=300)[0] for node in nodes]
     for node, text in zip(nodes, said, strict=True):
         assert node.returncode == 2, text
         words = " ".join(text.split())

@@ -78,6 +78,7 @@ HOW = {
     "restart": "restarted by the launcher",
     "rerun": "run the command again",
     "skip": "goes on without that update ([guard](guard.md))",
+    "retry": "the save is tried again",
 }
 
 

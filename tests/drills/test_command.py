@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from fullshard.drills.command import refuse_faults
-from fullshard.drills.kinds import chosen
+from fullshard.drills.drill import Outcome
+from fullshard.drills.kinds import DRILLS, chosen
+from fullshard.drills.report import Report
 from fullshard.errors import RecipeError
 from tests.drills.page import PAGE, ROOT
 
@@ -22,6 +24,13 @@ def prove(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fullshard", *words]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environ, check=False)
+
+
+def test_the_verdict_names_what_cannot_be_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    for as_json in (False, True):
+        Report(as_json=as_json).end([Outcome(DRILLS[0])], facts={})
+        said = " ".join(capsys.readouterr().out.split())
+        assert "Not tried here, since a machine cannot do it to itself: a lost node, a cut network" in said
 
 
 @pytest.mark.slow  # starts ranks five times

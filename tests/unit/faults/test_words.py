@@ -98,6 +98,16 @@ def test_a_collective_that_others_have_completed_points_to_the_network() -> None
     )
 
 
+def test_an_all_reduce_of_another_size_that_one_rank_has_completed_is_another_collective() -> None:
+    """gloo may complete it on the rank that brings less."""
+    more = waiting(0, op="all-reduce", unit=None, seq=40, sizes="3")
+    done = call("all-reduce", unit=None, seq=40, sizes="1", pending=False)
+    next_one = call("all-reduce", unit=None, seq=41, sizes="1")
+    last = words.report([*more, replace(RUNNING, rank=1, collectives=(done, next_one))])[-1]
+    assert "in different collectives" in last
+    assert "network" not in last
+
+
 def test_ranks_that_move_are_not_accused() -> None:
     ranks = [replace(RUNNING, rank=rank, age=0.3) for rank in (0, 1)]
     assert words.moving(ranks) == ["All ranks are moving, at step 4."]
