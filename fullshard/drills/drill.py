@@ -35,7 +35,7 @@ from fullshard.recipe import Recipe
 
 TAG = "FULLSHARD_DRILL"
 """The variable by which the processes of a drill are known, also when their parent is gone."""
-ORPHANS_S, _LOOK_S = 30.0, 0.1
+ORPHANS_S, _LOOK_S = 10.0, 0.1
 """How long processes may take to end after their launcher, not counting the time that it takes to look for them."""
 _LONGEST = 20
 """How many timeouts a run with one fault may take, also on a machine under load."""

@@ -13,7 +13,7 @@ import time
 
 from fullshard.errors import EXIT_PREEMPTED
 
-EVERY_S, GRACE_S = 0.5, 8.0
+EVERY_S, GRACE_S = 0.5, 6.0
 """How often a rank looks for its launcher, and how long it may take to save without it."""
 
 
