@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import HashStore
 
 from fullshard.contracts.launcher import Ranks
-from fullshard.errors import SetupError
+from fullshard.errors import AbsentError, SetupError
+from fullshard.faults.run_before import awaited_its_end
 from fullshard.launch.local import Local, variables
 from fullshard.launch.rendezvous import Meeting, facts
 
@@ -343,3 +344,41 @@ def test_two_nodes_with_the_same_number_stop_all() -> None:
         for process in nodes:
             _, errors = process.communicate(timeout=90)
             assert "Error: Two nodes claim --node-rank 1: host" in errors
+
+
+def test_a_node_that_comes_back_waits_for_the_end_of_its_run() -> None:
+    """As a pod that is replaced while node 0 still saves. Somebody who is alive keeps his number."""
+    ranks = {"per_node": 1, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 300}
+    with contextlib.ExitStack() as running:
+
+        def node(number: int, code: str) -> subprocess.Popen[str]:
+            return running.enter_context(launched(code, node_rank=number, **ranks))
+
+        zero, one = before = [node(number, FOLLOW) for number in (0, 1)]
+        assert [said(process) for process in before] == [["ready"]] * 2
+        double = node(1, "pass")
+        assert "Error: Two nodes claim --node-rank 1: host" in double.communicate()[1]
+        assert (double.returncode, zero.poll(), one.poll()) == (1, None, None)
+        one.kill()
+        one.wait()
+        back = node(1, "pass")
+        assert back.stderr is not None
+        line = back.stderr.readline()
+        assert line.startswith(f"Waiting for node 0 of 2 at {ranks['master']} (")
+        assert "s of 300 s): the run before still ends there. Its node 0 ends when it has saved." in line
+        zero.kill()
+        zero.wait()
+        for process in (node(0, "pass"), back):
+            process.communicate()
+            assert process.returncode == 0
+
+
+def test_a_node_does_not_wait_for_ever_for_the_end_of_its_run() -> None:
+    store = HashStore()
+    for key in ("claims-1", "member-0", "member-1"):
+        store.set(key, "")
+    meeting = Meeting("node", 1, 2, "here:1", 0.1, prefix="")
+    with pytest.raises(AbsentError, match=r"node 0 of 2: the run before still ends there\. Its node 0 ends when"):
+        awaited_its_end(meeting, store, store)
+    store.delete_key("member-0")
+    assert not awaited_its_end(meeting, store, store), "the nodes still meet: the number is refused there"
