@@ -27,9 +27,8 @@ from fullshard.errors import EXIT_PREEMPTED, SetupError, first_line
 from fullshard.explain.ended import out_of_memory, why_killed
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
 from fullshard.explain.host_memory import MemoryWatch, watched
-from fullshard.faults import attempts, early_quit
+from fullshard.faults import attempts, early_quit, gpus
 from fullshard.faults.end import End, Failure
-from fullshard.faults.gpus import gpus_now
 from fullshard.faults.nodes import Ended
 from fullshard.faults.run_before import awaited_its_end
 from fullshard.faults.steps import step_of
@@ -55,9 +54,9 @@ class Local(Launcher):
             meet = functools.partial(_meet, stores)
             return attempts.run(ranks, attempt, meet=meet, ranks_left=self.ranks_left, folder=folder, say=_print)
 
-    def ranks_left(self, ranks: Ranks) -> int:
-        """How many of the ranks this node could start now: a GPU may have failed."""
-        return min(ranks.per_node, gpus_now()) if ranks.own_gpus else ranks.per_node
+    def ranks_left(self, ranks: Ranks) -> Ranks:
+        """Those that this node could start now: a GPU may have failed."""
+        return gpus.ranks_left(ranks) if ranks.own_gpus else ranks
 
 
 def _attempt(
