@@ -24,9 +24,7 @@ from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.faults.steps import FOLDER, step_of
 
 RANK = int(os.environ.get("RANK", -1))
-ATTEMPT = len(json.loads(os.environ.get("FULLSHARD_RESTARTS", "[]"))) or int(
-    os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-)
+ATTEMPT = len(json.loads(os.environ.get("FULLSHARD_RESTARTS", "[]")))
 
 
 def step() -> int | None:
