@@ -45,12 +45,18 @@ def out_of_memory() -> None:
     torch.ones(2**32)
 
 
+def hold(go: Path) -> None:
+    while not go.exists():
+        time.sleep(0.05)
+
+
 ACTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(7),
     "sleep": lambda: time.sleep(3600),
+    "hold": lambda: hold(Path(os.environ["GO"])),
     "memory": out_of_memory,
 }
 
