@@ -33,7 +33,7 @@ def run(
     start: Start,
     *,
     meet: Meet,
-    ranks_left: Callable[[Ranks], int],
+    ranks_left: Callable[[Ranks], Ranks],
     folder: Path,
     say: Callable[[str], None],
 ) -> int:
@@ -54,8 +54,9 @@ def run(
             ended = start(ranks, place, name, neighbours.stopped_here)
             if ended.code and not ended.is_final:
                 leftovers.end_all(name)
-            ended = replace(ended, devices=ranks_left(ranks) if ended.code else ranks.per_node)
-            verdict = history.judge(neighbours.exchange(ended), ranks)
+            left = ranks_left(ranks) if ended.code else ranks
+            ends = neighbours.exchange(replace(ended, devices=left.per_node))
+            verdict = history.judge(ends, replace(ranks, device_ids=left.device_ids))
             for line in verdict.lines:
                 say(line)
             if verdict.ranks is None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any, Protocol
 
 from fullshard.errors import EXIT_NUMERICAL, EXIT_PREEMPTED, EXIT_USER
@@ -56,6 +57,7 @@ class Store(Protocol):
     def set(self, key: str, value: str, /) -> Any: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def set_timeout(self, timeout: timedelta, /) -> None: ...
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Nodes:
         stop: Callable[[], None],
     ) -> None:
         self._store, self._me, self._members, self._timeout_s, self._stop = store, me, members, timeout_s, stop
+        store.set_timeout(timedelta(seconds=timeout_s))  # the nodes left it what remained of their time to meet
         now = time.monotonic()
         self._others = [node for node in range(len(members)) if node != me]
         self._heard: dict[int, tuple[bytes, float]] = {node: (b"", now) for node in self._others}
@@ -172,7 +175,8 @@ class Nodes:
         would wait for it much longer than `topology.timeout_s`: a save may take half an hour."""
         while not self._closed.wait(_EVERY_S):
             this, now = self._round, time.monotonic()
-            failed = any(end.code and not end.is_final for end in this.ends.copy().values())
+            # Ranks that a signal stopped have saved together with ours.
+            failed = any(end.code not in (0, EXIT_PREEMPTED) and not end.stopped for end in this.ends.copy().values())
             if this.mine is not None or not (failed or max(map(self.silence, self._others)) > self._timeout_s):
                 this.alone_since = None
                 continue

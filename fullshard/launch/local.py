@@ -27,10 +27,10 @@ from fullshard.errors import EXIT_PREEMPTED, SetupError, first_line
 from fullshard.explain.ended import out_of_memory, why_killed
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER, handed_over
 from fullshard.explain.host_memory import MemoryWatch, watched
-from fullshard.faults import attempts, early_quit
+from fullshard.faults import attempts, early_quit, gpus
 from fullshard.faults.end import End, Failure
-from fullshard.faults.gpus import gpus_now
 from fullshard.faults.nodes import Ended
+from fullshard.faults.run_before import awaited_its_end
 from fullshard.faults.steps import step_of
 from fullshard.launch import signals
 from fullshard.launch.addresses import is_local, split_address
@@ -54,9 +54,9 @@ class Local(Launcher):
             meet = functools.partial(_meet, stores)
             return attempts.run(ranks, attempt, meet=meet, ranks_left=self.ranks_left, folder=folder, say=_print)
 
-    def ranks_left(self, ranks: Ranks) -> int:
-        """How many of the ranks this node could start now: a GPU may have failed."""
-        return min(ranks.per_node, gpus_now()) if ranks.own_gpus else ranks.per_node
+    def ranks_left(self, ranks: Ranks) -> Ranks:
+        """Those that this node could start now: a GPU may have failed."""
+        return gpus.ranks_left(ranks) if ranks.own_gpus else ranks
 
 
 def _attempt(
@@ -109,26 +109,23 @@ def _meet(stores: list[Any], ranks: Ranks, attempt: int, own: Facts) -> tuple[St
     if ranks.master is None:
         raise SetupError(f"{ranks.nodes} nodes need a place to meet. Give --master HOST:PORT on every node.")
     host, port = split_address(ranks.master)
-    meeting = Meeting(
-        "node",
-        ranks.node_rank,
-        ranks.nodes,
-        ranks.master,
-        ranks.timeout_s,
-        prefix=f"fullshard-nodes-{attempt}",
-        advice=f"Run the same command on every node, with --node-rank 0 to {ranks.nodes - 1} and the address of node 0 "
-        "as --master, and open the port in any firewall.",
-        claim="--node-rank",
+    me, size, prefix = ranks.node_rank, ranks.nodes, f"fullshard-nodes-{attempt}"
+    advice = (
+        f"Run the same command on every node, with --node-rank 0 to {size - 1} and the address of node 0 as --master, "
+        "and open the port in any firewall."
     )
+    meeting = Meeting("node", me, size, ranks.master, ranks.timeout_s, prefix, advice=advice, claim="--node-rank")
     most = ranks.restarts.most if ranks.restarts else 0
-    mine = facts(options={"--nodes": ranks.nodes, "--devices": ranks.per_node, "--restarts": most}, **own)
-    serve = ranks.node_rank == 0
-    store = meeting.connect(host, port, serve=serve)
-    if serve and not attempt and not is_local(host):
+    mine = facts(options={"--nodes": size, "--devices": ranks.per_node, "--restarts": most}, **own)
+    store = meeting.connect(host, port, serve=me == 0)
+    if me == 0 and not attempt and not is_local(host):
         _check_elsewhere(meeting, host, port, mine)
-    stores.append(store)
     # A connection of its own: where the network is cut, its calls do not return.
-    return replace(meeting, prefix="fullshard-talk").connect(host, port, serve=False), meeting.gather(store, mine)
+    talk = replace(meeting, prefix="fullshard-talk").connect(host, port, serve=False)
+    if awaited_its_end(meeting, store, talk):
+        return _meet(stores, ranks, attempt, own)
+    stores.append(store)
+    return talk, meeting.gather(store, mine)
 
 
 def _check_elsewhere(meeting: Meeting, host: str, port: int, mine: Facts) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 """What a member registers: `host`, `process`, `options` that must be the same everywhere, and more."""
-_EVERY_S, _LINGER_S = 0.2, 3.0
+_EVERY_S, _LINGER_S = 0.2, 10.0
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Meeting:
     first_line_s: float = 5.0
     silent: bool = False
     begun: float = field(default_factory=time.monotonic)
-    _said_at: float = 0.0
+    said_at: float = 0.0
 
     @property
     def waited_s(self) -> float:
@@ -84,7 +84,7 @@ class Meeting:
                 raise SetupError(store.get("problem").decode())
             if len(present) == self.size:
                 return [present[other] for other in range(self.size)]
-            self._wait_for([other for other in missing if other not in present])
+            self.wait_for([other for other in missing if other not in present])
             time.sleep(_EVERY_S)
 
     def refuse_double(self, store: Store, facts: Facts) -> SetupError:
@@ -103,10 +103,10 @@ class Meeting:
                 socket.create_connection((host, port), timeout=min(self.left.total_seconds(), 5.0)).close()
                 return
             except OSError as error:
-                self._wait_for([0], reason=f": {error.strerror or error}")
+                self.wait_for([0], reason=f": {error.strerror or error}")
             time.sleep(_EVERY_S)
 
-    def _wait_for(self, missing: list[int], reason: str = "") -> None:
+    def wait_for(self, missing: list[int], reason: str = "") -> None:
         """Reports which members are missing, at doubling intervals; raises when the time is over."""
         names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         who = f"{self.noun}{'s' if len(missing) > 1 else ''} {names} of {self.size}"
@@ -115,11 +115,11 @@ class Meeting:
                 f"{self.noun.capitalize()} {self.me} waited topology.timeout_s = {self.timeout_s:g} s at {self.where} "
                 f"for {who}{reason}. {self.advice}"
             )
-        if self.waited_s > max(2 * self._said_at, self.first_line_s):
+        if self.waited_s > max(2 * self.said_at, self.first_line_s):
             line = f"Waiting for {who} at {self.where} ({self.waited_s:.0f} s of {self.timeout_s:g} s){reason}."
             if not self.silent:
-                sys.stderr.write(f"{line}\n" if self._said_at else f"{line} {self.advice}\n")
-            self._said_at = self.waited_s
+                sys.stderr.write(f"{line}\n" if self.said_at else f"{line} {self.advice}\n")
+            self.said_at = self.waited_s
 
     def _difference(self, present: Mapping[int, Facts]) -> str | None:
         """What members disagree on. Every member compares all that are present: the last one to arrive may complete the

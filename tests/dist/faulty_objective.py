@@ -24,9 +24,7 @@ from fullshard.families.language.objectives.causal_lm import CausalLM
 from fullshard.faults.steps import FOLDER, step_of
 
 RANK = int(os.environ.get("RANK", -1))
-ATTEMPT = len(json.loads(os.environ.get("FULLSHARD_RESTARTS", "[]"))) or int(
-    os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-)
+ATTEMPT = len(json.loads(os.environ.get("FULLSHARD_RESTARTS", "[]")))
 
 
 def step() -> int | None:
@@ -47,12 +45,18 @@ def out_of_memory() -> None:
     torch.ones(2**32)
 
 
+def hold(go: Path) -> None:
+    while not go.exists():
+        time.sleep(0.05)
+
+
 ACTS: dict[str, Callable[[], Any]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(7),
     "sleep": lambda: time.sleep(3600),
+    "hold": lambda: hold(Path(os.environ["GO"])),
     "memory": out_of_memory,
 }
 

@@ -51,14 +51,13 @@ def train(
     name: str,
     *words: str,
     faults: Sequence[dict[str, Any]] = (),
-    launcher: Sequence[str] = (),
     sections: dict[str, Any] | None = None,
     **more: str,
 ) -> tuple[subprocess.CompletedProcess[str], Path]:
     """The command; gives its end and its run folder."""
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(settings(folder, name, **(sections or {}))))
-    command = [sys.executable, *launcher, "-m", "fullshard", "train", str(file), *words]
+    command = [sys.executable, "-m", "fullshard", "train", str(file), *words]
     done = subprocess.run(
         command, cwd=ROOT, env=environ(faults, **more), capture_output=True, text=True, timeout=500, check=False
     )

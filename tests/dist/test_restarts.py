@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,8 @@ def test_a_stage_is_restarted_where_it_was(folder: Path) -> None:
 class Shrinking(Local):
     """A machine on which half of the GPUs fail."""
 
-    def ranks_left(self, ranks: Ranks) -> int:
-        return ranks.per_node // 2
+    def ranks_left(self, ranks: Ranks) -> Ranks:
+        return replace(ranks, per_node=ranks.per_node // 2)
 
 
 @pytest.mark.slow

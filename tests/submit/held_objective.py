@@ -1,4 +1,5 @@
-"""An objective that holds a run in the middle of a step, so that a test can tell Slurm something, or that ends it."""
+"""An objective that holds a run in the middle of a step, so that a test can tell a cluster something, or that ends it.
+A sink holds node 0 when the others are done."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.contracts.objective import Terms
+from fullshard.contracts.sink import OpenSink, Sink
 from fullshard.errors import DataError, NumericalError
 from fullshard.families.language.objectives.causal_lm import CausalLM
 
@@ -38,3 +40,25 @@ class Held(CausalLM):
         metrics = Path(self.run) / "metrics.jsonl"
         records = map(json.loads, metrics.read_text().splitlines()) if metrics.exists() else ()
         return max((record["step"] for record in records if record["kind"] == "train"), default=0)
+
+
+class Late(Sink):
+    """Nothing is written here. At its end rank 0 writes FOLDER/late and waits for FOLDER/go, as in a slow save."""
+
+    folder_of_test: str
+
+    def open(self, folder: Path, *, name: str, recipe: dict[str, Any]) -> OpenSink:
+        return OpenLate(Path(self.folder_of_test))
+
+
+class OpenLate(OpenSink):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, record: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        (self.folder / "late").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.05)

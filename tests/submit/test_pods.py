@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import yaml
 from typer.testing import CliRunner
 
 from fullshard.cli import app
-from fullshard.log.metrics import FILE, last_step, read
+from fullshard.log.metrics import FILE, read
 from tests.small import model_folder, recipe, token_file
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,6 @@ class Job:
         self.recipe.write_text(recipe_text)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.replaced: list[int] = []
         self.ended: dict[int, list[int]] = {0: [], 1: []}
         self.pods = {index: self.start(index) for index in self.ended}
 
@@ -73,20 +73,29 @@ class Job:
         )
 
     def look(self) -> bool:
-        """Replaces what the rules replace, once all have ended, as Kubernetes waits a while; whether pods still run."""
+        """Replaces what the rules replace, each pod by itself; whether pods still run."""
         for index, pod in list(self.pods.items()):
             if (code := pod.poll()) is None:
                 continue
             del self.pods[index]
             self.ended[index].append(code)
-            if code and self.action(code) != "Ignore":
+            if code and code != -signal.SIGKILL and self.action(code) != "Ignore":
                 raise AssertionError(f"pod {index} ended with {code}: {self.texts()}")
             if code:
-                self.replaced.append(index)
-        if not self.pods:
-            self.pods |= {index: self.start(index) for index in self.replaced}
-            self.replaced.clear()
+                self.pods[index] = self.start(index)
         return bool(self.pods)
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            assert self.look(), self.texts()
+            time.sleep(0.05)
+
+    def evict(self, index: int) -> None:
+        """The cluster's patience with a pod that it told to stop is over. Whatever its exit code, it is replaced."""
+        (rule,) = [rule for rule in self.rules if "onPodConditions" in rule]
+        assert rule["action"] == "Ignore"
+        assert {condition["type"] for condition in rule["onPodConditions"]} == {"DisruptionTarget"}
+        os.killpg(self.pods[index].pid, signal.SIGKILL)
 
     def texts(self) -> str:
         return "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("pod-*.txt")))
@@ -99,23 +108,32 @@ class Job:
 
 
 @pytest.mark.slow
-def test_a_pod_that_is_told_to_stop_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["all end together", "node 0 ends later"])
+def test_a_pod_that_is_told_to_stop_is_replaced_and_nothing_is_lost(tmp_path: Path, late: bool) -> None:
     model_folder(tmp_path / "model", num_hidden_layers=1)
     token_file(tmp_path / "train.jsonl", records=64)
-    values = recipe(tmp_path, name="pods", duration={"steps": STEPS}, topology={"device": "cpu", "timeout_s": 120})
+    here = {"folder_of_test": str(tmp_path)}
+    held = {"kind": "tests.submit.held_objective.Held", **here, "run": str(tmp_path / "runs" / "pods"), "hold": [5]}
+    sinks = [{"kind": "tests.submit.held_objective.Late", **here}] if late else []
+    sections = {"objective": held, "log": {"sinks": sinks}, "topology": {"device": "cpu", "timeout_s": 600}}
+    values = recipe(tmp_path, name="pods", duration={"steps": STEPS}, **sections)
     (tmp_path / "recipe.yaml").write_text(json.dumps(values))
     job = Job(tmp_path, *manifest(tmp_path))
-    metrics = tmp_path / "runs" / "pods" / FILE
     try:
-        while not (metrics.exists() and (last_step(metrics) or 0) >= 5):
-            assert job.look(), job.texts()
-            time.sleep(0.05)
+        job.until((tmp_path / "held-5").exists)
         job.pods[1].send_signal(signal.SIGTERM)  # a node is drained: one pod hears of it
+        time.sleep(2)  # its rank hears of it, long before the last step
+        (tmp_path / "go-5").touch()
+        if late:
+            job.until((tmp_path / "late").exists)
+            job.evict(1)
+            job.until(lambda: "the run before still ends there" in job.texts())
+            (tmp_path / "go").touch()
         while job.look():
             time.sleep(0.05)
     finally:
         job.kill()
-    assert job.ended == {0: [75, 0], 1: [75, 0]}, job.texts()
+    assert job.ended == {0: [75, 0], 1: [-signal.SIGKILL if late else 75, 0]}, job.texts()
     command = [sys.executable, "-m", "fullshard", "train", "recipe.yaml", "--devices", "2", "name=straight"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -208,20 +210,28 @@ def test_nothing_of_an_attempt_is_left(tmp_path: Path) -> None:
     assert leftovers.of_attempt("attempt-1") == []
 
 
+Two = Callable[..., tuple[Nodes, Nodes, list[int]]]
+"""Makes two launchers that share a store; also gives the nodes whose ranks they have killed."""
+
+
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two launchers that share a store."""
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
     monkeypatch.setattr(nodes, "_EVERY_S", 0.01)
-    monkeypatch.setattr(nodes, "_SILENT_S", 0.5)
     monkeypatch.setattr(nodes, "_ALONE_S", 0.2)
-    store, killed = HashStore(), list[int]()
-    members = [{"host": "a"}, {"host": "b"}]
+    made, killed = list[Nodes](), list[int]()
 
-    def stop(node: int) -> Callable[[], None]:
-        return lambda: killed.append(node)
+    def make(*, timeout_s: float = 600, silent_s: float = 600) -> tuple[Nodes, Nodes, list[int]]:
+        # Short times are only for tests in which they must pass: threads may wait long for their turn.
+        monkeypatch.setattr(nodes, "_SILENT_S", silent_s)
+        store, members = HashStore(), [{"host": "a"}, {"host": "b"}]
+        stops = [functools.partial(killed.append, node) for node in (0, 1)]
+        first, second = (Nodes(store, node, members, timeout_s=timeout_s, stop=stops[node]) for node in (0, 1))
+        # Not what was left of the time to meet.
+        assert store.timeout == timedelta(seconds=timeout_s)  # type: ignore[attr-defined]
+        made.extend((first, second))
+        return first, second, killed
 
-    made = [Nodes(store, node, members, timeout_s=1, stop=stop(node)) for node in (0, 1)]
-    yield made, killed
+    yield make
     for each in made:
         each.close()
 
@@ -233,8 +243,8 @@ def in_threads(*acts: Callable[[], Any]) -> list[Any]:
         return [future.result(60) for future in [pool.submit(act) for act in acts]]
 
 
-def test_nodes_tell_each_other_how_their_ranks_ended(two: Any) -> None:
-    (first, second), _ = two
+def test_nodes_tell_each_other_how_their_ranks_ended(two: Two) -> None:
+    first, second, _ = two()
     ended = Ended(1, "b", 1, rank=5, why="was ended by SIGKILL", step=7)
     found = in_threads(lambda: first.exchange(VICTIM), lambda: second.exchange(ended))
     assert found == [[VICTIM, ended]] * 2
@@ -244,16 +254,21 @@ def test_nodes_tell_each_other_how_their_ranks_ended(two: Any) -> None:
     assert again == [[KILLED, LOST]] * 2, "what the first attempt said is not heard again"
 
 
-def test_a_silent_node_is_lost(two: Any) -> None:
-    (first, second), _ = two
+def test_a_silent_node_is_lost(two: Two) -> None:
+    first, second, _ = two(silent_s=0.5)
     second.close()
     found = first.exchange(VICTIM)
     assert (found[1].lost, found[1].host) == (True, "b")
     assert "it has ended, or the network between the nodes is cut" in found[1].why
 
 
-def test_ranks_that_wait_for_a_lost_node_are_ended(two: Any) -> None:
-    (first, second), killed = two
+def test_a_node_whose_ranks_do_not_end_is_lost(two: Two) -> None:
+    _, second, _ = two(timeout_s=1)
+    assert second.exchange(replace(KILLED, node=1))[0].why == "has not ended its ranks in time"
+
+
+def test_ranks_that_wait_for_a_lost_node_are_ended(two: Two) -> None:
+    first, second, killed = two(timeout_s=1)
     second.close()
     while not killed:
         time.sleep(0.01)
@@ -261,12 +276,29 @@ def test_ranks_that_wait_for_a_lost_node_are_ended(two: Any) -> None:
     assert first.stopped_here
 
 
-def test_ranks_that_wait_for_those_of_a_failed_node_are_ended(two: Any) -> None:
-    (first, second), killed = two
-    ended = in_threads(lambda: second.exchange(KILLED))  # node 0 has not noticed
-    while not killed:
-        time.sleep(0.01)
+@pytest.mark.parametrize("code", [1, 2, 3])
+def test_ranks_that_wait_for_those_of_a_failed_node_are_ended(two: Two, code: int) -> None:
+    first, second, killed = two()
+    ended = Ended(1, "b", code, rank=5, why=f"ended with exit code {code}", step=7)
+
+    def notice() -> list[Ended]:
+        while not killed:
+            time.sleep(0.01)
+        return first.exchange(VICTIM)
+
+    assert in_threads(lambda: second.exchange(ended), notice) == [[VICTIM, ended]] * 2
     assert set(killed) == {0}
     assert first.stopped_here
     assert not second.stopped_here
-    assert ended[0][0].why == "has not ended its ranks in time"
+
+
+@pytest.mark.parametrize("end", [Ended(1, "b", 75), Ended(1, "b", 143, stopped=True), Ended(1, "b", 0)])
+def test_ranks_that_may_still_save_are_left_alone(two: Two, end: Ended) -> None:
+    first, second, killed = two()
+
+    def save() -> list[Ended]:
+        time.sleep(1)
+        return first.exchange(end)
+
+    in_threads(lambda: second.exchange(end), save)
+    assert killed == []

@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import HashStore
 
 from fullshard.contracts.launcher import Ranks
-from fullshard.errors import SetupError
+from fullshard.errors import AbsentError, SetupError
+from fullshard.faults.run_before import awaited_its_end
 from fullshard.launch.local import Local, variables
 from fullshard.launch.rendezvous import Meeting, facts
 
@@ -210,19 +211,22 @@ def test_a_second_ctrl_c_ends_ranks_that_ignore_signals() -> None:
 
 
 ASLEEP = """
-import sys, time
+import os, sys, time
 sys.stdout.write("ready\\n")
 sys.stdout.flush()
-time.sleep(2)
+while not os.path.exists({awake!r}):
+    time.sleep(0.05)
 """
 
 
-def test_sigquit_does_not_end_ranks_that_do_not_listen_yet() -> None:
-    with launched(ASLEEP, per_node=2, timeout_s=30) as process:
+def test_sigquit_does_not_end_ranks_that_do_not_listen_yet(tmp_path: Path) -> None:
+    with launched(ASLEEP.format(awake=str(tmp_path / "awake")), per_node=2, timeout_s=30) as process:
         assert said(process, 2) == ["ready", "ready"]
         process.send_signal(signal.SIGQUIT)
-        _, errors = process.communicate(timeout=60)
-        assert (process.returncode, errors.count("The run is still starting")) == (0, 1), errors
+        assert process.stderr is not None
+        assert "The run is still starting" in process.stderr.readline()
+        (tmp_path / "awake").touch()
+        assert (process.communicate()[1], process.returncode) == ("", 0)
 
 
 FOLLOW = """
@@ -268,11 +272,11 @@ def test_two_runs_on_one_machine_do_not_clash() -> None:
 
 
 def test_two_nodes_meet_at_the_master(tmp_path: Path) -> None:
-    ranks = {"per_node": 2, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
+    ranks = {"per_node": 2, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 300}
     code = TELL.format(folder=tmp_path)
     with launched(code, node_rank=0, **ranks) as first, launched(code, node_rank=1, **ranks) as second:
         for process in (first, second):
-            _, errors = process.communicate(timeout=90)
+            _, errors = process.communicate(timeout=300)
             assert (process.returncode, errors) == (0, "")
     environs = environments_of(tmp_path)
     assert [e["RANK"] for e in environs] == ["0", "1", "2", "3"]
@@ -314,11 +318,11 @@ def test_a_waiting_node_says_which_nodes_are_missing_and_handles_signals() -> No
     ids=["nodes", "devices"],
 )
 def test_nodes_with_different_options_all_stop(second: dict[str, int], problem: str) -> None:
-    ranks = {"per_node": 1, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
+    ranks = {"per_node": 1, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 300}
     whose = r"host \S+, process \d+"
     with launched("pass", node_rank=0, **ranks) as zero, launched("pass", **{**ranks, **second}) as one:
         for process in (zero, one):
-            _, errors = process.communicate(timeout=90)
+            _, errors = process.communicate(timeout=300)
             assert process.returncode == 1
             assert re.search(re.escape(problem).replace(r"\{\}", whose), errors), errors
 
@@ -337,9 +341,47 @@ def test_the_last_node_to_arrive_notices_a_disagreement_too() -> None:
 
 
 def test_two_nodes_with_the_same_number_stop_all() -> None:
-    ranks = {"per_node": 1, "nodes": 3, "master": f"127.0.0.1:{free_port()}", "timeout_s": 60}
+    ranks = {"per_node": 1, "nodes": 3, "master": f"127.0.0.1:{free_port()}", "timeout_s": 300}
     with contextlib.ExitStack() as running:
         nodes = [running.enter_context(launched("pass", node_rank=number, **ranks)) for number in (0, 1, 1)]
         for process in nodes:
-            _, errors = process.communicate(timeout=90)
+            _, errors = process.communicate(timeout=300)
             assert "Error: Two nodes claim --node-rank 1: host" in errors
+
+
+def test_a_node_that_comes_back_waits_for_the_end_of_its_run() -> None:
+    """As a pod that is replaced while node 0 still saves. Somebody who is alive keeps his number."""
+    ranks = {"per_node": 1, "nodes": 2, "master": f"127.0.0.1:{free_port()}", "timeout_s": 300}
+    with contextlib.ExitStack() as running:
+
+        def node(number: int, code: str) -> subprocess.Popen[str]:
+            return running.enter_context(launched(code, node_rank=number, **ranks))
+
+        zero, one = before = [node(number, FOLLOW) for number in (0, 1)]
+        assert [said(process) for process in before] == [["ready"]] * 2
+        double = node(1, "pass")
+        assert "Error: Two nodes claim --node-rank 1: host" in double.communicate()[1]
+        assert (double.returncode, zero.poll(), one.poll()) == (1, None, None)
+        one.kill()
+        one.wait()
+        back = node(1, "pass")
+        assert back.stderr is not None
+        line = back.stderr.readline()
+        assert line.startswith(f"Waiting for node 0 of 2 at {ranks['master']} (")
+        assert "s of 300 s): the run before still ends there. Its node 0 ends when it has saved." in line
+        zero.kill()
+        zero.wait()
+        for process in (node(0, "pass"), back):
+            process.communicate()
+            assert process.returncode == 0
+
+
+def test_a_node_does_not_wait_for_ever_for_the_end_of_its_run() -> None:
+    store = HashStore()
+    for key in ("claims-1", "member-0", "member-1"):
+        store.set(key, "")
+    meeting = Meeting("node", 1, 2, "here:1", 0.1, prefix="")
+    with pytest.raises(AbsentError, match=r"node 0 of 2: the run before still ends there\. Its node 0 ends when"):
+        awaited_its_end(meeting, store, store)
+    store.delete_key("member-0")
+    assert not awaited_its_end(meeting, store, store), "the nodes still meet: the number is refused there"
