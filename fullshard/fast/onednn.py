@@ -32,9 +32,9 @@ def are_plain(*tensors: torch.Tensor) -> bool:
 
 
 def product(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`a @ b.T + bias`, without a gradient; `a` may have more dimensions."""
-    found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
-    return found
+    """`a @ b.T + bias`, without a gradient; `a` may have more dimensions. No view, so that a model may change it."""
+    flat: torch.Tensor = torch.ops.mkldnn._linear_pointwise(a.reshape(-1, a.shape[-1]), b, bias, "none", [], "")
+    return torch.ops.aten._unsafe_view(flat, (*a.shape[:-1], len(b)))  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
