@@ -59,7 +59,7 @@ def settings(folder: Path, name: str, **objective: Any) -> dict[str, Any]:
         data={"shuffle": True},
         batch={"per_device": 4, "global": 8},
         duration={"steps": STEPS},
-        topology={"device": "cpu", "timeout_s": 60},
+        topology={"device": "cpu", "timeout_s": 600},
     )
 
 
@@ -68,7 +68,7 @@ def straight(folder: Path) -> Path:
     """The run on two ranks that nothing interrupts."""
     (folder / "straight.yaml").write_text(json.dumps(settings(folder, "straight")))
     words = [sys.executable, "-m", "fullshard", "train", str(folder / "straight.yaml"), "--devices", "2"]
-    subprocess.run(words, cwd=ROOT, env=_clean(), check=True, capture_output=True, timeout=120)
+    subprocess.run(words, cwd=ROOT, env=_clean(), check=True, capture_output=True, timeout=300)
     return folder / "runs" / "straight"
 
 
@@ -87,7 +87,7 @@ class Run:
     said: str
 
     def held(self, step: int) -> None:
-        until(lambda: (self.test / f"held-{step}").exists(), f"not held: {self.log()}", timeout_s=150)
+        until(lambda: (self.test / f"held-{step}").exists(), f"not held: {self.log()}")
 
     def go(self, step: int) -> None:
         (self.test / f"go-{step}").touch()
@@ -101,7 +101,7 @@ class Run:
         until(lambda: self.log(job).count(line) >= times, f"no {name}: {self.log(job)}")
 
     def end(self, state: str) -> dict[str, str]:
-        return self.cluster.wait(self.number, state, timeout_s=150)
+        return self.cluster.wait(self.number, state)
 
     def stopped_at(self) -> int:
         """The step of the first save on a signal."""
