@@ -155,8 +155,8 @@ def test_usr1_saves_requeues_and_resumes(submit: Any, straight: Path) -> None:
 
 @pytest.mark.slow
 def test_a_preempted_job_with_one_task_for_each_rank(submit: Any, straight: Path) -> None:
-    """Slurm sends TERM, waits and requeues by itself; the script adds no second requeue."""
-    run = submit("preempted", "--tasks", "rank", "--devices", "2", hold=[2])
+    """On two nodes. Slurm sends TERM, waits and requeues by itself; the script adds no second requeue."""
+    run = submit("preempted", "--tasks", "rank", "--nodes", "2", "--devices", "1", hold=[2])
     run.held(2)
     run.cluster.call("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
     run.heard("SIGTERM")
