@@ -26,6 +26,7 @@ from tests.near import assert_near
 from tests.small import curve, model_folder, recipe, token_file
 from tests.submit import cluster as slurm
 from tests.submit.cluster import Cluster, until
+from tests.unavailable import unavailable
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -35,7 +36,7 @@ STEPS = 12
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if lacking := slurm.missing():
-        pytest.skip(f"Slurm is not installed, and `make slurm` could not install it: no {', '.join(lacking)}")
+        unavailable(f"Slurm is not installed: no {', '.join(lacking)}. Run `make slurm`, as root or with sudo.")
     started = slurm.start(tmp_path_factory.mktemp("slurm"))
     yield started
     started.stop()
