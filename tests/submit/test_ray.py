@@ -5,6 +5,7 @@ One Ray serves all tests of the file, and ends with them."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
@@ -192,6 +194,40 @@ def test_a_submitted_job_stops_with_a_save_and_goes_on(
     said = call(sys.executable, "-m", "fullshard", *submit, "--no-check", folder=folder, cluster=cluster)
     status = next(line for line in said.splitlines() if line.startswith("  look")).split()[1:]
     wait_for(lambda: "succeeded" in call(*status, folder=folder, cluster=cluster), "the end")
+    assert losses(run) == straight
+
+
+def ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_driver_on_this_machine_stops_with_a_save_and_goes_on(
+    folder: Path, cluster: Cluster, straight: list[tuple[float, ...]]
+) -> None:
+    """Without an address the driver is a process here, and the `kill` that is printed lets the run save."""
+    (folder / "here").mkdir()
+    run = folder / "runs" / "here"
+    held = {"kind": "tests.submit.held_objective.Held", "folder_of_test": str(folder / "here"), "hold": [3]}
+    (folder / "here.yaml").write_text(yaml.safe_dump(settings(folder, "here", objective=held | {"run": str(run)})))
+    words = [sys.executable, "-m", "fullshard", "submit", "here.yaml", "--on", "ray", "--no-check"]
+    said = call(*words, folder=folder, cluster=cluster)
+    look, output, stop = (re.split(r"  +", line.strip(), maxsplit=1)[1].split() for line in said.splitlines()[-3:])
+    wait_for((folder / "here" / "held-3").exists, "step 3")
+    call(*look, folder=folder, cluster=cluster)  # ps fails without a process of this number
+    assert stop == ["kill", look[-1]]
+    call(*stop, folder=folder, cluster=cluster)
+    log = Path(output[-1])
+    wait_for(lambda: "A second signal stops at once" in log.read_text(), "the request")
+    call(sys.executable, "-c", UNTIL_HEARD, str(run.resolve()), folder=folder, cluster=cluster)
+    (folder / "here" / "go-3").touch()
+    wait_for(lambda: "Stopped at step 6, and saved." in log.read_text(), "the save")
+    assert (run / "checkpoint-6" / "manifest.json").exists()
+
+    again = call(*words, folder=folder, cluster=cluster)
+    wait_for(lambda: ended(int(again.split()[-1])), "the end")
     assert losses(run) == straight
 
 
