@@ -27,6 +27,7 @@ from fullshard.contracts.launcher import Ranks, Restarts
 from fullshard.contracts.progress import Progress, Result
 from fullshard.control.resume import candidates, choose
 from fullshard.dialects.kubeflow_progress import Status, told
+from fullshard.dist import env
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, CheckpointError, FullshardError, NumericalError
 from fullshard.explain import crash
 from fullshard.explain.error_file import REPORTED_BY_LAUNCHER
@@ -40,7 +41,6 @@ from fullshard.recipes.read import Reading, hand_on, run_facts, save_resolved
 
 if TYPE_CHECKING:
     from fullshard.contracts.world import World
-    from fullshard.dist.env import Launch
     from fullshard.log.console import Console
     from fullshard.setup.inputs import RunInputs
 
@@ -64,10 +64,6 @@ def train(reading: Reading, *, resume: str, ranks: Ranks, anyway: bool = False) 
 
 def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
     """Runs this process's rank of the recipe; returns the exit code."""
-    if reading.recipe.log.debug:
-        from fullshard.log.libraries import write_nccl_log
-
-        write_nccl_log(reading.recipe.folder, trace=reading.recipe.log.debug == "trace")
     alone = REPORTED_BY_LAUNCHER not in os.environ  # no launcher of ours says how this process was killed
     with reported_if_killed(int(os.environ.get("RANK", 0))) if alone else contextlib.nullcontext():
         result = execute(reading, resume=resume, anyway=anyway)
@@ -76,15 +72,18 @@ def join(reading: Reading, *, resume: str, anyway: bool = False) -> int:
 
 def execute(reading: Reading, *, resume: str, anyway: bool = False, caller: Caller = NOBODY) -> Result:
     """One rank of the run, from the environment check to the last line."""
+    from fullshard.log.libraries import write_nccl_log
     from fullshard.setup.rank_of_run import as_rank
 
-    def preflight(inputs: RunInputs, launch: Launch, console: Console) -> None:
+    def preflight(inputs: RunInputs, launch: env.Launch, console: Console) -> None:
         from fullshard.check.preflight import before_ranks_meet
 
         before_ranks_meet(reading, inputs, Ranks(launch.local_world, launch.num_nodes), console=console)
 
     recipe = reading.recipe
     try:
+        if recipe.log.debug:
+            write_nccl_log(recipe.folder, env.detect(os.environ).rank, trace=recipe.log.debug == "trace")
         options = {"--resume": resume, "--resume-anyway": str(anyway)}
         with (
             as_rank(reading, preflight=preflight, options=options) as (inputs, world, console),

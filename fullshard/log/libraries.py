@@ -126,10 +126,10 @@ def _package(filename: str) -> str:
     return Path(filename).stem
 
 
-def write_nccl_log(folder: Path, environ: MutableMapping[str, str] = os.environ, *, trace: bool = False) -> None:
-    """NCCL writes what it does to a file per process in the run folder; its own variables win. Called before ranks
+def write_nccl_log(folder: Path, rank: int, environ: MutableMapping[str, str] = os.environ, *, trace: bool) -> None:
+    """NCCL writes what it does to a file per rank in the run folder; its own variables win. Called before ranks
     connect."""
     with suppress(OSError):  # the check before training says that the folder cannot be written
         folder.mkdir(parents=True, exist_ok=True)
     environ.setdefault("NCCL_DEBUG", "TRACE" if trace else "INFO")
-    environ.setdefault("NCCL_DEBUG_FILE", str(folder.absolute() / "nccl-%h-%p.txt"))
+    environ.setdefault("NCCL_DEBUG_FILE", str(folder.absolute() / f"nccl-rank-{rank}-%h-%p.txt"))

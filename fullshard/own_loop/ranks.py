@@ -85,10 +85,17 @@ def numbered_by_group(recipe: Recipe) -> Iterator[bool]:
     require_backend(recipe.topology.device, recipe.topology.backend, on_host=recipe.sharding.cpu_offload)
     size, rank = reduce.place()
     numbers = {"RANK": rank, "WORLD_SIZE": size} | _on_this_node(size, rank)
-    before = {name: os.environ.get(name) for name in _VARIABLES}
-    os.environ.update({name: str(number) for name, number in numbers.items()})
-    try:
+    with restored(*_VARIABLES):
+        os.environ.update({name: str(number) for name, number in numbers.items()})
         yield True
+
+
+@contextlib.contextmanager
+def restored(*names: str) -> Iterator[None]:
+    """Afterwards these variables are as they were."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
     finally:
         for name, value in before.items():
             os.environ.pop(name, None)
@@ -96,6 +103,8 @@ def numbered_by_group(recipe: Recipe) -> Iterator[bool]:
 
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+NCCL = ("NCCL_DEBUG", "NCCL_DEBUG_FILE")
+"""What `log.debug` sets. Ranks that a later call starts would write to the files of this rank."""
 
 
 def _on_this_node(size: int, rank: int) -> dict[str, int]:

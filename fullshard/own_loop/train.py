@@ -68,10 +68,10 @@ def train_recipe(
 
 def _train(reading: Reading, *, resume: str, anyway: bool, stop: Callable[[], bool] | None) -> Result:
     """Trains a recipe, or one stage, on the ranks that it asks for."""
-    from fullshard.own_loop.ranks import numbered_by_group
+    from fullshard.own_loop.ranks import NCCL, numbered_by_group, restored
 
     topology, asked = reading.recipe.topology, stop or bool
-    with signals.in_library(), shown_in_notebook(), numbered_by_group(reading.recipe) as connected:
+    with signals.in_library(), shown_in_notebook(), restored(*NCCL), numbered_by_group(reading.recipe) as connected:
         if connected:
             return _in_this_process(reading, resume=resume, anyway=anyway, connected=True, stop=asked)
         number, place = engine_nodes.meeting(

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unavailable import unavailable
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -19,8 +21,18 @@ def test_every_test_file_is_collected(request: pytest.FixtureRequest) -> None:
 
 
 def test_no_test_is_skipped() -> None:
-    words = re.compile(r"pytest\.(mark\.)?(skip|skipif|importorskip|xfail)\b")
+    words = re.compile(r"pytest\.(mark\.)?(skip|skipif|importorskip|xfail)\b|\bunavailable\(")
     found = {str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py") if words.search(path.read_text())}
     # Two nodes need network namespaces, jobs the programs of Slurm, pages a browser, which `make` installs.
     allowed = {"arch/test_suite.py", "dist/test_two_nodes.py", "submit/test_slurm.py", "report/test_in_a_browser.py"}
     assert found <= allowed
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_in_ci_a_test_fails_where_it_would_be_skipped(
+    monkeypatch: pytest.MonkeyPatch, ci: str, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises((pytest.fail.Exception, pytest.skip.Exception), match="No browser: install one") as found:
+        unavailable("No browser: install one.")
+    assert found.type is outcome

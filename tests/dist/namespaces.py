@@ -54,7 +54,7 @@ def two_nodes(folder: Path) -> Iterator[Nodes]:
     """Raises NotPermitted, with the reason, where namespaces cannot be made."""
     if os.geteuid() != 0:
         raise NotPermitted("only root may make network namespaces")
-    assert shutil.which("ip", path=_environ()["PATH"]), "install iproute2, as `make test` does when it runs as root"
+    assert shutil.which("ip", path=_environ()["PATH"]), "install iproute2: run `make namespaces`, as root or with sudo"
     names = [f"fullshard-{os.getpid()}-{node}" for node in (0, 1)]
     try:
         for name in names:

@@ -22,6 +22,7 @@ from tests.dist.namespaces import ADDRESSES, Nodes, NotPermitted, two_nodes
 from tests.dist.restarted_runs import KEYS, assert_equal_runs, inputs, restarts, settings
 from tests.near import assert_near
 from tests.small import curve
+from tests.unavailable import unavailable
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60
@@ -36,7 +37,7 @@ def made(folder: Path) -> Iterator[Nodes]:
         with two_nodes(folder) as found:
             yield found
     except NotPermitted as reason:
-        pytest.skip(f"network namespaces are not permitted here: {reason}")
+        unavailable(f"Network namespaces are not permitted here: {reason}. Run as root, in a privileged container.")
 
 
 @pytest.fixture

@@ -23,7 +23,8 @@ def test_the_workflow_runs_exactly_the_targets_of_ci() -> None:
     assert True in workflow, "YAML 1.1 reads the key `on` as true"
     (job,) = workflow["jobs"].values()
     assert job["strategy"]["matrix"]["target"] == targets
-    assert [step["run"] for step in job["steps"] if "run" in step] == ["make ${{ matrix.target }}"]
+    command = 'sudo env "PATH=$PATH" CI=true make ${{ matrix.target }}'
+    assert [step["run"] for step in job["steps"] if "run" in step] == [command]
     for target in targets:
         assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), target
 

@@ -24,7 +24,7 @@ ACCELERATE = (
 def launched(launcher: tuple[str, ...], folder: Path, steps: int) -> str:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), *sys.path])}
     words = [sys.executable, *launcher, str(SCRIPT), str(folder), str(steps)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

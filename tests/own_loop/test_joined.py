@@ -77,6 +77,23 @@ def test_a_process_group_of_the_program_is_joined(
     assert len(curve(launched.metrics, "loss")) == 3
 
 
+def nccl_file(settings: dict[str, Any]) -> tuple[set[str], str | None]:
+    """Where NCCL writes to while one rank trains, and afterwards."""
+    found = set[str]()
+
+    def stop() -> bool:
+        found.add(os.environ["NCCL_DEBUG_FILE"])
+        return False
+
+    fullshard.train(settings, stop=stop)
+    return found, os.environ.get("NCCL_DEBUG_FILE")
+
+
+def test_nccl_writes_a_file_for_each_rank_of_a_program(folder: Path, ranks: Any) -> None:
+    for rank, found in enumerate(ranks.run(nccl_file, settings(folder, "debug", log={"debug": True}), world=2)):
+        assert found == ({f"{folder}/runs/debug/nccl-rank-{rank}-%h-%p.txt"}, None)
+
+
 @pytest.fixture
 def without_cpu() -> Iterator[None]:
     """A group of this process whose backend is for GPU tensors only."""

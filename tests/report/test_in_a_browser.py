@@ -32,6 +32,7 @@ from tests.report.run_folders import (
     write_long,
     write_run,
 )
+from tests.unavailable import unavailable
 
 CURVES = "() => report.plots.map(({chart, plot}) => [chart.title, plot.data])"
 
@@ -39,7 +40,7 @@ CURVES = "() => report.plots.map(({chart, plot}) => [chart.title, plot.data])"
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if browsers.CHROMIUM is None:
-        pytest.skip("Chromium is not installed, and `make chromium` could not install it")
+        unavailable("Chromium is not installed. Run `make chromium`, as root or with sudo.")
     with browsers.started() as opened:
         yield opened
 

@@ -58,7 +58,7 @@ def started(cpus: int = 4) -> Iterator[Cluster]:
         yield Cluster(**json.loads(found), token=token)
     finally:
         process.stdin.close()
-        process.wait(60)
+        process.wait(300)
         process.stdout.close()
 
 

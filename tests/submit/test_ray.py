@@ -5,6 +5,7 @@ One Ray serves all tests of the file, and ends with them."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -12,13 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import yaml
 
 import fullshard
 from fullshard.checkpoint import integrity
 from fullshard.log.metrics import FILE, read
-from fullshard.submit import ray_worker
 from tests.docs.pages import ROOT, blocks
 from tests.small import curve, model_folder, recipe, token_file
 from tests.submit.ray_cluster import Cluster, started
@@ -67,7 +68,7 @@ def call(*words: str, folder: Path, cluster: Cluster) -> str:
     return done.stdout
 
 
-def wait_for(found: Callable[[], Any], what: str, *, seconds: float = 240) -> Any:
+def wait_for(found: Callable[[], Any], what: str, *, seconds: float = 400) -> Any:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := found():
@@ -152,6 +153,17 @@ def test_a_killed_worker_is_restarted_and_ends_like_a_straight_run(
     assert (kept / "manifest.json").samefile(run / "checkpoint-8" / "manifest.json")  # linked, not copied
 
 
+UNTIL_HEARD = """
+import sys, time
+import ray
+from ray.experimental.internal_kv import _internal_kv_get
+ray.init(log_to_driver=False, logging_level="error")
+while _internal_kv_get(sys.argv[1], namespace="fullshard") is not None:
+    time.sleep(0.1)
+"""
+"""Waits until the worker of rank 0 has taken the request to stop the run in this folder."""
+
+
 def test_a_submitted_job_stops_with_a_save_and_goes_on(
     folder: Path, cluster: Cluster, straight: list[tuple[float, ...]]
 ) -> None:
@@ -168,9 +180,9 @@ def test_a_submitted_job_stops_with_a_save_and_goes_on(
     stopping = subprocess.Popen(commands["save, stop"].split(), env=cluster.environ, stdout=subprocess.DEVNULL)
     logs = commands["output"].replace(" --follow", "").split()
     wait_for(lambda: "A second signal stops at once" in call(*logs, folder=folder, cluster=cluster), "the request")
-    time.sleep(2 * ray_worker.TURN_S + 1)  # until the worker has asked, which it does once per turn
+    call(sys.executable, "-c", UNTIL_HEARD, str(run.resolve()), folder=folder, cluster=cluster)
     (folder / "go-3").touch()
-    assert stopping.wait(120) == 0
+    assert stopping.wait(300) == 0
     said = call(*logs, folder=folder, cluster=cluster)
     assert "Stopped at step" in said
     assert "no longer" not in said  # Ray was told about everything
@@ -182,6 +194,40 @@ def test_a_submitted_job_stops_with_a_save_and_goes_on(
     said = call(sys.executable, "-m", "fullshard", *submit, "--no-check", folder=folder, cluster=cluster)
     status = next(line for line in said.splitlines() if line.startswith("  look")).split()[1:]
     wait_for(lambda: "succeeded" in call(*status, folder=folder, cluster=cluster), "the end")
+    assert losses(run) == straight
+
+
+def ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_driver_on_this_machine_stops_with_a_save_and_goes_on(
+    folder: Path, cluster: Cluster, straight: list[tuple[float, ...]]
+) -> None:
+    """Without an address the driver is a process here, and the `kill` that is printed lets the run save."""
+    (folder / "here").mkdir()
+    run = folder / "runs" / "here"
+    held = {"kind": "tests.submit.held_objective.Held", "folder_of_test": str(folder / "here"), "hold": [3]}
+    (folder / "here.yaml").write_text(yaml.safe_dump(settings(folder, "here", objective=held | {"run": str(run)})))
+    words = [sys.executable, "-m", "fullshard", "submit", "here.yaml", "--on", "ray", "--no-check"]
+    said = call(*words, folder=folder, cluster=cluster)
+    look, output, stop = (re.split(r"  +", line.strip(), maxsplit=1)[1].split() for line in said.splitlines()[-3:])
+    wait_for((folder / "here" / "held-3").exists, "step 3")
+    call(*look, folder=folder, cluster=cluster)  # ps fails without a process of this number
+    assert stop == ["kill", look[-1]]
+    call(*stop, folder=folder, cluster=cluster)
+    log = Path(output[-1])
+    wait_for(lambda: "A second signal stops at once" in log.read_text(), "the request")
+    call(sys.executable, "-c", UNTIL_HEARD, str(run.resolve()), folder=folder, cluster=cluster)
+    (folder / "here" / "go-3").touch()
+    wait_for(lambda: "Stopped at step 6, and saved." in log.read_text(), "the save")
+    assert (run / "checkpoint-6" / "manifest.json").exists()
+
+    again = call(*words, folder=folder, cluster=cluster)
+    wait_for(lambda: ended(int(again.split()[-1])), "the end")
     assert losses(run) == straight
 
 
@@ -208,18 +254,18 @@ def test_the_code_of_the_page(folder: Path, cluster: Cluster) -> None:
 
 
 DRAINED = """
-    asked = []
+    asked, log = [], Path(config["recipe"]["output"], "drained", "log.txt")
     def stop():
         asked.append(True)
         if rank == 0 and len(asked) == 2:
-            import subprocess
+            import subprocess, time
             node = ray.get_runtime_context().get_node_id()
             words = [config["tool"], "drain-node", "--address", config["gcs"], "--node-id", node]
             words += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "test"]
             words += ["--deadline-remaining-seconds", "600"]
             subprocess.run(words, check=True)
-        import time
-        time.sleep(0.5 if len(asked) > 2 else 0)
+            while "Ray will remove a node" not in log.read_text():
+                time.sleep(0.1)
         return False
     result = fullshard.train(config["recipe"], stop=stop)
 """

@@ -146,12 +146,12 @@ def test_a_broken_format_string_does_not_stop_a_run(tmp_path: Path) -> None:
 
 def test_nccl_writes_into_the_run_folder_unless_its_own_variables_say_otherwise(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
-    write_nccl_log(tmp_path / "runs" / "one", environ)
-    assert environ == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/runs/one/nccl-%h-%p.txt"}
+    write_nccl_log(tmp_path / "runs" / "one", 3, environ, trace=False)
+    assert environ == {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tmp_path}/runs/one/nccl-rank-3-%h-%p.txt"}
     assert (tmp_path / "runs" / "one").is_dir(), "NCCL makes no folder"
     traced: dict[str, str] = {}
-    write_nccl_log(tmp_path, traced, trace=True)
-    assert traced == {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl-%h-%p.txt"}
+    write_nccl_log(tmp_path, 0, traced, trace=True)
+    assert traced == {"NCCL_DEBUG": "TRACE", "NCCL_DEBUG_FILE": f"{tmp_path}/nccl-rank-0-%h-%p.txt"}
     own = {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "mine"}
-    write_nccl_log(tmp_path, own, trace=True)
+    write_nccl_log(tmp_path, 0, own, trace=True)
     assert own == {"NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "mine"}
