@@ -49,7 +49,7 @@ from fullshard.submit.ray_driver import fit, train_in_worker
 
 
 def train():
-    return train_in_worker({recipe!r}, folder={folder!r}, stage={stage!r})
+    return train_in_worker({recipe!r}, folder={folder!r}, run={run!r}, stage={stage!r})
 
 
 ray.init()  # the cluster of RAY_ADDRESS, or a Ray on this machine

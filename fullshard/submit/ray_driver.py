@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fullshard.errors import EXIT_DONE, EXIT_PREEMPTED, AbsentError, FullshardError
-from fullshard.submit.ray_worker import ask_to_stop, forget_stop
+from fullshard.submit.ray_worker import ask_to_stop, forget_end, forget_stop, keep_end, known_end
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
 
-def train_in_worker(recipe: str, *, folder: str, stage: str | None = None) -> tuple[int, str]:
+def train_in_worker(recipe: str, *, folder: str, run: str, stage: str | None = None) -> tuple[int, str]:
     """Trains a recipe in a worker of Ray Train, in the folder where it was submitted. Returns the exit code and what
     there is to say. Raises what a restart may cure, and nothing else."""
+    if found := known_end(Path(run)):
+        return found  # Ray has started all again, since one rank alone had met it
     import fullshard
 
     os.chdir(folder)  # Ray gives each worker a folder of its own, and relative paths are the user's
@@ -32,10 +34,13 @@ def train_in_worker(recipe: str, *, folder: str, stage: str | None = None) -> tu
     except AbsentError:
         raise
     except FullshardError as error:
-        return error.exit_code, str(error)
-    if result.stopped == "signal":
-        return EXIT_PREEMPTED, f"Stopped at step {result.step}, and saved."
-    return EXIT_DONE, ""
+        code, said = error.exit_code, str(error)
+    else:
+        stopped = result.stopped == "signal"
+        return (EXIT_PREEMPTED, f"Stopped at step {result.step}, and saved.") if stopped else (EXIT_DONE, "")
+    if not keep_end(Path(run), code, said):  # the others may wait for this rank: Ray ends them, and starts all again
+        raise RuntimeError(f"This rank alone has met what no restart cures: {said}")
+    return code, said
 
 
 def fit(trainer: TorchTrainer, *, run: str) -> int:
@@ -50,6 +55,7 @@ def fit(trainer: TorchTrainer, *, run: str) -> int:
             ended.append(error)
 
     forget_stop(Path(run))
+    forget_end(Path(run))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: _on_signal(run))
     # Not in the main thread: there Ray would take Ctrl-C, and end the workers before they have saved.
@@ -57,7 +63,7 @@ def fit(trainer: TorchTrainer, *, run: str) -> int:
     thread.start()
     while thread.is_alive():
         thread.join(0.5)
-    return _outcome(ended[0])
+    return _outcome(ended[0], Path(run))
 
 
 def _on_signal(run: str) -> None:
@@ -67,11 +73,15 @@ def _on_signal(run: str) -> None:
     print("The step in progress is finished and saved. A second signal stops at once.", file=sys.stderr, flush=True)
 
 
-def _outcome(ended: Any) -> int:
+def _outcome(ended: Any, run: Path) -> int:
     if isinstance(ended, BaseException):
-        print(f"The run failed on Ray: {ended}", file=sys.stderr, flush=True)
-        return 1
-    code, said = ended.return_value
+        found = known_end(run)
+        if found is None:
+            print(f"The run failed on Ray: {ended}", file=sys.stderr, flush=True)
+            return 1
+    else:
+        found = ended.return_value
+    code, said = found
     if said:
         print(said, file=sys.stderr, flush=True)
     return int(code)

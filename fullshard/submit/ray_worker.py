@@ -35,6 +35,8 @@ TURN_S = 1.0
 """How often Ray is asked, and reported to, at most."""
 END_S = 120.0
 """How long the end of a run waits for Ray to take the last report."""
+_TOGETHER_S = 10.0
+"""A mistake that all ranks meet they meet within this time."""
 POINTER = "checkpoint.json"
 """The file that names a checkpoint in a bucket, where it stays."""
 _NAMESPACE = "fullshard"
@@ -68,6 +70,44 @@ def forget_stop(run: Path) -> bool:
             _internal_kv_del(asked, namespace=_NAMESPACE)
             return True
     return False
+
+
+def keep_end(run: Path, code: int, said: str) -> bool:
+    """Notes for all workers that the run in this folder has ended in a way that no restart changes. Whether all of them
+    have noted an end of their own soon after: those that have not may wait for this one."""
+    import ray.train
+    from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
+
+    context = ray.train.get_context()
+    key = f"{_ends_of(run)}{context.get_world_rank():08d}"
+    _internal_kv_put(key, json.dumps([code, said]), namespace=_NAMESPACE)
+    until = time.monotonic() + _TOGETHER_S
+    while time.monotonic() < until:
+        if len(_internal_kv_list(_ends_of(run), namespace=_NAMESPACE)) >= context.get_world_size():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def known_end(run: Path) -> tuple[int, str] | None:
+    """What the first worker noted: the exit code, and what there is to say."""
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list
+
+    for key in sorted(_internal_kv_list(_ends_of(run), namespace=_NAMESPACE)):
+        if (found := _internal_kv_get(key, namespace=_NAMESPACE)) is not None:
+            code, said = json.loads(found)
+            return code, said
+    return None
+
+
+def forget_end(run: Path) -> None:
+    from ray.experimental.internal_kv import _internal_kv_del
+
+    _internal_kv_del(_ends_of(run), del_by_prefix=True, namespace=_NAMESPACE)
+
+
+def _ends_of(run: Path) -> str:
+    return f"{run}: end of rank "
 
 
 def refuse_lost_folder(recipe: Recipe) -> None:

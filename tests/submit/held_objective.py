@@ -23,13 +23,16 @@ class Held(CausalLM):
     hold: tuple[int, ...] = ()
     fail: int | None = None
     """The exit code to end with after step 1."""
+    fail_on: int | None = None
+    """The rank that ends with it; all of them."""
 
     def loss(self, model: Any, batch: Any, aux: Any) -> Terms:
         step = self._step()
         folder = Path(self.folder_of_test)
-        if step >= 1 and self.fail:
+        rank = os.environ.get("RANK", "0")
+        if step >= 1 and self.fail and self.fail_on in (None, int(rank)):
             raise NumericalError("stopped on purpose.") if self.fail == 3 else DataError("a mistake on purpose.")
-        if step in self.hold and os.environ.get("RANK", "0") == "0":
+        if step in self.hold and rank == "0":
             (folder / f"held-{step}").touch()
             while not (folder / f"go-{step}").exists():
                 time.sleep(0.05)

@@ -231,6 +231,21 @@ def test_a_driver_on_this_machine_stops_with_a_save_and_goes_on(
     assert losses(run) == straight
 
 
+def test_a_mistake_that_one_rank_meets_is_final(folder: Path, cluster: Cluster) -> None:
+    """The other rank loses it, so Ray starts both again; they say what was wrong, and train no step."""
+    run = folder / "runs" / "mistake"
+    fails = {"kind": "tests.submit.held_objective.Held", "folder_of_test": str(folder), "run": str(run)}
+    fails |= {"fail": 2, "fail_on": 1}
+    (folder / "mistake.yaml").write_text(yaml.safe_dump(settings(folder, "mistake", objective=fails)))
+    words = [sys.executable, "-m", "fullshard", "submit", "mistake.yaml", "--on", "ray", "--no-check"]
+    said = call(*words, folder=folder, cluster=cluster).splitlines()
+    wait_for(lambda: ended(int(said[-1].split()[-1])), "the end")
+    log = Path(said[-2].split()[-1]).read_text()
+    assert log.splitlines()[-1] == "a mistake on purpose."
+    assert "The run failed on Ray" not in log
+    assert (run / "log.txt").read_text().count("Started Training on") == 1, "the second start trained nothing"
+
+
 def test_a_relative_run_folder_is_refused(folder: Path, cluster: Cluster) -> None:
     text = """
     try:
