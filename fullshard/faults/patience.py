@@ -18,8 +18,8 @@ _WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 
 
 def patiently(act: Callable[[float], T], *, for_s: float, say: Callable[[str], None]) -> T:
-    """What `act` returns, which is told how many seconds were lost so far. Its error, the same on every rank, is raised
-    after waits of `for_s` together."""
+    """What `act` returns; it gets the seconds that were lost so far. Its error, the same on every rank, is raised after
+    waits of `for_s` together."""
     begun, lost_s = time.monotonic(), 0.0
     for wait_s in (_WAITS_S[i] for i, _ in enumerate(takewhile(lambda total: total <= for_s, accumulate(_WAITS_S)))):
         try:

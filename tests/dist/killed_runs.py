@@ -27,7 +27,7 @@ PATIENCE_S = 60
 RUN_S = 300
 """How long a whole run may take."""
 ALL = 1000
-"""More files than a checkpoint has: a save with so many is published."""
+"""The count of a save that is already published: more files than a checkpoint has."""
 TINY: dict[str, Any] = {
     "hidden_size": 8,
     "intermediate_size": 8,
@@ -134,7 +134,7 @@ def files_in(hidden: Path) -> int:
 
 
 def kill_in_save(processes: list[ForkProcess], run: Path, life: Life, *, save: int, files: int) -> None:
-    """Kills the victims when the life's first or second save has so many files."""
+    """Kills the victims when this life's save of that number has that many files."""
     sentinels = [process.sentinel for process in processes]
     seen: set[str] = set()
     new: set[str] = set()
