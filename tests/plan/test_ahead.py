@@ -56,7 +56,7 @@ def test_a_run_says_what_is_predicted_and_what_it_holds(
     assert log.count("Memory of rank 0, held between steps: ") == (found["step"] == 2)
     assert records[-1]["event"] == "finished"
     tiles = {title: remark for title, _, remark in tables.tiles(Run(folder / "runs" / name, name))}
-    assert tiles["held by rank 0 between steps"] == "as predicted"
+    assert tiles["held between steps"] == "by rank 0, as predicted"
 
 
 def test_what_is_traced_is_predicted_by_a_process_of_its_own(folder: Path) -> None:
