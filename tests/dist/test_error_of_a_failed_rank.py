@@ -29,7 +29,7 @@ def die(folder: Path, name: str, *, ranks: int) -> tuple[subprocess.CompletedPro
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(settings))
     command = [sys.executable, "-m", "fullshard", "train", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, check=False)
     return done, folder / "runs" / name / "crash-1"
 
 

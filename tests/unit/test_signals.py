@@ -138,7 +138,7 @@ def test_before_the_first_step_a_signal_ends_the_process_even_in_native_code(
 ) -> None:
     process = started(NATIVE.format(then=""))
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 75
     assert out == "printed before\n"
     assert (
@@ -156,9 +156,9 @@ def test_a_signal_also_ends_children_and_removes_temporary_folders(tmp_path: Pat
     [child] = psutil.Process(process.pid).children()
     assert len(list(tmp_path.iterdir())) == 1
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert list(tmp_path.iterdir()) == []
-    child.wait(timeout=60)
+    child.wait(timeout=300)
 
 
 def test_work_after_the_loop_may_finish() -> None:
@@ -204,7 +204,7 @@ def test_ranks_print_the_message_once(variables: dict[str, str], line: str, tmp_
     environ = {name: value.format(tmp_path / "error.json") for name, value in variables.items()}
     process = started(NATIVE.format(then=""), **environ)
     process.send_signal(signal.SIGUSR1)
-    assert process.communicate(timeout=60)[1].startswith(line)
+    assert process.communicate(timeout=300)[1].startswith(line)
 
 
 @pytest.mark.parametrize("variables", [{"RANK": "1"}, {"RANK": "0", "FULLSHARD_REPORTED_BY_LAUNCHER": "1"}])
@@ -212,7 +212,7 @@ def test_under_our_launcher_the_message_goes_to_it(variables: dict[str, str], tm
     file = tmp_path / "error.json"
     process = started(NATIVE.format(then=""), **variables, TORCHELASTIC_ERROR_FILE=str(file))
     process.send_signal(signal.SIGUSR1)
-    assert process.communicate(timeout=60)[1] == ""
+    assert process.communicate(timeout=300)[1] == ""
     assert "before the first step" in json.loads(file.read_text())["message"]["message"]
 
 
@@ -223,7 +223,7 @@ def test_sigquit_does_not_end_a_command_that_starts() -> None:
     )
     process = started(code, stdin=subprocess.PIPE)
     process.send_signal(signal.SIGQUIT)
-    said = process.communicate("go on\n", timeout=60)[1]
+    said = process.communicate("go on\n", timeout=300)[1]
     assert (process.returncode, "The run is still starting" in said) == (0, True), said
 
 

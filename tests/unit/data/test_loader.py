@@ -273,7 +273,7 @@ def test_workers_outlive_signals_to_the_group_but_not_their_parent() -> None:
         assert child.stdout.readline() == "ready\n"
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.killpg(child.pid, number)
-        rest, _ = child.communicate("go\n", timeout=60)
+        rest, _ = child.communicate("go\n", timeout=300)
     assert rest == "steps 100\n"
     assert child.returncode == 0
     with pytest.raises(ProcessLookupError):

@@ -115,7 +115,7 @@ with reported_if_killed(0):
 def test_the_watcher_ends_with_the_run_and_is_silent_if_memory_was_not_the_reason(end: str) -> None:
     """It holds standard error until it has decided: waiting for that to close is waiting for the witness."""
     command = [sys.executable, "-W", "error", "-c", WITNESSED, end]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == (-signal.SIGKILL if end == "killed" else 0)
     assert "Traceback" not in done.stderr, done.stderr
 

@@ -196,7 +196,7 @@ def test_a_signal_reaches_the_ranks_and_their_answer_counts(
     with launched(code, per_node=2, timeout_s=30) as process:
         assert said(process, 2) == ["ready", "ready"]
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (exit_code, words)
 
 
@@ -206,7 +206,7 @@ def test_a_second_ctrl_c_ends_ranks_that_ignore_signals() -> None:
         process.send_signal(signal.SIGINT)
         assert said(process) == ["heard"]
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=300)
         assert (process.returncode, errors) == (130, "Stopped by Ctrl-C.\n")
 
 
@@ -244,14 +244,14 @@ def test_ranks_end_when_their_launcher_is_killed() -> None:
         assert said(process, 2) == ["ready", "ready"]
         process.kill()
         # The ranks hold the other end of the pipe: it ends when they have.
-        assert process.communicate(timeout=60) == ("", "")
+        assert process.communicate(timeout=300) == ("", "")
 
 
 def test_an_early_ctrl_c_prints_no_traceback() -> None:
     with launched(FOLLOW, per_node=2, timeout_s=30) as process:
         assert said(process, 2) == ["ready", "ready"]
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "Stopped by Ctrl-C.\n")
+        assert process.communicate(timeout=300) == ("", "Stopped by Ctrl-C.\n")
         assert process.returncode == 130
 
 
@@ -268,7 +268,7 @@ def test_two_runs_on_one_machine_do_not_clash() -> None:
         assert said(first) != said(second)
         for process in (first, second):
             process.send_signal(signal.SIGTERM)
-            assert process.communicate(timeout=60)[1] == "Stopped by SIGTERM.\n"
+            assert process.communicate(timeout=300)[1] == "Stopped by SIGTERM.\n"
 
 
 def test_two_nodes_meet_at_the_master(tmp_path: Path) -> None:
