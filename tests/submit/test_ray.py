@@ -241,7 +241,7 @@ def test_a_mistake_that_one_rank_meets_is_final(folder: Path, cluster: Cluster) 
     said = call(*words, folder=folder, cluster=cluster).splitlines()
     wait_for(lambda: ended(int(said[-1].split()[-1])), "the end")
     log = Path(said[-2].split()[-1]).read_text()
-    assert log.splitlines()[-1] == "a mistake on purpose."
+    assert "a mistake on purpose." in log.splitlines(), "a line of the driver, beside those of Ray"
     assert "The run failed on Ray" not in log
     assert (run / "log.txt").read_text().count("Started Training on") == 1, "the second start trained nothing"
 
