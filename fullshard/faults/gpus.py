@@ -22,7 +22,7 @@ def ranks_left(ranks: Ranks, environ: Mapping[str, str] = os.environ) -> Ranks:
     visible = [name.strip() for name in environ.get(_VISIBLE, "").split(",") if name.strip()]
     ids = ranks.device_ids or tuple(range(len(visible) or _count(environ)))
     names = visible or [str(each) for each in ids]
-    # Each by itself: CUDA shows none of those that follow one it cannot find.
+    # One at a time: CUDA hides every GPU that is listed after one it cannot find.
     with ThreadPoolExecutor() as pool:
         answers = pool.map(lambda name: _asked(_USE, {**environ, _VISIBLE: name}) is not None, names)
         left = tuple(each for each, answer in zip(ids, answers, strict=False) if answer)[: ranks.per_node]
